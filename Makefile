@@ -120,9 +120,10 @@ $(VENV)/.docs: $(STAMP)
 models-table: $(STAMP) $(VLLM)/.installed
 	$(BIN)/python -m docs.make_models $(VLLM)/bin/python
 
-# The ladder of modes, as a table and a picture: make bench BENCH="--workload paper --layout split"
+# The ladder of modes, as a table and a picture, and what live rollouts cost the engine: make bench BENCH="--workload paper --layout split"
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks --plot runs/bench.svg $(BENCH)
+	@$(BIN)/python -m benchmarks.engine
 
 # A trainer of TRL beside ours, in an environment of its own: trl-grpo, or trl, the last one of PPO: benchmarks/README.md.
 PEER ?= trl-grpo

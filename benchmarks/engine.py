@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import platform
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -285,6 +286,16 @@ def _cost(name: str, size: int, samples: Sequence[_Sample]) -> Cost:
     )
 
 
+def live(sizes: Sequence[int] = (1_000, 10_000), steps: int = 3, *, clock: Clock = time.thread_time) -> str:
+    """Return, on a line, the CPU time of whole PPO steps with fakes for each live rollout, by the number of these."""
+    parts = []
+    for size in sizes:
+        sample = anyio.run(_sample, LOADS["step"], size, steps, clock)
+        milliseconds, collecting = 1e3 * sample.seconds / size / steps, sample.collecting / sample.seconds
+        parts.append(f"{size:,} live rollouts, {milliseconds:.2f} ms for each in a step, {collecting:.0%} of it gc")
+    return f"engine, CPU time with fakes: {'; '.join(parts)}"
+
+
 def show(costs: Sequence[Cost]) -> str:
     rows = [["load", "rollouts", "us/chunk", "min", "max", "of it gc", "chunks/s"]]
     for cost in costs:
@@ -320,3 +331,7 @@ def as_json(costs: Sequence[Cost]) -> Mapping[str, object]:
             for cost in costs
         ],
     }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{live()}\n")

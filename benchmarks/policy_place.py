@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import Spread, command, turns
 from oppo.events import Chunk, Prompt
 from oppo.hf.devices import use_cores
-from oppo.hf.recipe import ModelRecipe
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.models import Sampling

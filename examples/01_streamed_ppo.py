@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from oppo import Fixed, Overcommit, Prompt, Sampling, Thread, ppo
+from oppo import Overcommit, Prompt, Sampling, Thread, ppo
+from oppo.admission.chunking import Fixed
 from oppo.hf import HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel
 from oppo.training import TrainerSettings
 

@@ -24,14 +24,8 @@ from oppo import (
     Overcommit,
     Policy,
     Prompt,
-    Receiver,
-    RolloutEvent,
     Score,
-    Scored,
-    ScoredRollout,
-    ScoredRollouts,
     Scorer,
-    Sender,
     StepReport,
     Trainer,
     Update,
@@ -39,6 +33,9 @@ from oppo import (
     rollout_of,
     synced_models,
 )
+from oppo.events import RolloutEvent, Scored
+from oppo.graph import Receiver, Sender
+from oppo.stages import ScoredRollout, ScoredRollouts
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, prompts, run_virtual
 
 SAMPLES = 4

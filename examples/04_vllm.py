@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oppo import Correction, FunctionReward, Overcommit, Prompt, Sampling, StepReport, Thread, TrainerSettings, grpo
+from oppo import FunctionReward, Overcommit, Prompt, Sampling, StepReport, Thread, TrainerSettings, grpo
 from oppo.errors import ConfigError
 from oppo.hf import HfTrainer, RecomputedLogprobs, ReferenceLogprobs
 from oppo.losses import ClippedLoss
+from oppo.returns import Correction
 from oppo.vllm import VllmEngine, VllmPolicy
 
 SAMPLES = 8

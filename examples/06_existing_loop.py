@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from oppo import Batch, Finish, Fixed, Overcommit, Prompt, Response, Sampling, StepReport, Thread, Weights, wrap
+from oppo import Batch, Finish, Overcommit, Prompt, Response, Sampling, StepReport, Thread, Weights, wrap
+from oppo.admission.chunking import Fixed
 from oppo.hf import HfPolicy, RewardModel
 
 SAMPLING = Sampling(max_new_tokens=48, stop=tuple(range(1, 9)), seed=1)

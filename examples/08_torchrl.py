@@ -26,7 +26,8 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from oppo import Batch, Finish, Fixed, Overcommit, Prompt, Response, Sampling, Scorer, StepReport, Thread, Weights, wrap
+from oppo import Batch, Finish, Overcommit, Prompt, Response, Sampling, Scorer, StepReport, Thread, Weights, wrap
+from oppo.admission.chunking import Fixed
 from oppo.hf import HfPolicy, RewardModel, ValueModel
 
 T = TypeVar("T")

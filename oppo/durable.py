@@ -31,11 +31,7 @@ def opened(path: Path, mode: Literal["r", "a", "a+", "w", "x"]) -> TextIO:
 
 
 def content(path: Path, *, linked: bool = False, most: int = 2**28) -> bytes:
-    """Return the content of a plain file of at most ``most`` bytes: a pipe or a device may have no end.
-
-    Args:
-        linked: what a link leads to is read too.
-    """
+    """Return the content of a plain file of at most ``most`` bytes: a pipe or a device may have no end."""
     with open(path, "rb", opener=_plain if linked else _no_follow) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise OSError(errno.EFBIG, f"{path.name} has {size} bytes, and at most {most} are read", str(path))
@@ -43,17 +39,15 @@ def content(path: Path, *, linked: bool = False, most: int = 2**28) -> bytes:
 
 
 def read_text(path: Path, *, linked: bool = False) -> str:
-    """Return the text in a file; see :func:`content`."""
     return content(path, linked=linked).decode("utf-8")
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether a plain file is at a path, and no link to one."""
     return not path.is_symlink() and path.is_file()
 
 
 def remove(path: Path) -> None:
-    """Delete what is at a path, if anything: a directory with all that it holds, but nothing behind a link."""
+    """Delete what is at a path, if anything, but nothing behind a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -103,10 +97,10 @@ def put(path: Path, parts: Iterable[str]) -> None:
 
 
 def make(directory: Path) -> None:
-    made = [each for each in (directory, *directory.parents) if not each.exists()]
+    made = [parent for parent in (directory, *directory.parents) if not parent.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    for each in made:
-        sync(each.parent)
+    for parent in made:
+        sync(parent.parent)
 
 
 @contextmanager
@@ -122,8 +116,8 @@ def whole(path: Path) -> Iterator[Path]:
     try:
         aside.mkdir()
         yield aside
-        for each in (*aside.rglob("*"), aside):
-            sync(each)
+        for file in (*aside.rglob("*"), aside):
+            sync(file)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, OSError):
@@ -175,10 +169,7 @@ def _rename(aside: Path, path: Path) -> None:
 def temporary(purpose: str, parent: Path | None = None, *, kept: Callable[[], bool] = lambda: False) -> Iterator[Path]:
     """Yield a new temporary directory of this user, and remove it; those that ended processes left go first.
 
-    Args:
-        purpose: one word, which is part of its name.
-        parent: the directory in which it is; ``None``: the system's for temporary files.
-        kept: asked at its end: whether it is left as long as this process lives, and until another wants one.
+    ``kept`` is asked at its end: whether it is left as long as this process lives, and until another wants one.
     """
     machine = f"{os.uname().nodename}-" if parent else ""  # another one that has the directory may not see its lock
     prefix = f"oppo-{purpose}-{machine}{os.getuid()}-"

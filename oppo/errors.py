@@ -41,6 +41,7 @@ from contextvars import ContextVar
 from functools import partial
 from os import _exit
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, NoReturn, TypeVar
 
 import anyio
@@ -139,62 +140,47 @@ def as_itself() -> Iterator[None]:
         raise first from first.__cause__
 
 
-@contextmanager
-def noted(message: str) -> Iterator[None]:
-    """Add ``message`` as a note to an error of the body, after :func:`errors_only`.
+class _Boundary:
+    # A class, not a generator: the reader of each live rollout is in one, and the collector visits all that it holds.
+    __slots__ = ("_outside", "_task")
 
-    Raises:
-        ProtocolError: the body raised what is no ``Exception``, or was cancelled, though neither its scopes nor its
-            task were.
-    """
-    try:
-        with errors_only():
-            yield
-    except Exception as error:
-        error.add_note(message)
-        raise
+    passing: type[Exception] | tuple[()] = Exception
 
+    def __enter__(self) -> None:
+        self._task = _current_task()
+        self._outside = _IN_USER_CODE.get()
+        _IN_USER_CODE.set(True)
 
-_BLAME: Final = "raised by "
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            if error is None:
+                return
+            if not isinstance(error, self.passing) and not self._is_from_outside(error):
+                refusal = self.refusal(worded(error))
+                self.note(refusal)
+                raise refusal from error
+            if isinstance(error, Exception):
+                self.note(error)
+        finally:
+            _IN_USER_CODE.set(self._outside)
 
+    def _is_from_outside(self, error: BaseException) -> bool:
+        if _is_of_a_signal(error):
+            if is_cancelled():
+                raise asyncio.CancelledError from error
+            return True
+        if isinstance(error, asyncio.CancelledError):
+            return is_cancelled()
+        return isinstance(error, GeneratorExit) and self._task is not _current_task()
 
-@contextmanager
-def blaming(what: str) -> Iterator[None]:
-    """Do as :func:`noted` around user code; the note says that ``what`` raised the error, and at which line.
+    def refusal(self, words: str) -> Exception:
+        raise NotImplementedError
 
-    An error of this package that did not pass through user code has no such note, and none has two.
-    """
-    try:
-        with errors_only(f"{what}: "):
-            yield
-    except Exception as error:
-        place = place_of(error)
-        blamed = any(note.startswith(_BLAME) for note in getattr(error, "__notes__", ()))
-        if not blamed and (place or not isinstance(error, OppoError)):
-            error.add_note(f"{_BLAME}{what}{place}")
-        raise
-
-
-@contextmanager
-def errors_only(whose: str = "") -> Iterator[None]:
-    """Raise a ``ProtocolError`` in place of what the body raises that is no ``Exception``; see :func:`contained`.
-
-    Args:
-        whose: how its message begins.
-    """
-
-    def refuse(words: str) -> ProtocolError:
-        return ProtocolError(
-            f"{whose}a result or an Exception was expected; got {words}, and nothing had cancelled this call: catch "
-            "the cancellation of tasks where they are awaited, and derive errors from Exception"
-        )
-
-    with contained(refuse, passing=Exception):
-        yield
+    def note(self, error: Exception) -> None:
+        pass
 
 
-@contextmanager
-def contained(refuse: Callable[[str], Exception], *, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+class contained(_Boundary):  # noqa: N801 - it is used as a function
     """Raise ``refuse(words)`` instead of anything that the body raises: the boundary to user code.
 
     ``sys.exit()``, in :func:`exits_told` ``os._exit()``, an ``exit`` of a test framework and cancellations of its own
@@ -205,25 +191,74 @@ def contained(refuse: Callable[[str], Exception], *, passing: type[Exception] | 
         refuse: returns the error; the words are those of :func:`worded`.
         passing: errors that pass too.
     """
-    task = _current_task()
-    outside = _IN_USER_CODE.get()
-    _IN_USER_CODE.set(True)
-    try:
-        yield
-    except passing:
-        raise
-    except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and is_cancelled():
-            raise
-        if _is_of_a_signal(error):
-            if is_cancelled():
-                raise asyncio.CancelledError from error
-            raise
-        if isinstance(error, GeneratorExit) and task is not _current_task():
-            raise
-        raise refuse(worded(error)) from error
-    finally:
-        _IN_USER_CODE.set(outside)
+
+    __slots__ = ("_refuse", "passing")
+
+    def __init__(self, refuse: Callable[[str], Exception], *, passing: type[Exception] | tuple[()] = ()) -> None:
+        self._refuse = refuse
+        self.passing = passing
+
+    def refusal(self, words: str) -> Exception:
+        return self._refuse(words)
+
+
+class errors_only(_Boundary):  # noqa: N801 - likewise
+    """Raise a ``ProtocolError`` in place of what the body raises that is no ``Exception``; see :class:`contained`.
+
+    Args:
+        whose: how its message begins.
+    """
+
+    __slots__ = ("_whose",)
+
+    def __init__(self, whose: str = "") -> None:
+        self._whose = whose
+
+    def refusal(self, words: str) -> ProtocolError:
+        return ProtocolError(
+            f"{self._whose}a result or an Exception was expected; got {words}, and nothing had cancelled this call: "
+            "catch the cancellation of tasks where they are awaited, and derive errors from Exception"
+        )
+
+
+class noted(errors_only):  # noqa: N801 - likewise
+    """Add ``message`` as a note to an error of the body, after :class:`errors_only`.
+
+    Raises:
+        ProtocolError: the body raised what is no ``Exception``, or was cancelled, though neither its scopes nor its
+            task were.
+    """
+
+    __slots__ = ("_message",)
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self._message = message
+
+    def note(self, error: Exception) -> None:
+        error.add_note(self._message)
+
+
+_BLAME: Final = "raised by "
+
+
+class blaming(errors_only):  # noqa: N801 - likewise
+    """Do as :class:`noted` around user code; the note says that ``what`` raised the error, and at which line.
+
+    An error of this package that did not pass through user code has no such note, and none has two.
+    """
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: ")
+        self._what = what
+
+    def note(self, error: Exception) -> None:
+        place = place_of(error)
+        blamed = any(note.startswith(_BLAME) for note in getattr(error, "__notes__", ()))
+        if not blamed and (place or not isinstance(error, OppoError)):
+            error.add_note(f"{_BLAME}{self._what}{place}")
 
 
 @contextmanager

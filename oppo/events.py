@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, Final, Generic, Literal, Self, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -67,7 +67,8 @@ class _Ragged:
 
     def describes(self, count: int) -> bool:
         """Return whether these ids can belong to ``count`` tokens: ``counts`` has as many items, or none."""
-        return len(self.counts) in {0, count}
+        described = len(self.counts)
+        return not described or described == count
 
     def slice(self, start: int, stop: int | None) -> Self:
         """Return the ids of tokens ``start .. stop``, as a view."""
@@ -127,8 +128,8 @@ class Support(_Ragged):
 class RoutedExperts(_Ragged):
     """The experts that the routers of a mixture of experts chose while some tokens were made; ragged, often empty.
 
-    A token has those of the positions that the engine read for it: the first token those of the prompt, each other
-    those of the token before it, and after a tool's answer those of the answer too. A position that has none is routed
+    A token has the experts of the positions that the engine read for it: the first token of the prompt, each other
+    of the token before it, and after a tool's answer of the answer too. A position that has none is routed
     anew when it is trained.
 
     Attributes:
@@ -169,7 +170,7 @@ class Prompt:
         admission: number of the prompt, unique in a run, its ordinal in a :class:`oppo.PromptStream`; keys the sampling
             noise.
         tokens: int32 [P], the prompt as the policy reads it; at least one token.
-        sample: index of this sample among those of the same prompt.
+        sample: index of this sample of its prompt.
         group: the ``admission`` of the prompt, shared by the rollouts that are compared with one another.
         columns: the other columns of the prompt's row, for reward functions.
         branch: 0, but for a further conversation of the same sample, as of a subagent: then a number below 2**20.
@@ -259,6 +260,11 @@ class ToolTokens:
     start: int
     tokens: IntArray
 
+    def as_chunk(self, version: int) -> Chunk:
+        """Return them as if sampled by these weights, with log-probs of 0."""
+        n = len(self.tokens)
+        return Chunk(self.rollout, self.start, self.tokens, np.zeros(n, np.float32), np.full(n, version, np.int32))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Response:
@@ -290,22 +296,22 @@ class Response:
     @classmethod
     def of(cls, prompt: Prompt, pieces: Iterable[Chunk | ToolTokens]) -> Response:
         """Return the response that consists of these pieces, in order."""
-        response = cls.empty(prompt)
-        for sampled, run in groupby(pieces, lambda piece: isinstance(piece, Chunk)):
-            if sampled:
-                first, *later = (piece for piece in run if isinstance(piece, Chunk))
-                response = response.then(first.merge(*later))
-            else:
-                for piece in run:
-                    response = response.then(piece)
-        return response
+        chunks, sampled, version = list[Chunk](), list[bool](), 0
+        for piece in pieces:
+            sampled.append(isinstance(piece, Chunk))
+            chunks.append(piece if isinstance(piece, Chunk) else piece.as_chunk(version))
+            version = int(chunks[-1].versions[-1]) if len(piece.tokens) else version
+        if not chunks:
+            return cls.empty(prompt)
+        whole, lengths = chunks[0].merge(*chunks[1:]), [len(chunk.tokens) for chunk in chunks]
+        mask, support, routed = np.repeat(sampled, lengths), whole.support, whole.routed_experts
+        return cls(prompt, whole.tokens, whole.logprobs, whole.versions, mask, support, routed)
 
     def then(self, piece: Chunk | ToolTokens) -> Response:
         """Return this response with ``piece`` appended."""
         n, sampled = len(piece.tokens), isinstance(piece, Chunk)
         if isinstance(piece, ToolTokens):
-            last = self.versions[-1:] if len(self) else np.zeros(1, np.int32)
-            piece = Chunk(piece.rollout, piece.start, piece.tokens, np.zeros(n, np.float32), np.repeat(last, n))
+            piece = piece.as_chunk(int(self.versions[-1]) if len(self) else 0)
         return Response(
             self.prompt,
             np.concatenate((self.tokens, piece.tokens)),
@@ -379,7 +385,7 @@ class Drop:
 
     Attributes:
         reason: why, for the record.
-            At most 4000 characters are kept, and what is no UTF-8 is escaped.
+            At most 4000 characters are kept, escaped for UTF-8.
         nonfinite: whether the reason is a number that is not finite.
 
     Raises:
@@ -422,7 +428,7 @@ class Scored(Generic[T_co]):
 
 RolloutEvent: TypeAlias = Prompt | Chunk | ToolTokens | Defer | Finish | Drop
 
-_OF_A_ROLLOUT = (Chunk, Prompt, Finish, ToolTokens, Defer, Drop, Scored)
+_OF_A_ROLLOUT: Final = (Chunk, Prompt, Finish, ToolTokens, Defer, Drop, Scored)
 
 
 def described(value: object) -> str:
@@ -481,7 +487,7 @@ class Batch:
         teacher: float32 [T], log-probs of the teacher of a distillation, likewise; ``None`` without a teacher.
         teacher_ids: int32 [T, k], the teacher's likeliest ids at each token, the likeliest first; ``None`` unless it
             gives them.
-        teacher_top: float32 [T, k + 1], their log-probs, and that of all other ids together; over the whole vocabulary.
+        teacher_top: float32 [T, k + 1], their log-probs, and one of all other ids together; over the whole vocabulary.
         values: float32 [T], the critic's value of the state *before* each token; ``None`` without a critic.
         last_values: float32 [N], its value of the state after the last token; ``None`` unless it gives that too.
         rewards: float32 [T], per token, after the KL penalty; ``None`` unless they were estimated.
@@ -529,8 +535,8 @@ class Batch:
             items: object = getattr(self, name)
             if not isinstance(items, Sequence) or not all(isinstance(item, kind) for item in items):
                 raise ProtocolError(f"Batch.{name} must be a tuple of {kind.__name__} objects; got {described(items)}")
-        rows, tokens = len(self.responses), sum(map(len, self.responses))
-        borders = np.cumsum([0, *map(len, self.responses)])
+        borders = np.cumsum([0, *(len(response.tokens) for response in self.responses)])
+        rows, tokens = len(self.responses), int(borders[-1])
         if not np.array_equal(self.offsets, borders):
             raise ProtocolError(
                 f"Batch.offsets must be an array of {rows + 1} numbers, the borders of the responses: 0, then each "
@@ -577,7 +583,7 @@ class Batch:
         return {name: column for name, column in columns.items() if column is not None}
 
     def support(self, rows: Iterable[int]) -> Support:
-        """Return the support of the tokens of ``rows``, end to end; each call joins those of the responses."""
+        """Return the support of the tokens of ``rows``, end to end; each call joins the responses' supports."""
         return Support.concatenate((self.responses[r].support, len(self.responses[r])) for r in rows)
 
     def rows(self) -> Sequence[slice]:
@@ -589,12 +595,17 @@ class Batch:
         rows = dict[int, list[int]]()
         for row, response in enumerate(self.responses):
             rows.setdefault(response.prompt.first, []).append(row)
+        if len(rows) == len(self):
+            return list(np.arange(len(self)).reshape(-1, 1))
         return [np.array(each, np.int64) for each in rows.values()]
 
     @property
     def firsts(self) -> NDArray[np.int64]:
         """The first row of each rollout of a group: what rollouts have once, such as a score, is taken there."""
-        return np.array([rows[0] for rows in self.conversations()], np.int64)
+        row_of = dict[int, int]()
+        for row, response in enumerate(self.responses):
+            row_of.setdefault(response.prompt.first, row)
+        return np.array(list(row_of.values()), np.int64)
 
     def shares(self) -> FloatArray:
         """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
@@ -610,7 +621,9 @@ class Batch:
         What discounts, sums or counts over a conversation runs over these: a tool's tokens between two of them are a
         part of the state that the second one sees.
         """
-        return [row.start + np.flatnonzero(self.sampled[row]) for row in self.rows()]
+        positions = np.flatnonzero(self.sampled)
+        borders = np.searchsorted(positions, self.offsets).tolist()
+        return [positions[first:last] for first, last in pairwise(borders)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -238,7 +238,7 @@ class Capabilities:
     Attributes:
         supports: where its sampling excludes ids, the ids that each token was sampled from are reported. Training needs
             them, since log-probs are over these ids.
-        resumes: how responses go on that are opened half-written, as those of a resumed run are.
+        resumes: how responses go on that are opened half-written, as in a resumed run.
         adds_while_decoding: rollouts can join while others are decoded (:class:`Decoding`).
         loads_while_decoding: when weights that are loaded during decoding take effect.
         turns: a response can go on after a token that would end it; the policy is a
@@ -314,7 +314,7 @@ class VariesSampling(Policy, Protocol):
     """A policy with the capability ``varies_sampling``: its engine can draw in several ways."""
 
     def with_sampling(self, sampling: Sampling) -> Policy:
-        """Return a policy with the same engine and the same weights, those of later syncs too, that draws so.
+        """Return a policy with the same engine and the same weights, after later syncs too, that draws so.
 
         One of the two decodes at a time. Rollouts of this one that are deferred meanwhile stay deferred.
         """
@@ -341,7 +341,7 @@ class Scorer(Protocol[T_co]):
         """Version of the weights; constant for a frozen model."""
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-        """Prefill events, those of each rollout in order and contiguous; ``Prompt`` opens a session."""
+        """Prefill events, in order and contiguous for each rollout; ``Prompt`` opens a session."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T_co]:
         """Return one value for each rollout, which was read to its end, and forget its session."""
@@ -503,7 +503,7 @@ RewardFunction: TypeAlias = Callable[..., object]
 
 
 async def entered(models: Iterable[object]) -> AsyncExitStack:
-    """Enter those of the models that are async context managers, and return what leaves them."""
+    """Enter the models that are async context managers; return the stack that leaves them."""
     async with AsyncExitStack() as stack:
         for each in models:
             if isinstance(each, AbstractAsyncContextManager):

@@ -49,11 +49,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class WorkContext:
-    """The step that a call is made for, and its role in it: carried by the task's context, not by the call.
-
-    Attributes:
-        step, role: as of :class:`Span`.
-    """
+    """The step that a call is made for, and its role in it: carried by the task's context, not by the call."""
 
     step: int | None = None
     role: Role | None = None
@@ -73,7 +69,6 @@ def work_context() -> WorkContext:
 
 @contextmanager
 def working_for(context: WorkContext) -> Iterator[None]:
-    """Let the body, and the tasks that it starts, work for ``context``."""
     token = _CONTEXT.set(context)
     try:
         yield
@@ -90,7 +85,7 @@ def silent(report: object) -> None:
 
 
 class Reporter:
-    """Tells of the work of a model that lives in no place, as a place tells of its calls.
+    """Reports the work of a model that lives in no place, as a place reports its calls.
 
     Args:
         track: of its spans.
@@ -152,11 +147,7 @@ class Observer(Protocol):
 
 
 class Expendable(Observer):
-    """An observer whose failure the run survives: its first error disables it.
-
-    Args:
-        observer: may raise.
-    """
+    """An observer whose failure the run survives: its first error disables it."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -226,7 +217,6 @@ def occupation(work: Iterable[Span], beside: Iterable[Span] = ()) -> Occupation:
 
 
 def busy(work: Iterable[Span], *roles: Role) -> list[Interval]:
-    """Return the disjoint intervals in which something of these roles worked, in order."""
     return union((span.start, span.end) for span in work if span.role in roles)
 
 

@@ -312,7 +312,7 @@ def _require_aligned(**arrays: FloatArray | BoolArray) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogprobs:
-    """A teacher's log-probs for one response of n tokens, beside those of its k likeliest ids at each of them.
+    """A teacher's log-probs for one response of n tokens, and for its k likeliest ids at each of them.
 
     A scorer returns it in place of the log-probs where a loss learns the teacher's distribution. It takes ``8 k + 8``
     bytes a token.
@@ -320,7 +320,7 @@ class TopLogprobs:
     Attributes:
         tokens: float32 [n], of the response's tokens, over their supports.
         ids: int32 [n, k], the likeliest of the vocabulary, the likeliest first.
-        top: float32 [n, k + 1], their log-probs over the vocabulary, and that of all other ids together.
+        top: float32 [n, k + 1], their log-probs over the vocabulary, and one of all other ids together.
 
     Raises:
         ProtocolError: the arrays have other shapes or types.

@@ -43,17 +43,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeStep:
-    """The tokens of one decode step: one for each live row, in admission order.
-
-    Attributes:
-        keys: of the n rows.
-        tokens: int32 [n].
-        logprobs: float32 [n], natural logarithm.
-        version: of the weights that made the tokens.
-        reasons: why a row ended with its token; ``None`` while it is live.
-        support: the ids that each of the n tokens was sampled from.
-        routed_experts: of each of the n tokens.
-    """
+    """The tokens of one decode step, one for each of n live rows, in admission order; no reason: it stays live."""
 
     keys: tuple[int, ...]
     tokens: IntArray
@@ -74,12 +64,10 @@ class DecodeEngine(Protocol[R]):
         """Let a rollout go on after its turn with ``pop_answer()``, or end if it is ``ending``."""
 
     async def discard(self, rollout: RolloutBuffer[R]) -> None:
-        """Free what is held of a rollout that its reader has closed."""
+        """Free the memory of a rollout that its reader has closed."""
 
 
 class DecodedToken(NamedTuple):
-    """One token of a rollout, as its engine made it, or as a tool answered."""
-
     token: int
     logprob: float
     version: int
@@ -95,7 +83,6 @@ class RolloutBuffer(Generic[R]):
     :meth:`proceed` and :meth:`finish`; the engine the rest.
 
     Args:
-        engine: decodes it.
         key: by which the engine names the rollout.
         row: what the engine keeps of the rollout.
         response: so far; it is not read again.
@@ -105,7 +92,6 @@ class RolloutBuffer(Generic[R]):
 
     Attributes:
         enough: length of the response, in tokens, at which the waiting reader continues; may be read in any thread.
-        closed: its reader has closed it.
     """
 
     def __init__(
@@ -133,7 +119,7 @@ class RolloutBuffer(Generic[R]):
         self._end_read = False
         self._state: PieceState = "cut"
         self._failure: Exception | None = None
-        self._readiness: anyio.Event | None = None
+        self._readiness: asyncio.Future[None] | None = None
         self._from_tool = 0  # unread tool tokens
         self._answer: list[int] = []
         self._turn = turn_so_far(response) if turns else []
@@ -143,36 +129,30 @@ class RolloutBuffer(Generic[R]):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of admission order: admission number and stream."""
         return self.prompt.admission, self.prompt.stream
 
     @property
     def live(self) -> bool:
-        """Whether it is being decoded."""
         return self._state == "live"
 
     @property
     def ended(self) -> bool:
-        """Whether the response is complete."""
         return self._state not in ("live", "cut")
 
     @property
     def deferred(self) -> bool:
-        """Whether it is unfinished and not being decoded."""
         return self._state == "cut"
 
     def usable_by(self, engine: object) -> bool:
-        """Return whether ``engine`` may decode it: it was not closed, and has not failed."""
         return self.engine is engine and not self.closed and self._failure is None
 
     @property
     def received(self) -> int:
-        """Length in tokens of the response as far as it has arrived here, read or not."""
+        # In tokens, read or not.
         return self._taken + len(self._unread)
 
     @property
     def unanswered(self) -> bool:
-        """Whether a turn has ended and nothing has come of it yet."""
         return self._unanswered is not None and self._final is None
 
     @property
@@ -181,7 +161,6 @@ class RolloutBuffer(Generic[R]):
         return self._final is not None and not self.ended
 
     async def turn(self) -> IntArray | None:
-        """Return the tokens of the turn, int32 [n], once it has ended; see :class:`oppo.turns.TurnDecode`."""
         await anyio.lowlevel.checkpoint()
         while self.live and not self.closed and not self.unanswered:
             self._turned = anyio.Event()
@@ -189,11 +168,6 @@ class RolloutBuffer(Generic[R]):
         return np.array(self._turn, np.int32) if self.live and self.unanswered else None
 
     def proceed(self, given: IntArray) -> bool:
-        """Go on after a turn: read ``given``, then decode; a response without room for more ends with its turn.
-
-        Returns:
-            Whether it does; not while the policy does not decode.
-        """
         self._require_turn(len(given))
         if not self.live:
             return False
@@ -209,7 +183,6 @@ class RolloutBuffer(Generic[R]):
         return True
 
     def finish(self) -> bool:
-        """End the response with its turn; return whether that is done, as :meth:`proceed` does."""
         self._require_turn(1)
         if not self.live:
             return False
@@ -228,16 +201,11 @@ class RolloutBuffer(Generic[R]):
         return answer
 
     def end(self) -> None:
-        """Let the reader have the end of a response that ends with its turn."""
         if self._final is not None:
             self._state = self._final
             self.wake()
 
     async def read(self, limit: int) -> Piece:
-        """Return the next ``limit`` tokens, or fewer at the end of a turn or of the response, or at the cut.
-
-        Outside of ``decoding`` it does not wait. Cancel-safe: a cancelled read has taken nothing.
-        """
         if limit < 1:
             raise ValueError(f"a read takes at least 1 token, not {limit}")
         await anyio.lowlevel.checkpoint()
@@ -246,26 +214,24 @@ class RolloutBuffer(Generic[R]):
         self.enough = self._taken + limit
         self.engine.collect()
         while not self._readable():
-            self._readiness = anyio.Event()
+            self._readiness = asyncio.get_running_loop().create_future()  # an event is four objects more
             try:
-                await self._readiness.wait()
+                await self._readiness
             finally:
                 self._readiness = None
         return self._take(limit)
 
     async def aclose(self) -> None:
-        """Give up the rollout and free its memory; idempotent. A live row's memory is freed at the next decode step."""
+        # A live row's memory is freed at the next decode step.
         if not self.closed:
             self.closed = True
             self.wake()
             await self.engine.discard(self)
 
     def begin(self) -> None:
-        """Become live."""
         self._state = "live"
 
     def put(self, made: DecodedToken, state: PieceState) -> None:
-        """Append a token to those that can be read."""
         self._unread.append(made)
         self._version = made.version
         if self.turns:
@@ -288,9 +254,8 @@ class RolloutBuffer(Generic[R]):
             self.wake()
 
     def wake(self) -> None:
-        """Wake the reader, and who waits for a turn."""
-        if self._readiness is not None:
-            self._readiness.set()
+        if self._readiness is not None and not self._readiness.done():
+            self._readiness.set_result(None)
         self._wake_turn()
 
     def _wake_turn(self) -> None:
@@ -344,7 +309,7 @@ class DecodeSteps(Generic[R]):
         self._steps: deque[DecodeStep] = deque()
 
     def push(self, step: DecodeStep) -> None:
-        """Take a decode step; called in the model's thread, or in the thread that waits for the model's process."""
+        # In the model's thread, or in the thread that waits for the model's process.
         self._steps.append(step)
         for key in step.keys:
             self._lengths[key] += 1
@@ -352,7 +317,7 @@ class DecodeSteps(Generic[R]):
             self._loop.call_soon_threadsafe(self.hand_out)
 
     def hand_out(self) -> None:
-        """Put all tokens into the buffers of their rollouts; called on the event loop."""
+        # On the event loop.
         while self._steps:
             step = self._steps.popleft()
             n = len(step.keys)
@@ -363,7 +328,6 @@ class DecodeSteps(Generic[R]):
 
 
 def unfinished(decodes: Sequence[Decode], engine: DecodeEngine[R]) -> list[RolloutBuffer[R]]:
-    """Return the rollouts that have not ended."""
     for decode in decodes:
         if not isinstance(decode, RolloutBuffer) or not decode.usable_by(engine):
             raise ProtocolError(
@@ -373,7 +337,7 @@ def unfinished(decodes: Sequence[Decode], engine: DecodeEngine[R]) -> list[Rollo
 
 
 def raise_first(errors: Sequence[Exception]) -> None:
-    """Raise the first error, if there is one; the others are added as notes. Readers raise the very same one."""
+    # Readers raise the very same error.
     if not errors:
         return
     first, *others = errors
@@ -384,13 +348,6 @@ def raise_first(errors: Sequence[Exception]) -> None:
 
 
 def response_to(rollout: Prompt | Response, model: str, *, vocabulary: int, longest: int) -> Response:
-    """Return the response so far of what a policy opens.
-
-    Args:
-        model: its name, for errors.
-        vocabulary: upper bound of token ids.
-        longest: the longest sequence that the model reads, in tokens.
-    """
     response = rollout if isinstance(rollout, Response) else Response.empty(rollout)
     prompt = response.prompt
     length = len(prompt.tokens)

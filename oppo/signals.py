@@ -39,9 +39,7 @@ async def interruptible(*listeners: Callable[[signal.Signals], None]) -> AsyncIt
     """Yield the interrupt that records the first signal while the context is open; a second one ends the context.
 
     Off the main thread no signal arrives. Signals that the process ignores, as SIGHUP under ``nohup``, stay ignored.
-
-    Args:
-        listeners: each is called on the event loop with the first signal.
+    The listeners are called on the event loop with the first signal.
     """
     interrupt = Interrupt()
     loop, loop_ran = running_loop(), threading.Event()  # since the last signal

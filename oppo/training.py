@@ -100,7 +100,7 @@ OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """Settings of the optimisers of actor and critic; the defaults are those of TRL 1.12, with four exceptions.
+    """Settings of the optimisers of actor and critic; the defaults are TRL 1.12's, with four exceptions.
 
     ``eps`` is 1e-5 instead of 1e-8, as in most PPO (Huang et al. 2022, "The 37 implementation details of PPO", detail
     3): steps stay small while the second moments are small. ``schedule`` is constant instead of linear, so that nothing

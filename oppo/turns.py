@@ -97,7 +97,7 @@ class Environment(Protocol):
         """Return what the policy reads next, ``None`` to end the response, or a ``Drop`` with the reason.
 
         Calls of several rollouts overlap, and a call goes on when a step is cut. One that is unanswered when a run is
-        killed is made again, and so are those of the steps that a resumed run repeats.
+        killed is made again, and so are the calls of the steps that a resumed run repeats.
         """
 
 
@@ -130,11 +130,11 @@ class Branching(ABC):
 
     @abstractmethod
     def goes_on(self, prompt: Prompt) -> bool:
-        """Return whether more branches may come of whoever has this rollout, though it ends; from any thread."""
+        """Return whether the agent of this rollout may begin more branches, though it ends; from any thread."""
 
     @abstractmethod
     async def settled(self, prompt: Prompt) -> None:
-        """Wait until no more branches come of whoever has this rollout; cancel-safe."""
+        """Wait until the agent of this rollout begins no more branches; cancel-safe."""
 
     @abstractmethod
     def ended(self, finish: Finish) -> None:

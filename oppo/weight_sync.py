@@ -58,7 +58,7 @@ def name_of(model: SyncedModel) -> str:
 
 
 def share_tensors(one: SyncedModel, other: SyncedModel) -> bool:
-    """Return whether two models serve a tensor together, so that new weights of one are those of the other."""
+    """Return whether two models serve a tensor together, so that they get new weights together."""
     return (
         isinstance(one, ServesByReference)
         and isinstance(other, ServesByReference)

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired
@@ -19,7 +20,13 @@ from types import TracebackType
 from typing import Self
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["oppo.cli", "oppo.run.train", "oppo.run.models", "oppo.testing"])
+_PRELOADED = ["oppo.cli", "oppo.run.train", "oppo.run.models", "oppo.testing"]
+_SERVER.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Import further modules in the server, unless it has started."""
+    _SERVER.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 class _Forked:
@@ -64,6 +71,7 @@ class Program(_Forked):
         arguments: ``sys.argv[1:]``.
         environment: variables beside those there are.
         folder: where it works; here unless given.
+        forks: its children are forked from the server too.
     """
 
     def __init__(
@@ -72,12 +80,16 @@ class Program(_Forked):
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        *,
+        forks: bool = False,
     ) -> None:
         read_out, write_out = os.pipe()
         read_err, write_err = os.pipe()
         said = (_Fd(write_out), _Fd(write_err))
         argv = ["-c", *arguments]
-        super().__init__(argv, _run, code, argv, dict(environment or {}), str(folder or Path.cwd()), said)
+        super().__init__(
+            argv, _run, (code, argv), dict(environment or {}), str(folder or Path.cwd()), said, _address(forks)
+        )
         for end in (write_out, write_err):
             os.close(end)
         self.stdout = os.fdopen(read_out, encoding="utf-8")
@@ -167,11 +179,32 @@ def _speak(said: Sequence[int]) -> None:
         os.close(ours)
 
 
-def _run(code: str, argv: list[str], environment: dict[str, str], folder: str, said: tuple[int, int]) -> None:
+def _address(forks: bool) -> str | None:
+    if not forks:
+        return None
+    forkserver.ensure_running()
+    return forkserver._forkserver._forkserver_address
+
+
+def _share(address: str) -> None:
+    # What is forked knows how to keep the server alive, but not where it listens.
+    import oppo.placement.process
+
+    server = forkserver._forkserver
+    server._forkserver_address = address
+    server.ensure_running = lambda: None
+    oppo.placement.process.subprocess = ForkedChildren
+
+
+def _run(
+    program: tuple[str, list[str]], environment: dict[str, str], folder: str, said: tuple[int, int], address: str | None
+) -> None:
     _speak(said)
+    if address is not None:
+        _share(address)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and its forks may block it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = argv
+    code, sys.argv = program
     exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})

@@ -64,10 +64,11 @@ TORCH = (
     PACKAGE / "hf",
     PACKAGE / "vllm",
     PACKAGE / "demo",
+    PACKAGE / "run" / "deployment.py",
+    PACKAGE / "run" / "engines.py",
     PACKAGE / "run" / "loading.py",
     PACKAGE / "run" / "memory.py",
     PACKAGE / "run" / "models.py",
-    PACKAGE / "run" / "places.py",
 )
 """The only places that know torch."""
 
@@ -86,27 +87,27 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
-    "admission": 1_449,
-    "agents": 1_672,
+    "admission": 1_426,
+    "agents": 1_693,
     "algorithms": 1_052,
     "config": 3_863,
-    "data": 868,
-    "demo": 1_752,
-    "environments": 1_307,
-    "evaluation": 564,
-    "graph": 2_493,
-    "hf": 11_903,
-    "liveness": 611,
-    "losses": 1_154,
-    "oppo": 6_185,
-    "placement": 4_164,
+    "data": 849,
+    "demo": 1_753,
+    "environments": 1_286,
+    "evaluation": 549,
+    "graph": 2_407,
+    "hf": 11_756,
+    "liveness": 594,
+    "losses": 1_137,
+    "oppo": 6_097,
+    "placement": 4_077,
     "report": 3_027,
-    "rewards": 1_813,
-    "run": 5_035,
-    "simulate": 3_284,
-    "stages": 3_900,
+    "rewards": 1_798,
+    "run": 4_845,
+    "simulate": 3_289,
+    "stages": 3_798,
     "testing": 1_657,
-    "vllm": 5_063,
+    "vllm": 4_586,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 

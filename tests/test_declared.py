@@ -16,10 +16,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 import oppo
+from oppo.admission import SlopeAdaptive, TailAdaptive, TailBatched
+from oppo.admission.chunking import Fixed, Tuned
+from oppo.data import PromptStream
 from oppo.declared import require_declared, require_real, require_whole, split_url
 from oppo.errors import ConfigError
 from oppo.liveness import StallLimits
 from oppo.losses import PPOLoss
+from oppo.report import RunDirectory
+from oppo.returns import AdaptiveKL, Correction, FixedKL, ScoreShaping
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
 
 BAD: dict[str, tuple[object, ...]] = {
@@ -44,25 +49,25 @@ DECLARED = re.compile(rf"\b({'|'.join(KINDS)})\b")
 
 MADE: dict[str, Callable[..., object]] = {
     "Sampling": oppo.Sampling,
-    "Fixed": oppo.Fixed,
-    "Tuned": partial(oppo.Tuned, cap=64),
-    "FixedKL": partial(oppo.FixedKL, coefficient=0.1),
-    "AdaptiveKL": partial(oppo.AdaptiveKL, initial=0.1),
+    "Fixed": Fixed,
+    "Tuned": partial(Tuned, cap=64),
+    "FixedKL": partial(FixedKL, coefficient=0.1),
+    "AdaptiveKL": partial(AdaptiveKL, initial=0.1),
     "Overcommit": partial(oppo.Overcommit, batch=4),
-    "SlopeAdaptive": partial(oppo.SlopeAdaptive, batch=16),
-    "TailAdaptive": partial(oppo.TailAdaptive, batch=16),
-    "TailBatched": partial(oppo.TailBatched, batch=16),
-    "Correction": oppo.Correction,
-    "ScoreShaping": oppo.ScoreShaping,
+    "SlopeAdaptive": partial(SlopeAdaptive, batch=16),
+    "TailAdaptive": partial(TailAdaptive, batch=16),
+    "TailBatched": partial(TailBatched, batch=16),
+    "Correction": Correction,
+    "ScoreShaping": ScoreShaping,
     "TrainerSettings": oppo.TrainerSettings,
     "PPOLoss": PPOLoss,
     "GAE": oppo.GAE,
     "Update": partial(oppo.Update, FakeTrainer()),
     "Generate": partial(oppo.Generate, FakePolicy(lambda _: 2), oppo.Synchronous(2)),
     "StallLimits": partial(StallLimits, seconds=1.0),
-    "PromptStream": partial(oppo.PromptStream, prompts(2)),
+    "PromptStream": partial(PromptStream, prompts(2)),
     "Process": partial(oppo.Process, "scorers"),
-    "RunDirectory": partial(oppo.RunDirectory, Path("/proc/none")),
+    "RunDirectory": partial(RunDirectory, Path("/proc/none")),
     "FakePolicy": partial(FakePolicy, lambda _: 2),
     "FakeScorer": partial(FakeScorer, fake_scalar),
     "FakeCritic": FakeCritic,
@@ -100,8 +105,8 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
         (lambda: oppo.Sampling(temperature=math.inf), "temperature of Sampling must be a finite number, not inf"),
         (lambda: oppo.Sampling(seed=-1), "seed must be at least 0, not -1"),
         (lambda: oppo.Sampling(stop=(1, 2.5)), "stop of Sampling must be a whole number, not 2.5"),  # type: ignore[arg-type]
-        (lambda: oppo.Tuned(64, parts=(0.5, math.nan)), "parts of Tuned must be a finite number, not nan"),
-        (lambda: oppo.Tuned(64, parts=0.5), "parts of Tuned must be a tuple, not 0.5"),  # type: ignore[arg-type]
+        (lambda: Tuned(64, parts=(0.5, math.nan)), "parts of Tuned must be a finite number, not nan"),
+        (lambda: Tuned(64, parts=0.5), "parts of Tuned must be a tuple, not 0.5"),  # type: ignore[arg-type]
         (lambda: oppo.TrainerSettings(betas=(0.9, math.nan)), "betas of TrainerSettings must be a finite number, not"),
         (lambda: grpo(samples=math.nan), "samples must be a whole number, not nan"),
         (lambda: oppo.Synchronous(math.nan), "batch of Overcommit must be a whole number, not nan"),  # type: ignore[arg-type]

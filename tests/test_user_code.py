@@ -192,9 +192,10 @@ async def test_the_place_of_an_error_is_a_line_of_the_users_file(tmp_path: Path)
     source = "import json\ndef f(prompts, completions):\n    return json.loads('{')\n"
     spec = f"{module(tmp_path, source)}:f"
     with pytest.raises(
-        RewardError, match=rf"raised JSONDecodeError: .* at {tmp_path}/mine.py:3 in f \(rollouts 3, 8\)"
-    ):
+        RewardError, match=rf"'f' raised JSONDecodeError: .* at {tmp_path}/mine.py:3 in f \(rollouts 3, 8\)"
+    ) as caught:
         await FunctionReward(spec, decode).finish(TWO)
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize("text", ["import sys\nsys.exit(0)\n", "raise __import__('asyncio').CancelledError\n"])

@@ -24,7 +24,7 @@ def test_the_package_is_the_one_that_was_built():
 async def test_of_a_pipeline(recorder, hidden_fraction, story):
     reward = FakeScorer(fake_scalar, per_token=0.001)
     models = {{"policy": FakePolicy(), "reward": reward, "trainer": FakeTrainer(9.0)}}
-    graph = oppo.grpo(**models, admission=oppo.Overcommit(2), chunks=oppo.Fixed(2))
+    graph = oppo.grpo(**models, admission=oppo.Overcommit(2), chunks=oppo.admission.chunking.Fixed(2))
     async with graph.open(prompts(9), observers=[recorder]) as run:
         assert [report.seconds > 9.0 async for report in run.steps(2)] == [True, True]
     assert 0 < hidden_fraction() < 1

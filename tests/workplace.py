@@ -10,11 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.cli import main
 from oppo.report.metrics import in_own_names, metrics_of
+from oppo.run.train import FINAL
 from tests.forked import Program
 from tests.hf import tiny
 
@@ -211,6 +213,13 @@ def records(folder: Path, run_name: str, file: str) -> list[dict[str, Any]]:
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the objects of a file's whole lines: its run may be writing the last."""
     return [json.loads(line) for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def weights(folder: Path, run_name: str) -> dict[str, bytes]:
+    """Return every tensor of the models that a run trained, under ``actor/...`` and ``critic/...``."""
+    files = sorted((folder / "runs" / run_name / FINAL).glob("*/model.safetensors"))
+    assert files, run_name
+    return {f"{file.parent.name}/{key}": each.tobytes() for file in files for key, each in load_file(file).items()}
 
 
 def _set(overrides: tuple[str, ...]) -> list[str]:

@@ -81,7 +81,7 @@ class Bottleneck:
         shares: of each part, 0 to 1; their sum is 1.
         limit: largest speed-up by all schedules of as many rows together; 1 or more.
         limits: the same by one kind of schedule alone.
-        scoring: busy time of the slowest scorer over that of decoding.
+        scoring: busy time of the slowest scorer over the time of decoding.
         capped: units per step that ended at the length cap.
         finished: units per step that were completed.
 

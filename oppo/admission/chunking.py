@@ -62,7 +62,7 @@ class Tuned(ChunkSize):
     Attributes:
         cap: the longest response, in tokens.
         parts: the candidates, as fractions of the cap; the middle one is used until the first probe.
-        every: steps from the beginning of one probe to that of the next.
+        every: steps from the beginning of one probe to the next.
         trials: steps for each candidate in a probe.
 
     Raises:

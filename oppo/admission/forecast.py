@@ -47,18 +47,16 @@ class Survival:
     beyond: FloatVector
 
     def __call__(self, tokens: FloatVector) -> FloatVector:
-        """Return the probability of a longer response, in the shape of ``tokens``."""
         steps = np.concatenate((np.ones(1), self.beyond))
         return steps[np.searchsorted(self.lengths, tokens, side="right")]
 
     @property
     def longest(self) -> float:
-        """The length that no response exceeds, in tokens."""
         return float(self.lengths[-1])
 
     @property
     def mean(self) -> float:
-        """The expected length in tokens: the integral of the probability."""
+        # The integral of the probability.
         before = np.concatenate((np.ones(1), self.beyond[:-1]))
         return float(np.sum(before * np.diff(self.lengths, prepend=0.0)))
 
@@ -148,14 +146,7 @@ ROUNDS = 16
 
 
 def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int) -> FloatVector:
-    """Return the expected decode steps between two cuts for ``overcommit`` = 0 .. ``most``, float64 [most + 1].
-
-    Args:
-        survival: of the length of a unit.
-        batch: units in a full batch.
-        most: the largest ``overcommit`` of interest.
-        max_deferrals: the cut waits for units of this age.
-    """
+    """Return the expected decode steps between two cuts for ``overcommit`` = 0 .. ``most``, float64 [most + 1]."""
     longest = survival.longest
     table = np.append(survival(np.linspace(0.0, longest, TABLE, endpoint=False, dtype=np.float64)), 0.0)
     width = longest / GRID
@@ -164,12 +155,12 @@ def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int)
     at_most = summed if len(extras) > most else tabulated(extras)
 
     def remaining(tokens: FloatVector) -> FloatVector:
-        """Return how many units of one step's admission are longer than ``tokens``."""
+        # The units of one step's admission that are longer.
         units: FloatVector = batch * table[np.minimum(tokens * (TABLE / longest), TABLE).astype(np.int64)]
         return units
 
     def expected(interval: FloatVector) -> FloatVector:
-        """Return the expected length of a step after steps of length ``interval``, for each of ``extras``."""
+        # The length of a step after steps of length |interval|, for each of |extras|.
         ages = np.arange(max_deferrals)[:, None, None] * interval[:, None]
         deferred = remaining(ages + after).sum(0)
         overdue = remaining(max_deferrals * interval[:, None] + after)
@@ -208,12 +199,7 @@ LEAST_NOISE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ScorerPace:
-    """The seconds of one scorer for a step's batch.
-
-    Attributes:
-        busy: of all its work; a lower bound of the step.
-        tail: of the work left when decoding ends, whatever its length.
-    """
+    """The seconds of one scorer for a step's batch: of all its work, and of the work left when decoding ends."""
 
     busy: float
     tail: float
@@ -221,7 +207,7 @@ class ScorerPace:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Predicts the seconds of a step from those of its phases.
+    """Predicts the seconds of a step from the seconds of its phases.
 
     Without lookahead they are ``max(decode + tail, busy) + rest``, with the slowest scorer's tail and busy. With a
     lookahead of n, n + 1 steps are alive and each phase has one of them at a time, so a step takes::
@@ -256,12 +242,6 @@ class Pace:
 
 
 def pace(window: Sequence[Observation], batch: int) -> Pace:
-    """Return the pace fitted to a window of steps.
-
-    Args:
-        window: observations with decoding, in any order.
-        batch: units in a full batch.
-    """
     step, token = decode_costs(window, batch)
     rest = float(np.mean([seen.rest_seconds for seen in window]))
     return Pace(step, token, scorer_paces(window), rest, max((seen.lookahead for seen in window), default=0))
@@ -294,12 +274,9 @@ def _shares(inputs: FloatVector, seconds: FloatVector, noise: float) -> FloatVec
 
 
 def scorer_paces(window: Sequence[Observation]) -> tuple[ScorerPace, ...]:
-    """Return the mean pace of each scorer.
-
-    Work after decoding has one of two causes. Either the scorer was busy all along with more work than decoding lasted:
-    a longer step would hide it. Or the work was not yet possible although the scorer was idle: a step of any length has
-    it. So the tail is the work after decoding, times the share of decoding in which the scorer was idle.
-    """
+    # Work after decoding has one of two causes. Either the scorer was busy all along with more work than decoding
+    # lasted: a longer step would hide it. Or the work was not yet possible although the scorer was idle: a step of any
+    # length has it. So the tail is the work after decoding, times the share of decoding in which the scorer was idle.
     busy: dict[str, list[float]] = {}
     tail: dict[str, list[float]] = {}
     for seen in window:

@@ -69,7 +69,7 @@ class Stretch:
 class Observation:
     """Measurements of one step. Seconds are on the event loop's clock; lengths are in sampled tokens.
 
-    The length of a unit is that of its longest rollout.
+    A unit is as long as its longest rollout.
 
     Attributes:
         step: ordinal of the step, from 0.
@@ -163,7 +163,7 @@ class CutView:
     Attributes:
         placed: complete units with a place in this step's batch.
         decoding: units still being decoded, or of agents that may go on.
-        overdue: those of them that may not be deferred again.
+        overdue: decoding units that may not be deferred again.
     """
 
     placed: int

@@ -28,7 +28,6 @@ def is_hub_name(text: str) -> bool:
 
 
 def rows_of_directory(path: Path, split: str) -> Iterator[Located]:
-    """Yield the rows of a dataset on the disk; ``split`` is one of several, if there are several."""
     if not any((path / name).is_file() for name in WRITTEN):
         raise DataError(
             f"{path} is a directory without {' or '.join(WRITTEN)}: expected one that Dataset.save_to_disk wrote, or "
@@ -48,11 +47,7 @@ def rows_of_directory(path: Path, split: str) -> Iterator[Located]:
 
 
 def rows_of_hub(name: str, split: str, subset: str = "") -> Iterator[Located]:
-    """Yield the rows of a dataset at a hub.
-
-    The hub is asked once, with a short timeout, whether it has the dataset; what this machine has of it already is
-    used without a hub.
-    """
+    # The hub is asked once, with a short timeout; what this machine has already is used without a hub.
     library = _library(name)
     from huggingface_hub import HfApi, constants, is_offline_mode  # noqa: PLC0415 - with its HTTP clients, .2 s
 

@@ -65,14 +65,9 @@ class Encoding:
     """How a row becomes a prompt.
 
     Attributes:
-        tokenizer: of the policy.
-        column: the column that holds the prompt: a string, or a list of chat messages, to which the tokenizer's chat
-            template is applied: ``{"role": ..., "content": ...}`` with any further fields. A last message of the
-            assistant is continued. Empty: what is made of the row later, by an agent for example, is the prompt, in
-            place of a token that tells it from other rows.
-        max_prompt_tokens: a prompt of more tokens is over-long.
-        over_long: what becomes of those: they are left out, keep their last ``max_prompt_tokens`` tokens, or are an
-            error.
+        column: the column with the prompt: a string, or a list of chat messages, rendered by the tokenizer's template;
+            a last message of the assistant is continued. Empty: an agent reads the row itself.
+        over_long: prompts of more than ``max_prompt_tokens`` are left out, keep their last ones, or are an error.
         begin: what an environment makes of a row before; ``None``: nothing.
     """
 
@@ -104,7 +99,6 @@ class Encoding:
         return row, _encoded(row[self.column], tokenizer, read, f"{place}, column {self.column!r}")
 
     def fitted(self, tokens: IntArray) -> IntArray | None:
-        """Return an over-long prompt's last tokens, or ``None`` for one that is left out; others as they are."""
         if len(tokens) <= self.max_prompt_tokens:
             return tokens
         return tokens[-self.max_prompt_tokens :] if self.over_long == "truncate" else None

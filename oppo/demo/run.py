@@ -37,9 +37,9 @@ from oppo.redact import harmless
 from oppo.report.metrics import hidden_fraction, metrics_of
 from oppo.report.records import JOURNAL, read, require_unused
 from oppo.report.run_dir import write_page
-from oppo.run.places import require_engine_installed
 from oppo.run.train import FINAL, prepare, run
 from oppo.stages import ScoredRollout
+from oppo.vllm.arguments import require_installed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,7 +232,8 @@ def demo(
     engine: Engine = "transformers",
     cache: Path | None = None,
 ) -> Path:
-    require_engine_installed(engine)
+    if engine == "vllm":
+        require_installed()
     plan = SHORT if short else FULL
     target = unused(directory)
     require_unused(target)

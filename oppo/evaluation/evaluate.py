@@ -214,8 +214,6 @@ def _report(step: Step, rollouts: Sequence[int], dropped: Sequence[Drop] = ()) -
 
 
 class _Counting(Observer):
-    """Tells of each of these rollouts that the stage ``generate`` has ended."""
-
     def __init__(self, wanted: frozenset[int], progress: Progress) -> None:
         self._done, self._wanted, self._progress = 0, wanted, progress
         progress(0, len(wanted))
@@ -269,11 +267,6 @@ def pass_at_k(count: int, passed: int, k: int) -> float:
 
 
 def of_greedy(answers: Answers, pass_score: float | None) -> Mapping[str, float]:
-    """Return the metrics of the most likely responses, one to each prompt.
-
-    Args:
-        pass_score: a response of at least this score passes; ``None``: none does.
-    """
     rollouts = answers.rollouts
     scores = [each.score for each in rollouts]
     metrics = {"eval/dropped": float(len(answers.dropped)), **_mean("eval/score", "eval/score_ci95", scores)}
@@ -287,15 +280,7 @@ def of_greedy(answers: Answers, pass_score: float | None) -> Mapping[str, float]
 
 
 def of_sampled(answers: Answers, samples: int, pass_score: float | None) -> Mapping[str, float]:
-    """Return the metrics of several responses to each prompt, sampled as in training.
-
-    A prompt counts as much as any other, however many of its responses were dropped; towards pass@k it counts if it has
-    ``k`` left.
-
-    Args:
-        samples: responses that were asked for to each prompt.
-        pass_score: a response of at least this score passes; ``None``: none does.
-    """
+    # A prompt counts as much as any other, however many of its responses were dropped; towards pass@k if it has k left.
     groups = answers.by_prompt()
     metrics = _mean("eval/sampled_score", "eval/sampled_score_ci95", [float(np.mean(each)) for each in groups])
     if pass_score is None:

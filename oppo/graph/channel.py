@@ -79,7 +79,6 @@ class Receiver(Protocol[T_co]):
 
 
 async def changed(*receivers: Receiver[Any]) -> None:
-    """Wait until one of the receivers has an item or ends."""
     event = anyio.Event()
     for receiver in receivers:
         receiver.watch(event)
@@ -149,20 +148,16 @@ class Channel(Generic[T]):
         self._watchers: list[anyio.Event] = []
         self._closed = False
         self._abandoned = False
-        self._sent = self._received = self._merged = self._peak = 0
+        self._received = self._merged = self._peak = 0
 
     # Sending. Blocked senders are admitted in order, one for each free slot. An admitted sender fills its reserved slot
     # when its task runs again, so a cancelled one has sent nothing. No operation visits every item or every sender.
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a send would neither merge nor wait."""
-        return not self._blocked and not self._reserved and len(self._queue) < self.capacity
-
     def offer(self, item: T, /) -> bool:
         """Queue ``item`` if there is room, without merging or waiting; return whether it was queued."""
-        self._require_open()
-        if not self.has_room:
+        if self._closed or self._abandoned:
+            self._require_open()
+        if self._blocked or self._reserved or len(self._queue) >= self.capacity:
             return False
         self._append(item)
         return True
@@ -215,7 +210,6 @@ class Channel(Generic[T]):
         if self._newest is not None and self._key is not None:
             self._newest[self._key(item)] = self._received + len(self._queue)
         self._queue.append(item)
-        self._sent += 1
         self._peak = max(self._peak, len(self._queue))
         if self._watchers:
             self._wake()
@@ -227,7 +221,6 @@ class Channel(Generic[T]):
         if merged is None:
             return False
         self._queue[position] = merged
-        self._sent += 1
         self._merged += 1
         return True
 
@@ -341,7 +334,7 @@ class Channel(Generic[T]):
 
     def statistics(self) -> ChannelStatistics:
         return ChannelStatistics(
-            sent=self._sent,
+            sent=self._received + self._merged + len(self._queue),
             received=self._received,
             merged=self._merged,
             queued=len(self._queue),

@@ -74,14 +74,7 @@ class Snapshot:
 
 
 class Source:
-    """A receiver that takes one item from an iterable per read, never ahead.
-
-    It lives as long as the run: the end of a step neither closes it nor loses an item. It has one reader and cannot be
-    joined.
-
-    Args:
-        items: sync or async; iterated on the event loop, and never closed here.
-    """
+    """Takes one item from an iterable per read, never ahead; it lives as long as the run, with one reader."""
 
     def __init__(self, items: Iterable[object] | AsyncIterable[object]) -> None:
         self._items: Iterator[object] | AsyncIterator[object] = (
@@ -151,8 +144,6 @@ class ReportsDeadlocks(Protocol):
 
 
 class Target(Protocol[T_contra]):
-    """An outlet that takes items one by one, for example a channel."""
-
     def offer(self, item: T_contra, /) -> bool:
         """Take ``item`` if that needs neither waiting nor merging; return whether it was taken."""
 
@@ -161,12 +152,7 @@ class Target(Protocol[T_contra]):
 
 
 class FanOut(Generic[T]):
-    """Delivers each item to every target: at once to those with room, then to the others as they have some.
-
-    Args:
-        on_delivered: called with each item once all targets have it.
-        require: called with each item first; raises if no target can read it.
-    """
+    """Delivers each item to every target: at once to those with room, then to the others as they have some."""
 
     def __init__(
         self,
@@ -179,18 +165,16 @@ class FanOut(Generic[T]):
         self._require = require
 
     async def send(self, item: T, /) -> None:
-        """Deliver ``item`` to every target; see :meth:`oppo.Sender.send` for what a cancellation leaves."""
         if self._require is not None:
             self._require(item)
-        for target in [target for target in self._targets if not target.offer(item)]:
+        full = [target for target in self._targets if not target.offer(item)]
+        for target in full:
             await target.send(item)
         if self._on_delivered is not None:
             self._on_delivered(item)
 
 
 class ResultSlot(Generic[T]):
-    """Takes the one item a step results in; a second one raises ``ProtocolError``."""
-
     def __init__(self, stage: str) -> None:
         self._stage = stage
         self.items: list[T] = []
@@ -206,12 +190,6 @@ class ResultSlot(Generic[T]):
 
 
 class Execution(Generic[T]):
-    """One execution of every stage.
-
-    Args:
-        source: the graph's input; outlives the step.
-    """
-
     def __init__(self, topology: Topology, step: Step, source: Source, observers: Sequence[Observer]) -> None:
         self._topology = topology
         self._step = step
@@ -232,7 +210,7 @@ class Execution(Generic[T]):
             channel.awaits_reader = step.ahead > 0
 
     async def run(self) -> Sequence[T]:
-        """Run every stage once and return the result, if any; raise a stage's error as itself, with a note."""
+        # A stage's error is raised as itself, with a note.
         try:
             with self._deadlocks_described():
                 async with anyio.create_task_group() as stages:
@@ -327,7 +305,7 @@ class Execution(Generic[T]):
         return "\n".join([title, self._source.describe(), channel_table(self._channels.values())])
 
     def snapshot(self) -> Snapshot:
-        """Return which stage waits for which; it only reads, so any thread may call it."""
+        # It only reads, so any thread may call it.
         return Snapshot(
             step=self._step.number,
             running=tuple(self._running),
@@ -365,7 +343,6 @@ def notify_span(observers: Sequence[Observer], span: Span) -> None:
 
 
 def notify(observers: Sequence[Observer], call: Callable[[Observer], None]) -> None:
-    """Call every observer; a note names one that raises."""
     for observer in observers:
         try:
             call(observer)

@@ -76,7 +76,7 @@ def join(
     Args:
         lanes: two to five inputs, none of them the source of the graph.
         key: aligns items; ``None`` for an item that belongs to no tuple.
-        aside: called with the primary's items without a key, in order; those of other inputs are discarded.
+        aside: called with the primary's items without a key, in order; other inputs' are discarded.
 
     Raises:
         ProtocolError: while it is read: an input repeats a key, or ended without a key of the primary.

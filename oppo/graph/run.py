@@ -44,13 +44,7 @@ def never(index: int) -> bool:
 
 
 class StepRun(Generic[O]):
-    """A step that is alive.
-
-    Attributes:
-        results: of the step, one item or none, once it is over.
-        error: what ended it instead.
-        scope: cancels it, and not who waits for it.
-    """
+    """A step that is alive; ``scope`` cancels it, and not who waits for it."""
 
     def __init__(self, step: Step, link: StepLink, execution: Execution[O]) -> None:
         self.step = step
@@ -79,16 +73,6 @@ class StepRun(Generic[O]):
 
 
 class Pipeline(Generic[O]):
-    """Begins steps and ends them in order.
-
-    Args:
-        lookahead: number of steps that begin before the current one has ended.
-        gauges: which the stages may read.
-
-    Attributes:
-        gauges: by metric; those that are added are read from the next step on.
-    """
-
     def __init__(self, topology: Topology, source: Source, lookahead: int, gauges: Mapping[str, Gauge]) -> None:
         self._topology = topology
         self._source = source
@@ -101,7 +85,6 @@ class Pipeline(Generic[O]):
 
     @property
     def alive(self) -> Sequence[int]:
-        """The indexes of the steps that have begun and not ended, in order."""
         return [each.step.index for each in self._alive]
 
     @asynccontextmanager
@@ -128,12 +111,7 @@ class Pipeline(Generic[O]):
     async def advance(
         self, index: int, remaining: int, observers: Sequence[Observer], drain_after: DrainAfter
     ) -> StepRun[O]:
-        """Begin as many steps as are due, and end the oldest.
-
-        Args:
-            index: of the oldest step.
-            remaining: number of steps that the caller will run, this one included.
-        """
+        """Begin as many steps as are due, and end the oldest, ``index``, with which ``remaining`` steps are left."""
         self._fill(index, remaining, observers, drain_after)
         oldest = self._alive[0]
         try:
@@ -187,7 +165,6 @@ class Pipeline(Generic[O]):
             self._alive[-1].link.followed.set()
 
     def snapshots(self) -> list[Snapshot]:
-        """Return which stage waits for which, in each step that is alive; from any thread."""
         return [each.execution.snapshot() for each in tuple(self._alive)]
 
 
@@ -365,8 +342,6 @@ class Run(Generic[O]):
 
 
 class _Steps(Generic[O]):
-    """Runs one step for each item; without lookahead nothing runs in between."""
-
     def __init__(self, run: Run[O], count: int, drain_after: DrainAfter) -> None:
         self._run = run
         self._remaining = count
@@ -386,7 +361,6 @@ class _Steps(Generic[O]):
 
 @asynccontextmanager
 async def opened(run: Run[O], topology: Topology) -> AsyncIterator[Run[O]]:
-    """Enter the stages of a graph for as long as the context lasts."""
     running_loop()
     with _occupied(topology), anyio.CancelScope() as scope:
         # Stages may hold cancel scopes, and scopes must nest: the one that shields their exit is entered first.

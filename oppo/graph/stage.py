@@ -31,16 +31,8 @@ from oppo.observe import Role, Span, SpanListener, WorkContext, silent, work_con
 class StepLink:
     """One step among those that are alive: which of its stages have returned, and the links of the steps next to it.
 
-    Args:
-        stages: names of the graph's stages.
-        before: the link of the step before, if that is alive.
-        lookahead: number of later steps that begin before this one has ended, unless the run ends or drains.
-
     Attributes:
-        returned: by stage, set when it returns.
-        followed: set once ``after`` is known.
-        after: the link of the next step; ``None`` if that begins when this one has ended.
-        lookahead: as given.
+        followed: set once ``after`` is known: the next step, ``None`` if that begins when this one has ended.
         over: set once no task of the step is left.
         failed: whether it failed, or was cancelled because an earlier one had.
     """
@@ -68,7 +60,6 @@ class StepLink:
             event.set()
 
     def end(self) -> None:
-        """Note that the step has ended, so that no later one refers to it."""
         if self.after is not None:
             self.after.before = None
 
@@ -94,7 +85,7 @@ class StepLink:
             await link.all_returned(stages)
 
     async def all_behind_over(self) -> None:
-        """Wait until every step behind this one is over: it has failed, so they are being cancelled."""
+        # It has failed, so they are being cancelled.
         link = self.after
         while link is not None:
             await link.over.wait()
@@ -131,8 +122,6 @@ Gauge: TypeAlias = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkLog:
-    """The latest work of a run's stages, and its listener."""
-
     spans: list[Span] = field(default_factory=list)
     listener: SpanListener = silent
 
@@ -151,11 +140,7 @@ class StepRuntime:
 
     Attributes:
         records: of the stages, by class, each with the name of its stage.
-        link: to the steps that are alive beside it; ``None`` outside of a run.
         work: of this step and of those alive beside it.
-        gauges: of the run (:meth:`oppo.Graph.open`), by metric.
-        channels: returns the counters of the step's channels so far.
-        notify: tells the run's observers of an item, under the name of a stage.
     """
 
     records: dict[type, list[tuple[str, Any]]] = field(default_factory=dict)

@@ -37,13 +37,9 @@ class Ports:
     """The inputs and the output of a stage's ``run``.
 
     Attributes:
-        names: parameter names of the positional inputs.
-        reads: the classes each of them may carry.
+        names, reads: of the positional inputs, and the classes each of them may carry.
         variadic: whether ``run`` takes any number of inputs (``*inputs``), all like the last of ``reads``.
         named: the classes each input by keyword may carry.
-        required: the keywords without a default.
-        stepped: whether ``run`` takes ``step``.
-        sends: the classes the output may carry.
     """
 
     names: tuple[str, ...]
@@ -156,13 +152,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes wired by name, one of which sends the result.
-
-    Attributes:
-        nodes: in the order they were added.
-        result: name of the node whose output is the result of a step.
-        merge, key: of every channel.
-    """
+    """Nodes wired by name, in the order they were added; ``result`` names the one that sends the step's result."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -176,17 +166,13 @@ class Topology:
 
     @cached_property
     def ports(self) -> Mapping[str, Ports]:
-        """The ports of each node by name; raises ``GraphError`` if a node is no stage."""
         return {node.name: Ports.of(node.stage) for node in self.nodes}
 
     def readers(self, name: str) -> Sequence[Node]:
         return [node for node in self.nodes if name in node.reads]
 
     def requirement(self, name: str) -> Callable[[object], None] | None:
-        """Return the check of what node ``name`` sends, by the classes that its readers' annotations name, if any do.
-
-        It raises ``ProtocolError`` for an item that a reader cannot read.
-        """
+        """Return the check of what node ``name`` sends by its readers' annotations, if any has one."""
         readers: dict[tuple[type, ...], str] = {}
         for reader in self.readers(name):
             port = self.ports[reader.name]
@@ -294,7 +280,6 @@ class Topology:
         return faults
 
     def order(self) -> Sequence[str]:
-        """Return the names in topological order, each node after those it reads; raise ``CycleError`` without one."""
         sorter = TopologicalSorter({node.name: [i for i in node.reads if i in self.by_name] for node in self.nodes})
         return list(sorter.static_order())
 

@@ -286,7 +286,6 @@ def require_loss(loss: Loss, *, critic: bool) -> None:
 
 
 def require_inputs(loss: Loss, batch: Batch) -> None:
-    """Raise ``ConfigError`` if the batch lacks an input that the loss reads; nothing stands in for it."""
     top = batch.teacher_top, "the likeliest ids of a teacher", "teacher=, for example oppo.hf.TeacherLogprobs"
     optional: dict[Input, tuple[object, str, str]] = {
         "advantages": (batch.advantages, "advantages", "an advantage stage, for example oppo.GAE"),
@@ -305,7 +304,6 @@ def require_inputs(loss: Loss, batch: Batch) -> None:
 
 
 def evaluated(loss: Loss, inputs: Inputs) -> LossValue:
-    """Return the loss of these inputs; raise ``ConfigError`` if it is no :class:`LossValue`."""
     value: object = loss(inputs)
     if not isinstance(value, LossValue):
         raise ConfigError(

@@ -108,7 +108,6 @@ class PairwiseLoss:
         return frozenset()
 
     def __call__(self, inputs: Inputs) -> LossValue:
-        """Return the loss of the pairs, with the mean margin and the share of pairs that the policy ranks right."""
         sizes = inputs.groups.unique_consecutive(return_counts=True)[1]
         if (sizes > 2).any():
             raise ConfigError(

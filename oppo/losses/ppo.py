@@ -64,7 +64,7 @@ class ClippedLoss:
     distill: NonNegative = 0.0
     distill_beta: Fraction = 1.0
     of_rows: ClassVar[bool] = False
-    """Whether the ratio is that of a whole row, the geometric mean of its tokens'."""
+    """Whether the ratio is a whole row's, the geometric mean over its tokens."""
 
     def __post_init__(self) -> None:
         require_declared(self, error=ConfigError)
@@ -104,7 +104,6 @@ class ClippedLoss:
         return frozenset[Input]({"entropies", "reference"}) - self.reads
 
     def __call__(self, inputs: Inputs) -> LossValue:
-        """Return the policy loss, with TRL's metrics."""
         weighs = self.correction.weighs
         weights = importance_weights(self.correction, inputs, of_rows=self.of_rows) if weighs else None
         policy, clipped = self.policy_term(inputs, weights)
@@ -183,7 +182,6 @@ class PPOLoss(ClippedLoss):
         return super().reads | OF_A_CRITIC
 
     def __call__(self, inputs: Inputs) -> LossValue:
-        """Return the sum of both losses, with TRL's metrics."""
         policy = super().__call__(inputs)
         values, old, returns = inputs["values"], inputs["old_values"], inputs["returns"]
         value = value_loss(values, old, returns, inputs.mask, self.value_clip, total=inputs.whole.tokens)
@@ -206,7 +204,7 @@ def importance_weights(correction: Correction, inputs: Inputs, *, of_rows: bool 
     Args:
         correction: of stale tokens.
         inputs: with ``behaviour`` and ``proximal``.
-        of_rows: whether the ratio that is weighed is that of a whole row, the geometric mean of its tokens'.
+        of_rows: whether the weighed ratio is a whole row's, the geometric mean over its tokens.
 
     Example:
         >>> tokens = Inputs(

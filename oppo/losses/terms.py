@@ -172,14 +172,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 class PolicyTerm(NamedTuple):
-    """The clipped policy loss and metrics of the update; scalars, the metrics without gradient.
-
-    Attributes:
-        loss: to be minimised.
-        approxkl: mean of ``(log ratio)**2 / 2``.
-        clipfrac: share of tokens whose clipped loss is the larger one.
-        ratio: mean of current over old probability.
-    """
+    """The clipped policy loss of an update, and the means of its metrics without gradient."""
 
     loss: Tensor
     approxkl: Tensor
@@ -210,12 +203,7 @@ class PolicyLosses(NamedTuple):
 
 
 class ValueTerm(NamedTuple):
-    """The clipped value loss; scalars.
-
-    Attributes:
-        loss: to be minimised.
-        clipfrac: share of tokens whose clipped loss is the larger one, without gradient.
-    """
+    """The clipped value loss, and the share of tokens whose clipped loss is the larger one."""
 
     loss: Tensor
     clipfrac: Tensor
@@ -350,7 +338,7 @@ def value_loss(
 ) -> ValueTerm:
     """Return the clipped value loss of TRL: half the mean of the larger of two squared errors.
 
-    The second error is that of the value clamped to ``old_values - clip .. old_values + clip``.
+    The second error is of the value clamped to ``old_values - clip .. old_values + clip``.
 
     Args:
         values: float32 [T], current, with gradient.

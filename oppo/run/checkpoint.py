@@ -56,13 +56,7 @@ _NAME = re.compile(r"^step-(\d{6,})$")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk.
-
-    Attributes:
-        step: steps that the run had made.
-        score: of the last of them; NaN without one.
-        measure: what that is a score of; only scores of the same are compared.
-    """
+    """A whole checkpoint on disk after ``step`` steps; scores are compared where their ``measure`` is the same."""
 
     path: Path
     step: int
@@ -96,10 +90,8 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, step: int, score: float = math.nan, measure: str = "score") -> Iterator[Path]:
-        """Yield a directory to write into; it becomes the checkpoint of ``step`` if no error ends the context.
-
-        Older checkpoints than are kept are deleted then, and so are those of later steps, which a resumed run gave up.
-        """
+        """Yield a directory that becomes the checkpoint of ``step`` if no error ends the context."""
+        # Then those beyond what is kept are deleted, and those of later steps, which a resumed run gave up.
         path = self._directory / _named(step)
         try:
             if os.path.lexists(path):
@@ -117,20 +109,19 @@ class Checkpoints:
         self._prune(path)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole and can be read; log each newer one."""
         for path in reversed(self._paths()):
             try:
-                found = _usable(path)
+                checkpoint = _usable(path)
             except CheckpointError as error:
                 self._unusable.add(path)
                 logger.warning(f"{error}; the one before it is tried")
             else:
-                return found
+                return checkpoint
         return None
 
     @property
     def begun(self) -> bool:
-        """Whether a checkpoint has ever been named here, whole or not; the models of ``final`` are none."""
+        """Whether a checkpoint has ever been named here, whole or not."""
         return bool(self._paths())
 
     @property
@@ -147,8 +138,8 @@ class Checkpoints:
             raise CheckpointError(f"there is a checkpoint {path} already: each step has one at most")
 
     def _paths(self) -> list[Path]:
-        found = [path for path in self._directory.glob("step-*") if _NAME.match(path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        paths = [path for path in self._directory.glob("step-*") if _NAME.match(path.name)]
+        return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
     def _prune(self, newest: Path) -> None:
         paths = self._paths()
@@ -161,10 +152,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _best(self, past: Sequence[Path], newest: Path) -> Checkpoint | None:
-        sealed = [found for found in map(_sealed, past) if found is not None]
-        measure = next((each.measure for each in sealed if each.path == newest), "")
-        scored = [each for each in sealed if each.measure == measure and not math.isnan(each.score)]
-        return max(scored, key=lambda each: each.score, default=None)
+        sealed = [checkpoint for checkpoint in map(_sealed, past) if checkpoint is not None]
+        measure = next((checkpoint.measure for checkpoint in sealed if checkpoint.path == newest), "")
+        same = [checkpoint for checkpoint in sealed if checkpoint.measure == measure]
+        scored = [checkpoint for checkpoint in same if not math.isnan(checkpoint.score)]
+        return max(scored, key=lambda checkpoint: checkpoint.score, default=None)
 
 
 def write_state(directory: Path, state: State) -> None:
@@ -196,18 +188,18 @@ def verified(path: Path) -> Checkpoint:
             f"{path} is no complete checkpoint: its file {COMPLETE} is missing, unreadable or of another step"
         )
     expected = _digests(json.loads(read_text(path / COMPLETE)))
-    found = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_symlink() or not each.is_dir()}
-    wrong = sorted(expected.keys() ^ (found - {COMPLETE}))
-    wrong += [name for name in sorted(expected.keys() & found) if digest(path / name, linked=False) != expected[name]]
+    there = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
+    wrong = sorted(expected.keys() ^ (there - {COMPLETE}))
+    wrong += [name for name in sorted(expected.keys() & there) if digest(path / name, linked=False) != expected[name]]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} missing, unexpected or changed since written")
     return sealed
 
 
 def _usable(path: Path) -> Checkpoint:
-    found = verified(path)
-    found.state()
-    return found
+    checkpoint = verified(path)
+    checkpoint.state()
+    return checkpoint
 
 
 def _sealed(path: Path) -> Checkpoint | None:
@@ -254,11 +246,11 @@ def _split(value: object, path: str, arrays: dict[str, Array]) -> object:
             if not isinstance(key, str):
                 raise CheckpointError(f"a key of a state is text; at {path!r} came {key!r}")
         return {  # a key that could be taken for the mark of an array is escaped
-            f"${key}" if key.startswith("$") else key: _split(each, f"{path}/{key}", arrays)
-            for key, each in value.items()
+            f"${key}" if key.startswith("$") else key: _split(held, f"{path}/{key}", arrays)
+            for key, held in value.items()
         }
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_split(each, f"{path}/{at}", arrays) for at, each in enumerate(value)]
+        return [_split(held, f"{path}/{at}", arrays) for at, held in enumerate(value)]
     raise CheckpointError(
         f"a state holds plain values, arrays, lists and mappings; at {path!r} came {type(value).__name__}"
     )
@@ -269,10 +261,10 @@ def _joined(plain: object, arrays: Mapping[str, Array]) -> object:
         if _ARRAY in plain:
             return arrays[plain[_ARRAY]]
         return {
-            key.replace("$$", "$", 1) if key[:2] == "$$" else key: _joined(each, arrays) for key, each in plain.items()
+            key.replace("$$", "$", 1) if key[:2] == "$$" else key: _joined(held, arrays) for key, held in plain.items()
         }
     if isinstance(plain, list):
-        return [_joined(each, arrays) for each in plain]
+        return [_joined(held, arrays) for held in plain]
     if plain is None or isinstance(plain, bool | int | float | str):
         return plain
     raise CheckpointError(f"a state cannot hold {type(plain).__name__}")
@@ -287,13 +279,7 @@ HELD_OUT = "eval.prompts"
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Settings, files and libraries of a run, models apart.
-
-    Attributes:
-        settings: a digest of each, under ``section.key``.
-        files: SHA-256 of each file, directory, or other source of prompts, under the setting that names it.
-        libraries: their versions.
-    """
+    """Digests of a run's settings, by ``section.key``, and files, by the setting that names each; library versions."""
 
     settings: Mapping[str, str]
     files: Mapping[str, str]
@@ -308,7 +294,6 @@ class Provenance:
 
     @classmethod
     def restored(cls, state: State) -> Self:
-        """Return the provenance from :meth:`state`."""
         try:
             recorded, files, libraries = (
                 dict[str, str](state["provenance"][name]) for name in ("settings", "files", "libraries")
@@ -330,13 +315,7 @@ class Provenance:
 def require_continued(
     before: Provenance, now: Provenance, files: Mapping[str, Path], *, accept_changed_code: bool
 ) -> None:
-    """Check that a resumed run has the files it began with; report the differences that are accepted.
-
-    Args:
-        before: recorded in the checkpoint.
-        files: of the run, by their settings.
-        accept_changed_code: accept another content of a file of code.
-    """
+    """Check that a resumed run has the files it began with; log the differences that are accepted."""
     for name, digest_now in now.files.items():
         if before.files.get(name) == digest_now:
             continue
@@ -359,12 +338,9 @@ def require_continued(
 
 
 def fingerprints(settings: Settings) -> dict[str, str]:
-    """Return a digest of every setting, under ``section.key``: a value may hold a secret, in a URL for example.
-
-    Those of the rewards are under ``rewards.0.key`` and so on; ``rewards`` is which there are.
-    """
+    """Return a digest of every setting, by ``section.key`` and ``rewards.0.key``; a value may hold a secret."""
     flat = {f"{name}.{key}": value for name, values in settings.tables().items() for key, value in values.items()}
-    flat["rewards"] = sorted(each.name or "" for each in settings.rewards)
+    flat["rewards"] = sorted(reward.name or "" for reward in settings.rewards)
     return {name: fingerprint(value) for name, value in flat.items()}
 
 
@@ -373,14 +349,12 @@ def fingerprint(value: object) -> str:
 
 
 def digest(path: Path, *, linked: bool = True) -> str:
-    """Return the SHA-256 of a file, or why it cannot be read; a pipe, which may never end, is not opened.
-
-    That of a directory is the SHA-256 of its files' names and digests. What a link leads to is read if ``linked``.
-    """
+    """Return the SHA-256 of a file, or of a directory's names and digests; or why it cannot be read."""
+    # a pipe may never end, and is not opened
     try:
         if path.is_dir():
-            found = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
-            return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+            digests = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
+            return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
         if not (path.is_file() if linked else is_plain(path)):
             return "no regular file"
         with path.open("rb") as file:
@@ -403,7 +377,6 @@ ENGINE_ARGUMENTS = "vllm."
 
 
 def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
-    """Return the settings of the run in ``directory``, with ``section.key=value`` overrides."""
     file = directory / "config.toml"
     if not is_plain(file):
         raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
@@ -419,9 +392,7 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
 def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "") -> None:
     """Check that a resumed run has the settings it began with, except for those that may change.
 
-    Args:
-        before: the former :func:`fingerprints`; settings that they lack are not compared.
-        of: what recorded ``before``, unless the run's ``config.toml`` did.
+    ``of`` names what recorded ``before``, unless the run's ``config.toml`` did.
     """
     now = fingerprints(settings)
     changed = {
@@ -469,7 +440,6 @@ def require_same_run(
     *,
     accept_changed_code: bool,
 ) -> None:
-    """Check that a run goes on with the settings and the files that it had at a checkpoint."""
     before = Provenance.restored(checkpoint.state())
     require_same(before.settings, settings, of="its checkpoint")
     require_continued(before, now, settings.files, accept_changed_code=accept_changed_code)
@@ -484,8 +454,8 @@ def locked(directory: Path) -> Lock:
 
 def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkpoint | None:
     """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew."""
-    found = checkpoints.newest()
-    if found is None:
+    checkpoint = checkpoints.newest()
+    if checkpoint is None:
         if not checkpoints.begun and is_young(directory, run.checkpoint_every):
             return None
         advice = "a run is resumed from one, and writes them if run.checkpoint_every is set"
@@ -501,10 +471,9 @@ def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkp
             f"the run has made all of its {made} steps: with a constant learning rate, raise run.steps (--set "
             "run.steps=...) to go on"
         )
-    return found
+    return checkpoint
 
 
 def is_young(directory: Path, every: int) -> bool:
-    """Return whether a run that writes checkpoints has made too few steps for its first."""
     made = sum(1 for _ in read(directory / METRICS))
     return 0 < every >= made

@@ -46,12 +46,7 @@ def compose(
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
-    """Return the graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats.
-
-    Args:
-        make: makes another graph than that of ``step.algorithm``. Its stages ``generate`` and ``update`` are a
-            :class:`Generate` and an :class:`Update`, whose environment and trainer may be its own.
-    """
+    """Return the graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
     roles = roles_of(settings, assembly)
     graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
     update = graph.stage("update", Update)
@@ -92,7 +87,7 @@ def compose(
 
 
 def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
-    """Return the stages that an update waits for before it syncs: the one that decodes unless in flight."""
+    # the stages that an update waits for before it syncs
     others = [name for name in after if name != "generate"]
     return tuple(others if step.weight_sync == "in-flight" else ("generate", *others))
 
@@ -109,7 +104,7 @@ def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
 
 
 def kind_of(trainer: ResumableTrainer) -> str:
-    """Return the name of a trainer's class, or of what it hosts, which checkpoints record."""
+    """Return the class that checkpoints record: of the trainer, or of what it hosts."""
     return type(trainer.core if type(trainer) is HostedTrainer else trainer).__name__
 
 
@@ -180,11 +175,7 @@ def with_evaluations(
     held_out: Sequence[Prompt],
     due: Callable[[int], bool],
 ) -> Graph[StepReport]:
-    """Return the graph of a run with evaluations on held-out prompts; without any as it is.
-
-    Args:
-        due: whether there is one after the step with an index.
-    """
+    """Return the graph with evaluations after steps that are ``due``; without held-out prompts as it is."""
     if not held_out:
         return graph
     generate = graph.stage("generate", Generate)
@@ -192,12 +183,6 @@ def with_evaluations(
         name for name, node in graph.nodes.items()
         if isinstance(node.stage, Score) and node.stage.scorer is assembly.reward
     ]  # fmt: skip
-    evaluate = Evaluate(_evaluation(settings, assembly, generate, held_out), due, after=("generate", *scoring))
-    update = replace(graph.stage("update", Update), held=(STAGE,))
-    return graph.replace(update=update).then(STAGE, evaluate)
-
-
-def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held_out: Sequence[Prompt]) -> Evaluation:
     chosen, policy, sampling = settings.eval, generate.policy, assembly.sampling
     if not policy.capabilities.varies_sampling:
         raise ConfigError(
@@ -207,7 +192,7 @@ def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held
     drawing = cast("VariesSampling", policy)
     one = bool(settings.agents.program) or (len(settings.rewards) == 1 and not settings.reward_models)
     passes = 1.0 if one else None
-    return Evaluation(
+    evaluation = Evaluation(
         prompts=held_out,
         reward=assembly.reward,
         greedy=drawing.with_sampling(replace(sampling, temperature=0.0, seed=chosen.seed)),
@@ -218,6 +203,9 @@ def _evaluation(settings: Settings, assembly: Assembly, generate: Generate, held
         environment=generate.environment,
         asking=lambda prompts: of_agents(prompts, generate.environment, settings.data),
     )
+    evaluate = Evaluate(evaluation, due, after=("generate", *scoring))
+    update = replace(graph.stage("update", Update), held=(STAGE,))
+    return graph.replace(update=update).then(STAGE, evaluate)
 
 
 def show_progress(graph: Graph[StepReport], progress: Progress) -> None:
@@ -230,19 +218,16 @@ def _stage(graph: Graph[StepReport]) -> Evaluate | None:
 
 
 async def evaluate_first(graph: Graph[StepReport], running: Run[StepReport]) -> None:
-    """Evaluate before the first step, and tell the observers of the run; nothing without evaluations."""
     stage = _stage(graph)
     if stage is not None:
         with noted("in the evaluation before the first step"):
-            found = await stage.evaluation.measure(BEFORE, stage.progress)
-        running.tell(STAGE, found)
+            evaluated = await stage.evaluation.measure(BEFORE, stage.progress)
+        running.tell(STAGE, evaluated)
 
 
 def judged(section: EvalSection, provenance: Provenance, report: StepReport) -> tuple[float, str]:
-    """Return the score of a step by which the best checkpoint is chosen, and what it is a score of.
-
-    Scores of other held-out prompts are of something else; a step without an evaluation has NaN.
-    """
+    """Return the score of a step by which the best checkpoint is chosen, and what it is a score of."""
+    # scores of other held-out prompts are of something else; a step without an evaluation has NaN
     if not section.prompts:
         return report.score, "score"
     digests = {name: digest for name, digest in provenance.files.items() if name.startswith(HELD_OUT)}

@@ -12,10 +12,21 @@ from transformers import PreTrainedModel
 
 from oppo.config.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.as_text.whole import Encoder
-from oppo.hf.devices import Devices, attributed
+from oppo.hf.as_text.whole import Encoder, load_encoder
+from oppo.hf.devices import attributed
 from oppo.hf.introspection import require_pieces
-from oppo.hf.loading import LoadOptions, load_causal, load_encoder, load_scalar, load_tokenizer, require_supported
+from oppo.hf.loading import (
+    LOADERS,
+    Loadable,
+    LoadOptions,
+    ModelKind,
+    ModelRecipe,
+    load_causal,
+    load_scalar,
+    load_tokenizer,
+    require_supported,
+    vocabulary_of,
+)
 from oppo.hf.lora import Quantization
 from oppo.hf.model_files import (
     ADAPTER,
@@ -26,9 +37,9 @@ from oppo.hf.model_files import (
     require_adapter,
     reward_kind,
 )
-from oppo.hf.recipe import LOADERS, Loadable, ModelKind, ModelRecipe, vocabulary_of
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
+from oppo.run.deployment import Deployment
 
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
@@ -39,7 +50,7 @@ _AS_FUNCTION = (
 
 
 def adapter_of(models: ModelsSection) -> Path:
-    """Return where the files of ``models.adapter`` are, once they say that it is for ``models.policy``."""
+    """Return the directory of ``models.adapter``, once its files say that it is for ``models.policy``."""
     try:
         directory = located(models.adapter, weights=True)
         base = str(read_object(directory / ADAPTER).get("base_model_name_or_path"))
@@ -68,16 +79,16 @@ def _same_model(*names: str) -> bool:
 class RoleLoader:
     """Loads the models of a run; errors name the setting of the model and the remedy."""
 
-    def __init__(self, models: ModelsSection, tokenizer: HfTokenizer, devices: Devices) -> None:
-        self._models = models
+    def __init__(self, deployment: Deployment, tokenizer: HfTokenizer) -> None:
+        self._models, self._devices = deployment.models, deployment.devices
+        self._decodes = not deployment.has_engine
         self._tokenizer = tokenizer
-        self._devices = devices
 
     def policy(self) -> PreTrainedModel:
         path = self._models.policy
         with self.attributed("policy"):
             actor = self._loaded("policy", load_causal, path)
-            if self._models.engine == "transformers":
+            if self._decodes:
                 require_pieces(actor)
             if self._tokenizer.size > (known := vocabulary_of(actor)):
                 raise ConfigError(
@@ -93,7 +104,7 @@ class RoleLoader:
             return self._checked(path, self._served(name, "causal", path))
 
     def teacher(self, name: str) -> tuple[Loadable, HfTokenizer | None]:
-        """Return the teacher of ``models.<name>``, and its tokenizer if that is not the policy's."""
+        """Return the teacher ``models.<name>``, and its tokenizer if it is another than the policy's."""
         path = self._models.teachers[name]
         with self.attributed(name):
             model = self._served(name, "causal", path)
@@ -114,10 +125,7 @@ class RoleLoader:
         return reward_kind(self._located(path), trusted=self._models.trust_remote_code)
 
     def scalar_reward(self, key: str, path: str) -> tuple[Loadable, str | None]:
-        """Return a reward model with one label, and its tokenizer's difference to the policy's, in words.
-
-        ``None``: it reads the policy's tokens as they are.
-        """
+        """Return a reward model with one label, and its tokenizer's difference from the policy's, or ``None``."""
         model = self._served(key, "scalar", path)
         return model, self._difference(path, model)
 
@@ -134,7 +142,7 @@ class RoleLoader:
         return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
 
     def recipe(self, name: str, kind: ModelKind, path: str, device: torch.device) -> ModelRecipe:
-        """Return how the model of ``models.<name>`` is loaded in another process; on another machine it has a GPU."""
+        """Return how the model of ``models.<name>`` is loaded in another process."""
         models = self._models
         return ModelRecipe(
             path=path,
@@ -208,8 +216,8 @@ class RoleLoader:
         return self._models.quantization if of_base else "none"
 
     def _device(self, model: str) -> torch.device:
-        found: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
-        return self._devices.trainer[0] if model in self._devices.apart - {"policy"} else found
+        device: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
+        return self._devices.trainer[0] if model in self._devices.apart - {"policy"} else device
 
     def _located(self, path: str) -> Path:
         return located(path, weights=False, trust_remote_code=self._models.trust_remote_code)
@@ -226,12 +234,7 @@ class RoleLoader:
 
 
 def critic_source(models: ModelsSection, rewards: Sequence[str], fit: Sequence[str]) -> str:
-    """Return what the critic starts from: its model, unless that is a reward model that cannot be a critic.
-
-    Args:
-        rewards: the reward models.
-        fit: those that can; else the first of them, or the policy.
-    """
+    """Return what the critic starts from: its model, unless that is a reward model that is unfit to be a critic."""
     if models.critic in fit or models.critic not in rewards:
         return models.critic
     return next(iter(fit), models.policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -30,12 +30,11 @@ from oppo.hf.as_text.streamed import Bridge
 from oppo.hf.as_text.teacher import BridgedTeacher
 from oppo.hf.calls import ToolSchema
 from oppo.hf.chat import chatting
-from oppo.hf.devices import DeviceLayout, Devices, ModelPlace, available_cores, memory_gauges
+from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
 from oppo.hf.introspection import end_ids, passes_at, vocabulary
-from oppo.hf.loading import load_tokenizer
+from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
-from oppo.hf.recipe import Loadable, ModelRecipe, positions_of
 from oppo.hf.serve.scorers import (
     ProximalLogprobs,
     RecomputedLogprobs,
@@ -52,10 +51,10 @@ from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Thread
 from oppo.returns import TopLogprobs
 from oppo.run.checkpoint import Checkpoints, State, write_state
+from oppo.run.deployment import Deployment, places_of
+from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.loading import RoleLoader, adapter_of, critic_source
-from oppo.run.memory import load_of, require_memory, share_beside, with_micro_batches
-from oppo.run.on_vllm import ScorersOnVllm
-from oppo.run.places import SERVING, Serve, ServeRequest, Serving, Worker, devices_of, layout_of, serve, with_types
+from oppo.run.memory import load_of, require_memory, with_micro_batches, with_share
 from oppo.run.rewards import (
     AnyEnvironment,
     RewardModels,
@@ -72,33 +71,26 @@ from oppo.vllm.scorers import VllmScorer
 _TRAINING = "lower trainer.micro_batch_tokens"
 
 
-def _with_micro_batches(settings: Settings, devices: Devices) -> Settings:
-    load = load_of(settings, settings.data.max_prompt_tokens)
-    if settings.trainer.micro_batch_tokens is None and devices.trainer[0].type != "cpu":
+def _with_micro_batches(deployment: Deployment) -> Deployment:
+    load = load_of(deployment.settings, deployment.settings.data.max_prompt_tokens)
+    if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
         logger.info("counting memory, for trainer.micro_batch_tokens")
     with routed(), suppress(ConfigError, ModelError):  # loading says what is wrong
-        return with_micro_batches(settings, devices, replace(load, chunk=load.response))
-    return settings
+        return with_micro_batches(deployment, replace(load, chunk=load.response))
+    return deployment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """The models of a run, the engine of the policy, and the places of the others; :meth:`close` closes them.
+    """The models of a run in their places; :meth:`close` closes them. A model that the run does not have is ``None``.
 
     Attributes:
-        serving: the policy on its engine.
-        reference: ``None`` where nothing refers to it.
-        teacher: ``None`` without one in the settings.
-        critic: ``None`` without a critic in the algorithm.
-        proximal: ``None`` without a correction for stale tokens.
-        environment: ``None`` where responses have no turns.
         positions: the longest sequence, in tokens, that every model can read.
-        served_apart: a model is served from weights that were loaded apart from those that are trained, so it needs
-            those before the first step: a head may be new, an engine has the policy without its adapter, and a server
-            may have the weights of an earlier run.
-        ideal: the costs of what models read, by their names here, at the peak of their devices, where that is known.
+        served_apart: a model is served from weights other than those that are trained, so it is synced before the first
+            step: a critic's head may be new, an engine has the policy without its adapter, a server an earlier run's.
+        ideal: the costs of what models read, at the peak of their devices, by role, where that is known.
         gauges: of the devices' memory, by metric.
-        scoring: the scorers on vLLM, each on an engine of its own or a server.
+        scoring: the scorers on vLLM.
     """
 
     serving: Serving
@@ -133,7 +125,7 @@ class Assembly:
 
     @property
     def _workers(self) -> tuple[Worker, ...]:
-        return *self.places, *self.serving.workers, *(each.reporter for each in self.scoring)
+        return *self.places, *self.serving.workers, *(scorer.reporter for scorer in self.scoring)
 
     def progress(self) -> tuple[object, ...]:
         """Return a value that changes while models work and when a call begins, even if no item is sent."""
@@ -148,21 +140,21 @@ class Assembly:
         return tuple(filter(None, calls))
 
     def wired(self, trainer: ResumableTrainer, environment: Environment | None) -> Assembly:
-        """Return these parts with the trainer and the environment of a run's graph: they are watched and saved."""
+        """Return these models with the trainer and the environment of the run's graph: they are watched and saved."""
         return replace(self, trainer=trainer, environment=environment, saving=self.saving.of(trainer))
 
     def abort(self) -> None:
         """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread."""
         self.serving.abort()
-        for each in self.scoring:
-            each.engine.abort()
+        for scorer in self.scoring:
+            scorer.engine.abort()
         self.places.abort()
 
     def close(self) -> None:
-        """End the process of a reward function, the engine, and the places, also if one of them fails to end."""
+        """End engines, places and the processes of user code, also if one of them fails to end."""
         with ExitStack() as stack:
-            for each in self.scoring:
-                stack.callback(each.engine.close)
+            for scorer in self.scoring:
+                stack.callback(scorer.engine.close)
             stack.callback(self.places.close)
             stack.callback(self.serving.close)  # while the places of its servers live
             stack.callback(capabilities_of(self.reward).close)
@@ -171,15 +163,14 @@ class Assembly:
 
 
 def policy_tokenizer(settings: Settings) -> HfTokenizer:
-    """Return the policy's tokenizer, which renders chats as the settings say."""
-    found, data = _own_tokenizer(settings.models), settings.data
+    own, data = _own_tokenizer(settings.models), settings.data
     template = data.chat_template
     if "data.chat_template" in data.files:
         template = _read("data.chat_template", template)
     called = [UserFunction.of(spec, None, EnvironmentFailure).function for spec in settings.environment.tools]
     if isinstance(factory := settings.environment.factory, str) and factory:
         called = class_tools("environment.factory", factory)
-    return chatting(found, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
+    return chatting(own, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
 
 
 def _read(key: str, path: str) -> str:
@@ -193,10 +184,10 @@ def _schemas(path: str) -> Sequence[ToolSchema]:
     if not path:
         return ()
     try:
-        found: Any = json.loads(_read("data.tools", path))
+        schemas: Any = json.loads(_read("data.tools", path))
     except ValueError as error:
         raise ConfigError(f"data.tools: {path} is no JSON: {error}") from error
-    tools: list[Any] = found if isinstance(found, list) else [found]
+    tools: list[Any] = schemas if isinstance(schemas, list) else [schemas]
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -237,50 +228,41 @@ def _own_tokenizer(models: ModelsSection) -> HfTokenizer:
 
 @quiet()
 def assemble(
-    settings: Settings,
+    deployment: Deployment,
     tokenizer: HfTokenizer,
     *,
     columns: Iterable[Collection[str]] = (),
     engine_log: Path | None = None,
     environment: AnyEnvironment | None = None,
 ) -> Assembly:
-    """Return the models of ``settings``, loaded and probed, the policy on its engine.
-
-    Actor and critic are each served and trained as one module, unless ``share_weights`` is off or another engine serves
-    the actor. The critic may be a head on the actor's trunk. The reference, if there is one, is a module of its own;
-    with adapters it shares the actor's base weights.
+    """Return the models of a run, loaded and probed, the policy on its engine.
 
     Args:
         columns: of the data, of each kind of prompts; they are checked before a model is loaded.
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
-        environment: as :func:`oppo.run.rewards.environment_of` made it for the prompts; ``None``: it is made here.
+        environment: of :func:`oppo.run.rewards.environment_of`; ``None``: it is made here.
     """
-    devices = devices_of(settings)
-    settings = with_types(settings, devices)
-    require_memory(settings, devices)
-    settings = _with_micro_batches(settings, devices)
-    share = share_beside(settings, devices)
-    places = layout_of(settings, devices)
+    settings = deployment.settings
+    require_memory(deployment)
+    deployment = with_share(_with_micro_batches(deployment))
+    places = places_of(deployment)
     with ExitStack() as stack:
         stack.callback(places.close)
         code = UserCode.of(settings, tokenizer, _here(places), environment)
         known = [*columns]
         for names in known:
             code.check_columns(names)
-        _check_teacher_column(settings.models.teacher_column, known)
+        _check_teacher_column(deployment.models.teacher_column, known)
 
         def started(request: ServeRequest) -> Serving:
-            serving = serve(replace(request, share=share, log=engine_log))
+            serving = serve(replace(request, log=engine_log))
             stack.callback(serving.close)
             return serving
 
-        load = RoleLoader(settings.models, tokenizer, devices)
-
-        on_vllm = ScorersOnVllm(settings, load, devices, engine_log)
+        load = RoleLoader(deployment, tokenizer)
+        on_vllm = ScorersOnVllm(deployment, load, engine_log)
         stack.callback(on_vllm.close)
-        assembly = _assembled(
-            settings, tokenizer, places, code, devices=devices, load=load, serve=started, on_vllm=on_vllm
-        )
+        assembly = _assembled(deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm)
         stack.pop_all()
     return assembly
 
@@ -294,31 +276,29 @@ def _check_teacher_column(column: str, known: Sequence[Collection[str]]) -> None
 
 
 def _assembled(
-    settings: Settings,
+    deployment: Deployment,
     tokenizer: HfTokenizer,
     places: DeviceLayout,
     code: UserCode,
     *,
-    devices: Devices,
     load: RoleLoader,
-    serve: Serve,
+    serve: Callable[[ServeRequest], Serving],
     on_vllm: ScorersOnVllm,
 ) -> Assembly:
+    settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
     deterministic, seed = settings.run.deterministic, settings.trainer.seed
-    apart = devices.reference != devices.actor or "reference" in devices.apart
-    refers = bool(settings.models.reference) and "reference" not in settings.on_vllm
-    actor, reference = _actor_and_reference(settings.models, load, refers=refers, apart=apart, seed=seed)
-    teachers = {key: load.teacher(key) for key in settings.models.teachers if key not in settings.on_vllm}
-    rewards = _reward_models(settings, tokenizer, places, load, on_vllm)
-    critic = load_critic(settings, actor, [*rewards.values()], load, devices=devices)
+    actor, reference = _actor_and_reference(deployment, load, seed=seed)
+    teachers = {key: load.teacher(key) for key in deployment.teachers}
+    rewards = _reward_models(deployment, tokenizer, places, load, on_vllm)
+    critic = load_critic(deployment, actor, [*rewards.values()], load)
     models: dict[str, list[Loadable | None]] = {
         "policy": [actor],
         "reference": [reference],
         "teacher": [model for model, _ in teachers.values()],
-        "reward": [each.model for each in rewards.values()],
+        "reward": [reward.model for reward in rewards.values()],
         "critic": [critic.trained],
     }
-    read = [positions_of(model) for each in models.values() for model in each if model is not None]
+    read = [positions_of(model) for loaded in models.values() for model in loaded if model is not None]
     sampling = _sampling(settings.sampling, tokenizer, actor)
     _check_ends(code.environment, sampling, tokenizer)
     if settings.step.most_overcommit and not sampling.varies:
@@ -330,57 +310,56 @@ def _assembled(
     if not settings.shares_weights:
         trained = trained.copied(devices.weights)
     copies = (
-        _copies(settings.models, load, critic, device=devices.trainer[-1], seed=seed)
-        if "trainer" in devices.remote
-        else None
+        _copies(chosen, load, critic, device=devices.trainer[-1], seed=seed) if "trainer" in devices.remote else None
     )
-    trainer = _trainer(settings, trained, sampling, places.training, devices.trainer, copies=copies)
-    served = _actor_recipe(settings.models, load, devices.policy, seed) if "policy" in devices.apart else actor
-    serving = serve(ServeRequest(settings, actor, served, sampling, tokenizer, places, devices))
+    trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
+    served = _actor_recipe(chosen, load, devices.policy, seed) if "policy" in devices.apart else actor
+    serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places))
     value = None
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
     answered = code.environment is not None
-    teacher = _teacher(settings, sampling, places, teachers, tokenizer=tokenizer, on_vllm=on_vllm, answered=answered)
+    teacher = _teacher(deployment, sampling, places, teachers, tokenizer=tokenizer, on_vllm=on_vllm, answered=answered)
     places.wait_until_ready()
     return Assembly(
         serving=serving,
-        reference=_reference(settings, reference, sampling, places, on_vllm),
+        reference=_reference(deployment, reference, sampling, places, on_vllm),
         teacher=teacher,
-        reward=code.reward({key: each.scorer for key, each in rewards.items()}),
+        reward=code.reward({key: reward.scorer for key, reward in rewards.items()}),
         critic=value,
-        proximal=_proximal(settings, actor, sampling, places) if settings.algorithm.corrects else None,
+        proximal=_proximal(deployment, actor, sampling, places) if settings.algorithm.corrects else None,
         environment=code.environment,
         trainer=trainer,
         saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
         tokenizer=tokenizer,
         sampling=sampling,
-        positions=min(serving.positions, *read, *(each.longest for each in on_vllm.scorers)),
+        positions=min(serving.positions, *read, *(scorer.longest for scorer in on_vllm.scorers)),
         places=places,
         served_apart=critic.is_apart
         or served is not actor
         or settings.on_server
-        or (settings.models.engine == "vllm" and settings.models.begins_off_base),
-        ideal=_ideal(settings, devices, models, serving.gpus),
+        or (deployment.has_engine and chosen.begins_off_base),
+        ideal=_ideal(deployment, models, serving.gpus),
         gauges=memory_gauges(devices.distinct()),
         scoring=tuple(on_vllm.scorers),
     )
 
 
 def _reference(
-    settings: Settings, model: Loadable | None, sampling: Sampling, places: DeviceLayout, on_vllm: ScorersOnVllm
+    deployment: Deployment, model: Loadable | None, sampling: Sampling, places: DeviceLayout, on_vllm: ScorersOnVllm
 ) -> Scorer[FloatArray] | None:
-    if "reference" in settings.on_vllm:
+    if "reference" in deployment.settings.on_vllm:
         return cast("Scorer[FloatArray]", on_vllm.logprobs("reference", sampling))
     if model is None:
         return None
     place = _scoring(places, "reference")
-    return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=settings.run.deterministic)
+    deterministic = deployment.settings.run.deterministic
+    return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
 
 
 def _teacher(
-    settings: Settings,
+    deployment: Deployment,
     sampling: Sampling,
     places: DeviceLayout,
     models: Mapping[str, tuple[Loadable, HfTokenizer | None]],
@@ -389,6 +368,7 @@ def _teacher(
     on_vllm: ScorersOnVllm,
     answered: bool,
 ) -> Scorer[FloatArray | TopLogprobs | Drop] | None:
+    settings = deployment.settings
     top_k, deterministic = getattr(settings.algorithm, "distill_top_k", None), settings.run.deterministic
     known = dict[str, Scorer[FloatArray | TopLogprobs | Drop]]()
     for key, (model, reader) in models.items():
@@ -425,20 +405,18 @@ def _teacher(
     return ByColumn(column, known) if column else known.get("")
 
 
-def _ideal(
-    settings: Settings, devices: Devices, models: Mapping[str, Sequence[Loadable | None]], gpus: int
-) -> dict[str, Passes]:
+def _ideal(deployment: Deployment, models: Mapping[str, Sequence[Loadable | None]], gpus: int) -> dict[str, Passes]:
     # Of models that are here and read the policy's tokens; a head on the actor's trunk takes hardly any time.
-    epochs, cores, known = settings.trainer.epochs, settings.run.cores or available_cores(), dict[str, Passes]()
-    trained = [*models["policy"], *([] if settings.models.shared_trunk else filter(None, models["critic"]))]
-    for role, each in {**models, "trainer": trained}.items():
-        here = [model for model in each if isinstance(model, PreTrainedModel)]
-        several = role == "teacher" and len(each) > 1  # each reads a share
+    epochs, cores, known = deployment.trainer.epochs, deployment.cores, dict[str, Passes]()
+    trained = [*models["policy"], *([] if deployment.models.shared_trunk else filter(None, models["critic"]))]
+    for role, loaded in {**models, "trainer": trained}.items():
+        here = [model for model in loaded if isinstance(model, PreTrainedModel)]
+        several = role == "teacher" and len(loaded) > 1  # each reads a share
         if (
             here
-            and len(here) == len(each)
+            and len(here) == len(loaded)
             and not several
-            and (speed := devices.speed(role, here[0].dtype, cores, gpus))
+            and (speed := deployment.devices.speed(role, here[0].dtype, cores, gpus))
         ):
             passes = [passes_at(speed, model, epochs=epochs if role == "trainer" else 0) for model in here]
             known[role] = reduce(add, passes)
@@ -454,12 +432,14 @@ def _here(places: DeviceLayout) -> ModelPlace:
 
 
 def _actor_and_reference(
-    models: ModelsSection, load: RoleLoader, *, refers: bool, apart: bool, seed: int
+    deployment: Deployment, load: RoleLoader, *, seed: int
 ) -> tuple[PreTrainedModel, Loadable | None]:
     # With adapters both are over the same base in memory, unless they are apart: on two devices or machines.
+    models = deployment.models
+    refers = bool(models.reference) and "reference" not in deployment.settings.on_vllm
     adapter = adapter_of(models) if models.adapter else None
     actor = load.policy()
-    shared = models.is_reference_on_base and not apart
+    shared = models.is_reference_on_base and not deployment.reference_is_apart
     base = share_base(actor) if refers and shared else None
     if models.lora_rank:
         add_lora(
@@ -481,12 +461,13 @@ def _actor_and_reference(
 
 
 def _reward_models(
-    settings: Settings,
+    deployment: Deployment,
     tokenizer: HfTokenizer,
     places: DeviceLayout,
     load: RoleLoader,
     on_vllm: ScorersOnVllm,
 ) -> dict[str, ServedRewardModel]:
+    settings = deployment.settings
     models = RewardModels(tokenizer, load, settings.data.column, settings.run.deterministic)
     served = {}
     for key, reward in settings.reward_tables.items():
@@ -520,14 +501,14 @@ def _actor_recipe(models: ModelsSection, load: RoleLoader, device: torch.device,
 
 
 def _trainer(
-    settings: Settings,
+    deployment: Deployment,
     models: ActorCritic,
     sampling: Sampling,
     place: Hosting,
-    devices: tuple[torch.device, ...],
     *,
     copies: ActorCriticRecipe | None,
 ) -> HfTrainer:
+    settings, devices = deployment.settings, deployment.devices.trainer
     loss, top_k = settings.trained_loss(), getattr(settings.algorithm, "distill_top_k", None)
     if top_k is not None and not loss.reads & {"top_logprobs", "teacher_top"}:
         raise ConfigError(
@@ -539,7 +520,7 @@ def _trainer(
         models.critic,
         sampling=sampling,
         place=ModelPlace(place, "trainer", _TRAINING),
-        settings=settings.trainer,
+        settings=deployment.trainer,
         loss=loss,
         shard=settings.placement.shard,
         devices=devices if len(devices) > 1 else (),
@@ -548,11 +529,12 @@ def _trainer(
 
 
 def _proximal(
-    settings: Settings, actor: PreTrainedModel, sampling: Sampling, places: DeviceLayout
+    deployment: Deployment, actor: PreTrainedModel, sampling: Sampling, places: DeviceLayout
 ) -> RecomputedLogprobs:
-    """Return the scorer of proximal log-probs: of stale tokens only if the trainer's backend decodes too."""
+    # of stale tokens only, if the trainer's backend decodes too
+    settings = deployment.settings
     thread, deterministic = _scoring(places, "proximal"), settings.run.deterministic
-    if settings.models.engine != "transformers":
+    if deployment.has_engine:
         return RecomputedLogprobs(actor, sampling=sampling, place=thread, deterministic=deterministic)
     return ProximalLogprobs(
         actor, sampling=sampling, place=thread, deterministic=deterministic, kv_on_sync=settings.step.kv_on_sync
@@ -569,10 +551,9 @@ def _sampling(section: SamplingSection, tokenizer: HfTokenizer, actor: PreTraine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Critic:
-    """A critic, or none.
+    """A critic as it is trained and as it is served, or none.
 
     Attributes:
-        trained: ``None`` without a critic.
         served: the same module; of one that is served on another machine, how it is loaded there.
         source: what it starts from; ``None`` without a critic, or on the actor's trunk.
     """
@@ -583,25 +564,21 @@ class Critic:
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is served from weights that were loaded apart from those that are trained: a head may be new."""
         return self.served is not self.trained
 
 
 def load_critic(
-    settings: Settings,
-    actor: PreTrainedModel,
-    rewards: Sequence[ServedRewardModel],
-    load: RoleLoader,
-    *,
-    devices: Devices,
+    deployment: Deployment, actor: PreTrainedModel, rewards: Sequence[ServedRewardModel], load: RoleLoader
 ) -> Critic:
-    models = settings.models
+    settings, models, devices = deployment.settings, deployment.models, deployment.devices
     if not settings.algorithm.has_critic:
         return Critic()
     if models.shared_trunk:
         trunk = value_model_on(actor)
         return Critic(trunk, trunk)
-    source = critic_source(models, settings.reward_models, [each.source for each in rewards if each.may_be_critic])
+    source = critic_source(
+        models, settings.reward_models, [reward.source for reward in rewards if reward.may_be_critic]
+    )
     if source != models.critic:
         logger.info(
             f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
@@ -618,13 +595,6 @@ class Saving:
 
     A write that has begun is completed even if its caller is cancelled, by Ctrl-C too: it runs in a thread, which waits
     for the trainer in an event loop of its own.
-
-    Args:
-        models: the directories that a trainer writes, a model in each; a tokenizer comes beside those that it does.
-        thread: where files are written.
-
-    Attributes:
-        is_saving: whether :meth:`save` is at work.
     """
 
     def __init__(
@@ -640,10 +610,7 @@ class Saving:
         return Saving(trainer, self._tokenizer, self._models, self._thread)
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: tuple[float, str], state: State) -> None:
-        """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer.
-
-        ``score`` is one by which the best is chosen, and what it is a score of.
-        """
+        """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer."""
 
         def write() -> None:
             with checkpoints.writing(step, *score) as path, quiet():

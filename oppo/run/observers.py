@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 
+from oppo.algorithms.base import Algorithm
 from oppo.algorithms.group import GroupAlgorithm
 from oppo.config.sections import RunSection, Tracker as TrackerName
 from oppo.config.settings import Settings
@@ -35,12 +39,7 @@ HANG_REPORT = "hang-report.json"
 
 @dataclass(slots=True, eq=False)
 class RunObservers:
-    """The observers of a run.
-
-    Attributes:
-        observers: all of them, the run directory included.
-        alive: returns the steps in flight.
-    """
+    """The observers of a run."""
 
     console: Console
     log: RunLog
@@ -50,7 +49,6 @@ class RunObservers:
     alive: Callable[[], Sequence[int]] = tuple
 
     def look_at(self, running: Run[Any]) -> None:
-        """Look from now on at which stage waits for which in each step that is alive."""
         self.watchdog.watch(running)
         self.panel.watch(running.snapshots)
         self.alive = lambda: running.alive
@@ -74,15 +72,7 @@ def watching(
     first: int,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> Iterator[RunObservers]:
-    """Open the observers of a run, which listen to its models too, and close them at its end.
-
-    Args:
-        directory: of the run; the first messages name its damaged records.
-        console: shows the panel.
-        own: of a program, after the others.
-        first: the step with which the run begins or goes on.
-        last_resort: as of :class:`oppo.liveness.Watchdog`.
-    """
+    """Open the observers of a run, those of the program (``own``) last, and close them at its end."""
     chosen = settings.run
     with ExitStack() as stack:
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
@@ -90,23 +80,23 @@ def watching(
         # A live panel would be drawn over what is written to the terminal beside it, so it shows the messages itself.
         shown = (panel.on_notice,) if panel.is_live else ()
         stack.enter_context(routed(log.notice, *shown, onward=not panel.is_live))
-        trackers = stack.enter_context(tracking(settings, first, assembly.tokenizer.decode))
+        decode = assembly.tokenizer.decode
+        trackers = stack.enter_context(tracking(chosen, directory.path, settings.tables(), first, decode))
         for fault in directory.faults:
             logger.warning(fault)
         stack.enter_context(panel)
         watchdog = watchdog_of(chosen, assembly, directory, [log.on_stall, panel.on_stall], last_resort)
         stack.enter_context(watchdog)
         assembly.listen(directory.model_span, watchdog.on_span)
-        written, others = (with_names(settings, *each) for each in ((directory,), (*trackers, *own)))
+        written, others = (with_names(chosen, settings.algorithm, *seen) for seen in ((directory,), (*trackers, *own)))
         observers = [*written, log, Expendable(panel), watchdog, *others]
         yield RunObservers(console, log, panel, watchdog, observers)
 
 
-def with_names(settings: Settings, *observers: Observer) -> Sequence[Observer]:
-    names = settings.run.metric_names
-    if names == "trl" and not isinstance(settings.algorithm, GroupAlgorithm):
+def with_names(run: RunSection, algorithm: Algorithm, *observers: Observer) -> Sequence[Observer]:
+    if run.metric_names == "trl" and not isinstance(algorithm, GroupAlgorithm):
         return observers  # within the package metrics have the names of TRL's PPO
-    return [Renamed(names, *observers)]
+    return [Renamed(run.metric_names, *observers)]
 
 
 def panel_of(chosen: RunSection, console: Console, decode: Detokenize) -> Panel:
@@ -153,37 +143,34 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 
 
 @contextmanager
-def tracking(settings: Settings, first: int, decode: Detokenize) -> Iterator[Sequence[Observer]]:
-    """Give the trackers of a run, and complete them.
-
-    Args:
-        first: the step with which the run begins or goes on.
-        decode: token ids to text, for the samples that they show.
-    """
+def tracking(
+    run: RunSection, path: Path, config: Mapping[str, Mapping[str, object]], first: int, decode: Detokenize
+) -> Iterator[Sequence[Observer]]:
+    """Yield the trackers of a run whose first step here is ``first``, and complete them."""
     with ExitStack() as stack:
-        names = dict.fromkeys(settings.run.track)
-        trackers = [stack.enter_context(_completed(name, settings, first)) for name in names]
-        count = settings.run.logged_samples
-        for tracker in trackers if count else ():
-            tracker.sampled = lambda step, batch: samples(step, batch, count, decode)
+        trackers = list[Tracker]()
+        for name in dict.fromkeys(run.track):
+            tracker = _begun(name, path, run.name, config, first)
+            stack.push(partial(_complete, tracker))
+            trackers.append(tracker)
+        for tracker in trackers if run.logged_samples else ():
+            tracker.sampled = lambda step, batch: samples(step, batch, run.logged_samples, decode)
         yield [Expendable(tracker) for tracker in trackers]
 
 
-@contextmanager
-def _completed(name: TrackerName, settings: Settings, first: int) -> Iterator[Tracker]:
-    tracker, failed = _begun(name, settings, first), True
+def _complete(
+    tracker: Tracker, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+) -> None:
+    del raised, trace
     try:
-        yield tracker
-        failed = False
-    finally:
-        try:
-            tracker.close(failed=failed)
-        except Exception as error:  # noqa: BLE001 - the boundary around what a run does not need
-            logger.warning(f"{type(tracker).__name__} could not be completed: {type(error).__name__}: {error}")
+        tracker.close(failed=kind is not None)
+    except Exception as error:  # noqa: BLE001 - the boundary around what a run does not need
+        logger.warning(f"{type(tracker).__name__} could not be completed: {type(error).__name__}: {error}")
 
 
-def _begun(name: TrackerName, settings: Settings, first: int) -> Tracker:
-    path, called, config = settings.run_directory, settings.run.name, settings.tables()
+def _begun(
+    name: TrackerName, path: Path, called: str, config: Mapping[str, Mapping[str, object]], first: int
+) -> Tracker:
     match name:
         case "tensorboard":
             return TensorBoard(path / EVENTS, first=first)

@@ -33,12 +33,7 @@ Supply: TypeAlias = PromptStream | RowStream | AgentPrompts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramRows:
-    """Rows that a program gives in place of what settings name.
-
-    Attributes:
-        prompts: in place of ``data.prompts``.
-        held_out: in place of ``eval.prompts``.
-    """
+    """Rows of a program in place of ``data.prompts`` and ``eval.prompts``."""
 
     prompts: Rows | None = None
     held_out: Iterable[Mapping[str, object]] | None = None
@@ -52,12 +47,9 @@ class Supplied:
     """The prompts of a run.
 
     Attributes:
-        stream: those that are trained on.
-        held_out: those of evaluations.
-        steps: of the run: ``run.steps``, or as many as the prompts last for.
-        provenance: of the run, with digests of what no file holds.
-        columns: those of all prompts that are trained on, and of all that are held out, as far as they are known.
-        most: tokens that a prompt may have which is known when it is asked for only.
+        steps: ``run.steps``, or as many as the prompts last for.
+        columns: of all prompts that are trained on, and of all that are held out, as far as they are known.
+        most: tokens that a prompt may have whose length is known only when it is asked for.
     """
 
     stream: Supply
@@ -79,21 +71,16 @@ def supplied(
     rows: ProgramRows = NOTHING,
     begin: Begin | None = None,
 ) -> Supplied:
-    """Return the prompts of a run, tokenized.
-
-    Args:
-        provenance: from before any file was read.
-        begin: what the environment makes of each row; ``None``: nothing.
-    """
+    """Return the prompts of a run, tokenized; ``provenance`` is from before any file was read."""
     data, prompts, held_out = settings.data, rows.prompts, rows.held_out
     named_by = {"prompts": (prompts, data.prompts), "eval_prompts": (held_out, settings.eval.prompts)}
     for argument, (given, chosen) in named_by.items():
-        if given is None and ROWS in [each.path for each in sources(chosen)]:
+        if given is None and ROWS in [source.path for source in sources(chosen)]:
             raise ConfigError(
                 f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
-    encoding = {"tokenizer": tokenizer, "begin": begin, **_encoding(settings)}
+    encoding = {"tokenizer": tokenizer, "begin": begin, **_encoding(data, read_by=settings.agents.program)}
     trained = {} if as_they_come else _pools("data.prompts", data.prompts, encoding, prompts)
     apart = _pools("eval.prompts", settings.eval.prompts, encoding, held_out)
     for file in provenance.changed(settings.files):
@@ -106,7 +93,7 @@ def supplied(
     if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
         logger.info(short_of(wanted, steps, data))
     if isinstance(stream, PromptStream) and stream.size < settings.step.batch:
-        logger.warning(few(stream.size, settings))
+        logger.warning(few(stream.size, settings.step.batch, data.epochs))
     return Supplied(
         stream=stream,
         held_out=every[: settings.eval.count or len(every)],
@@ -136,11 +123,11 @@ def _pools(
     encoding: Mapping[str, Any],
     rows: Rows | None,
 ) -> dict[str, list[Prompt]]:
-    return {name: read(each, encoding, rows) for name, each in named(key, chosen).items()}
+    return {name: read(source, encoding, rows) for name, source in named(key, chosen).items()}
 
 
 def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
-    weights = [each.weight for each in sources(data.prompts) if each.weight is not None]
+    weights = [source.weight for source in sources(data.prompts) if source.weight is not None]
     if weights:
         return PromptStream.mixed(list(zip(weights, pools, strict=True)), seed=data.seed, epochs=data.epochs)
     return PromptStream([prompt for pool in pools for prompt in pool], seed=data.seed, epochs=data.epochs)
@@ -151,22 +138,22 @@ def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = 
         logger.info(f"reading {source.path}")
     if rows is None and source.taskset:
         rows = verifiers(source.taskset, **(source.config or {}))
-    found = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
+    of = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
     own = {} if source.column is None else {"column": source.column}
-    return read_prompts(found, split=source.split, subset=source.subset, **{**encoding, **own})
+    return read_prompts(of, split=source.split, subset=source.subset, **{**encoding, **own})
 
 
-def _encoding(settings: Settings) -> dict[str, Any]:
-    found = {name: getattr(settings.data, name) for name in ("column", "max_prompt_tokens", "over_long")}
-    return {**found, "column": ""} if settings.agents.program else found
+def _encoding(data: DataSection, *, read_by: str) -> dict[str, Any]:
+    column = "" if read_by else data.column  # an agent reads its row itself
+    return {"column": column, "max_prompt_tokens": data.max_prompt_tokens, "over_long": data.over_long}
 
 
 def content_digest(prompts: Sequence[Prompt]) -> str:
-    found = hashlib.sha256()
+    content = hashlib.sha256()
     for prompt in prompts:
         columns = json.dumps(prompt.columns, sort_keys=True, default=lambda value: type(value).__name__)
-        found.update(f"{prompt.tokens.tolist()} {columns}\n".encode())
-    return found.hexdigest()
+        content.update(f"{prompt.tokens.tolist()} {columns}\n".encode())
+    return content.hexdigest()
 
 
 def require_unfinished(directory: Path, lasts: int) -> None:
@@ -178,29 +165,22 @@ def require_unfinished(directory: Path, lasts: int) -> None:
 
 
 def steps_of(steps: int, data: DataSection, batch: int, prompts: Supply) -> int:
-    """Return the steps of a run: ``steps``, or as many as its prompts last for, the last one smaller.
-
-    How many rows will come is not known.
-    """
+    """Return the steps of a run: ``steps``, or as many as its prompts last for, the last one smaller."""
     known = data.epochs and isinstance(prompts, PromptStream)
     return min(steps, math.ceil(len(prompts) / batch)) if known and isinstance(prompts, Sized) else steps
 
 
 def short_of(steps: int, lasts: int, data: DataSection) -> str:
-    """Return the notice that the data ends before the steps do."""
     return (
         f"the data lasts for {lasts} of {steps} steps: run and learning-rate schedule end after these; set run.steps = "
         f"{lasts}, or raise data.epochs from {data.epochs} (0: as many as the steps need)"
     )
 
 
-def few(count: int, settings: Settings) -> str:
-    """Return the notice that there are fewer prompts than a step trains."""
-    epochs = settings.data.epochs
+def few(count: int, batch: int, epochs: int) -> str:
     then = "so a step trains a prompt several times" if epochs != 1 else "so the one step of an epoch is smaller"
     return (
-        f"data.prompts has {count} prompts, fewer than step.batch = {settings.step.batch}, {then}: add prompts, or "
-        "lower step.batch"
+        f"data.prompts has {count} prompts, fewer than step.batch = {batch}, {then}: add prompts, or lower step.batch"
     )
 
 

@@ -54,12 +54,7 @@ CITATION: Final = """\
 def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, api: HfApi | None = None) -> str:
     """Write a run's model card, push it with the trained policy in one commit, and return where both are.
 
-    Args:
-        run: the run directory, which gets the card :data:`CARD` and is not changed otherwise.
-        repo: ``owner/name`` at the hub, which is made if it is not there.
-        private: make it a private one.
-        dry_run: write the card only, and return its path.
-        api: the hub's client; that of the environment unless given.
+    With ``dry_run`` only the card is written, into the run directory, and its path returned.
     """
     from huggingface_hub import CommitOperationAdd, HfApi  # noqa: PLC0415 - with its HTTP clients, .2 s
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415 - likewise
@@ -80,10 +75,10 @@ def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, 
     if dry_run:
         return str(written)
     hub = api or HfApi(library_name="oppo")
-    files = sorted(each for each in actor.rglob("*") if each.is_file() and each.name != "README.md")
+    files = sorted(file for file in actor.rglob("*") if file.is_file() and file.name != "README.md")
     try:
         hub.create_repo(repo, private=private or None, exist_ok=True)
-        operations = [CommitOperationAdd(each.relative_to(actor).as_posix(), each) for each in files]
+        operations = [CommitOperationAdd(file.relative_to(actor).as_posix(), file) for file in files]
         operations.append(CommitOperationAdd("README.md", written))
         hub.create_commit(repo, operations, commit_message=f"{settings.run.name}, trained with oppo")
     except Exception as error:
@@ -105,7 +100,7 @@ def card(run: Path, settings: Settings, repo: str) -> ModelCard:
     if not facts.get("complete"):
         logger.warning(f"{run} has not reached its end: the card says so")
     adapter = (actor / "adapter_config.json").exists()
-    base, data = settings.models.policy, [each.path for each in sources(settings.data.prompts) if _of_hub(each)]
+    base, data = settings.models.policy, [source.path for source in sources(settings.data.prompts) if _of_hub(source)]
     about = ModelCardData(
         base_model=base if is_hub_name(base) and not Path(base).exists() else None,
         datasets=data or None,
@@ -121,28 +116,28 @@ def _of_hub(source: PromptSource) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or the first of one with an object a line; nothing if there is none."""
+    # the object in a JSON file, or the first of a file with one a line
     try:
         text = file.read_text(encoding="utf-8")
-        found, _ = json.JSONDecoder().raw_decode(text)
+        held, _ = json.JSONDecoder().raw_decode(text)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return held if isinstance(held, dict) else {}
 
 
 def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -> Iterator[str]:
     algorithm = settings.step.algorithm.rpartition(":")[2]
     learnt_from = {
-        "Prompts": [each.path for each in sources(settings.data.prompts)],
+        "Prompts": [source.path for source in sources(settings.data.prompts)],
         "Agent": [settings.agents.program],
-        "Rewards": [each.source for each in settings.rewards],
+        "Rewards": [reward.source for reward in settings.rewards],
         "Teacher": [*settings.models.teachers.values()],
     }
     yield f"# {repo.rpartition('/')[2]}\n"
     yield (
         f"{_named(settings.models.policy)}, trained with [oppo](https://github.com/oppo-rlhf/oppo): `{algorithm}`, "
         "scored while responses are written. "
-        + " ".join(f"{what}: {', '.join(map(_named, each))}." for what, each in learnt_from.items() if any(each))
+        + " ".join(f"{what}: {', '.join(map(_named, names))}." for what, names in learnt_from.items() if any(names))
         + "\n"
     )
     if not facts.get("complete"):
@@ -164,5 +159,5 @@ def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -
 
 
 def _named(text: str) -> str:
-    """Return a hub's name as it is, and of a path, which tells of a machine, its last part."""
+    # a path tells of a machine
     return text if is_hub_name(text) and not Path(text).is_absolute() else PurePath(text).name

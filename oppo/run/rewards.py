@@ -37,8 +37,8 @@ from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.chat import ChatFormat, ChatMessage, chatting
 from oppo.hf.devices import available_cores
+from oppo.hf.loading import Loadable, ModelRecipe
 from oppo.hf.model_files import RewardKind
-from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.libraries import require
@@ -71,13 +71,7 @@ OPTIONS: Final = ("on_failure", "process", "concurrency", "timeout", "each")
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
-    """The user's own code in a run, loaded and checked before any model is.
-
-    Attributes:
-        settings: of all rewards, by their place in the file: ``rewards.0``, ``rewards.1``, ...
-        environment: ``None`` without one.
-        rewards: those that are code.
-    """
+    """The user's own code in a run, loaded and checked before any model is; rewards by their key, ``rewards.0``."""
 
     settings: Mapping[str, RewardSection]
     environment: AnyEnvironment | None
@@ -91,11 +85,7 @@ class UserCode:
         place: Hosting,
         environment: AnyEnvironment | None = None,
     ) -> UserCode:
-        """Return the code that the settings name; scorers that a file makes work in ``place``.
-
-        Args:
-            environment: of :func:`environment_of`; ``None``: it is made here.
-        """
+        """Return the code that the settings name; scorers that a file makes work in ``place``."""
         _leave_retries_to_our_log()
         environment = environment or environment_of(settings, tokenizer)
         classes = environment if isinstance(environment, EnvironmentClass | Environments) else None
@@ -118,12 +108,12 @@ class UserCode:
             return load_reward(reward.source, decode, place=place, on_drop=reward.on_drop, **options)
 
         tables, rewards = settings.reward_tables, dict[str, Scorer[float | Drop]]()
-        for key, each in tables.items():
-            if isinstance(each, FunctionRewardSection):
-                rewards[key] = loaded(key, each)
-            elif isinstance(each, JudgeRewardSection):
-                rewards[key] = _judge(key, each, tokenizer.decode, settings.data.column)
-            elif isinstance(each, EnvironmentRewardSection) and classes is not None:
+        for key, reward in tables.items():
+            if isinstance(reward, FunctionRewardSection):
+                rewards[key] = loaded(key, reward)
+            elif isinstance(reward, JudgeRewardSection):
+                rewards[key] = _judge(key, reward, tokenizer.decode, settings.data.column)
+            elif isinstance(reward, EnvironmentRewardSection) and classes is not None:
                 try:
                     rewards[key] = classes.reward
                 except ConfigError as error:
@@ -131,7 +121,6 @@ class UserCode:
         return cls(tables, environment, rewards)
 
     def check_columns(self, names: Collection[str]) -> None:
-        """Check that the data has the columns that the rewards, encoders and judges need."""
         for scorer in self.rewards.values():
             for function in scorer.functions if isinstance(scorer, Rewards) else [scorer]:
                 if isinstance(function, FunctionReward):
@@ -148,25 +137,20 @@ class UserCode:
                 )
 
     def reward(self, models: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
-        """Return the reward: zeros where the settings name none.
-
-        Args:
-            models: the reward models, by their place in the file.
-        """
+        """Return the reward, with the reward models: zeros where the settings name none."""
         if isinstance(self.environment, Agents):
             return self.environment.reward
         if not self.settings:
             return Unscored()
         scorers = {**self.rewards, **models}
-        named = {each.name: (each, scorers[key]) for key, each in self.settings.items() if each.name is not None}
+        named = {part.name: (part, scorers[key]) for key, part in self.settings.items() if part.name is not None}
         if not named:
             return next(iter(scorers.values()))
-        parts = {name: (each.weight, scorer) for name, (each, scorer) in named.items()}
-        return Rewards(parts, on_drop={name: each.on_drop for name, (each, _) in named.items()})
+        parts = {name: (part.weight, scorer) for name, (part, scorer) in named.items()}
+        return Rewards(parts, on_drop={name: part.on_drop for name, (part, _) in named.items()})
 
 
 def _leave_retries_to_our_log() -> None:
-    """Silence stamina's log in this process: ours has the retries of HTTP rewards."""
     with suppress(ImportError):  # an extra
         from stamina.instrumentation import set_on_retry_hooks  # noqa: PLC0415 - an extra
 
@@ -225,12 +209,7 @@ AnyEnvironment: TypeAlias = FunctionEnvironment | Tools | Environments | Agents
 
 
 def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment | None:
-    """Return the environment of a run; ``None`` without one.
-
-    Args:
-        settings: of the run.
-        tokenizer: the policy's, which shows the tools of one class or function; several classes have views of it.
-    """
+    # the policy's tokenizer shows the tools of one class or function; several classes have views of it
     section, agents = settings.environment, settings.agents
     if agents.program:
         served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port", "public_url")}
@@ -274,7 +253,6 @@ def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment
 
 
 def class_tools(key: str, spec: str) -> list[Callable[..., object]]:
-    """Return the tools of the class of environments that a setting names."""
     with naming(key, spec):
         return tools_of(made_by(_factory(spec)))
 
@@ -299,10 +277,10 @@ def _conversation(environment: AnyEnvironment | None) -> Callable[[Finish], Sequ
 def begin_of(environment: AnyEnvironment | None) -> Begin | None:
     if not isinstance(environment, EnvironmentClass | Environments):
         return None
-    found = environment
+    narrowed = environment
 
     def begin(row: Mapping[str, object], column: str) -> tuple[Mapping[str, object], HfTokenizer]:
-        one = found.of(row) if isinstance(found, Environments) else found
+        one = narrowed.of(row) if isinstance(narrowed, Environments) else narrowed
         return one.begun(row, column), one.chat.tokenizer
 
     return begin
@@ -324,31 +302,21 @@ def track_of(reward: RewardSection) -> str:
     return "reward model" if reward.name is None else f"reward model {reward.name!r}"
 
 
-def kind_of(key: str, reward: ModelRewardSection, found: RewardKind) -> RewardKind:
-    """Return the kind that a model is served as, of what its architecture says.
-
-    Args:
-        key: its place in the file, ``rewards.0``.
-    """
-    if found == "scalar" and (reward.reading == "whole" or reward.label):
-        found = "classifier"
-    if found != "similarity" and reward.column:
+def kind_of(key: str, reward: ModelRewardSection, kind: RewardKind) -> RewardKind:
+    """Return the kind that a model is served as, which its settings may change from what its architecture says."""
+    if kind == "scalar" and (reward.reading == "whole" or reward.label):
+        kind = "classifier"
+    if kind != "similarity" and reward.column:
         raise ConfigError(
             f"{reward.source} is no sentence encoder, which would compare a response with the column that {key}.column "
             f"= {reward.column!r} names: leave it out"
         )
-    return found
+    return kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedRewardModel:
-    """A reward model that is served.
-
-    Attributes:
-        source: its directory or hub name.
-        model: that reads the policy's tokens; ``None`` if it reads text.
-        may_be_critic: whether the critic can start from it.
-    """
+    """A reward model that is served; ``model`` is ``None`` if it reads text."""
 
     source: str
     scorer: Scorer[float | Drop]

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from oppo.config.load import load, overridden, resolve
 from oppo.config.own import with_name
-from oppo.config.sections import ROWS
+from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, HangError, NothingTrained, behind, exits_told
 from oppo.events import Drop, StepReport
@@ -184,13 +184,17 @@ def prepare(
         settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best
     )
     with ExitStack() as stack:
-        lock, checkpoint = _resumed(settings, checkpoints, stack) if resume else (None, None)
+        lock, checkpoint = _resumed(chosen, settings.run_directory, checkpoints, stack) if resume else (None, None)
         if not resume and not dry_run:
             require_unused(settings.run_directory)
-        from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - torch takes seconds to import
-        from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415
+        from oppo.run.deployment import Deployment  # noqa: PLC0415 - torch takes seconds to import
+        from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
+        from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - likewise
+        from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415 - likewise
 
-        require_installed(settings)
+        deployment = Deployment.of(settings)
+        require_engines(deployment)
+        require_trackers(chosen.track)
         tokenizer = policy_tokenizer(settings)
         environment = environment_of(settings, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin_of(environment))
@@ -200,7 +204,7 @@ def prepare(
             require_unfinished(settings.run_directory, supply.steps)
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(
-            settings.spanning(supply.steps),
+            deployment.spanning(supply.steps),
             tokenizer,
             columns=supply.columns,
             engine_log=None if dry_run else settings.run_directory / ENGINE_LOG,
@@ -218,21 +222,15 @@ def prepare(
     return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, checkpoint, lock, replay)
 
 
-def _resumed(settings: Settings, checkpoints: Checkpoints, stack: ExitStack) -> tuple[Lock, Checkpoint | None]:
-    lock = locked(settings.run_directory)
+def _resumed(
+    chosen: RunSection, directory: Path, checkpoints: Checkpoints, stack: ExitStack
+) -> tuple[Lock, Checkpoint | None]:
+    lock = locked(directory)
     stack.callback(lock.release)
-    checkpoint = newest(settings.run, settings.run_directory, checkpoints)
+    checkpoint = newest(chosen, directory, checkpoints)
     if checkpoint is None:
-        logger.info(f"the run in {settings.run_directory} ended before its first checkpoint, so it begins anew")
+        logger.info(f"the run in {directory} ended before its first checkpoint, so it begins anew")
     return lock, checkpoint
-
-
-def require_installed(settings: Settings) -> None:
-    """Check that the engine and the trackers that the settings name are installed."""
-    from oppo.run.places import require_engine  # noqa: PLC0415 - torch takes seconds to import
-
-    require_engine(settings)
-    require_trackers(settings.run.track)
 
 
 async def run(

@@ -498,7 +498,7 @@ class Lane(Generic[RowT]):
         return self._ends[step - self.steps - 1]
 
     def settle(self) -> None:
-        if self._job is None or not self._ends:
+        if self._job is None or not self._ends or self.steps + 1 >= self._planned:
             return
         now, steps = self._job.position, 0
         while steps < len(self._ends) and self._ends[steps] < now and self.steps + steps + 1 < self._planned:

@@ -18,7 +18,6 @@ from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 import anyio
 import numpy as np
-from numpy.typing import NDArray
 
 from oppo.declared import require_declared, require_real, require_whole
 from oppo.errors import ConfigError, ProtocolError
@@ -94,7 +93,7 @@ class FakeScorer(Generic[T]):
         await spend(self.device, "score", self.per_call + reading)
         for event in events:
             session = self.sessions.receive(event)
-            session.tokens.frombytes(event.tokens.astype(np.int32).tobytes())
+            session.tokens.frombytes(event.tokens.astype(np.int32, copy=False).tobytes())
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
         """Return the value of each rollout and forget its session.
@@ -235,9 +234,9 @@ def noise(*key: int) -> float:
     return zlib.crc32(struct.pack(f"<{len(key)}q", *key)) / 2**32
 
 
-def noises(key: Sequence[int], *columns: Sequence[int]) -> NDArray[np.float64]:
-    prefix, row = zlib.crc32(struct.pack(f"<{len(key)}q", *key)), struct.Struct(f"<{len(columns)}q")
-    return np.array([zlib.crc32(row.pack(*each), prefix) for each in zip(*columns, strict=True)], np.float64) / 2**32
+def noises(key: Sequence[int], *columns: Sequence[int]) -> list[float]:
+    prefix, form = zlib.crc32(struct.pack(f"<{len(key)}q", *key)), f"<{len(columns)}q"
+    return [zlib.crc32(struct.pack(form, *each), prefix) / 2**32 for each in zip(*columns, strict=True)]
 
 
 def require_seconds(name: str, seconds: object) -> None:
@@ -404,7 +403,8 @@ def fake_batch(
         require_whole("a length", length, 1, error=ConfigError)
     rows: list[ScoredRollout] = []
     for rollout, length in enumerate(lengths):
-        ids, log, ref, value = (noises((seed, rollout, what), range(prompt_length + length)) for what in range(4))
+        positions = range(prompt_length + length)
+        ids, log, ref, value = np.array([noises((seed, rollout, what), positions) for what in range(4)])
         tokens = (ids * vocabulary).astype(np.int32)
         prompt = Prompt(rollout, rollout, tokens[:prompt_length], group=rollout)
         logprobs = (-4 * log[:length]).astype(np.float32)

@@ -50,7 +50,7 @@ class Objective:
 
     Attributes:
         shaped: float32 [N], the shaped scores.
-        kl: float32 [T], an estimate of each token's KL to the reference, in nats: that of the proximal policy if its
+        kl: float32 [T], an estimate of each token's KL to the reference, in nats, of the proximal policy if its
             log-probs are known; 0 for a token that was not sampled, and without a reference.
         coefficient: of the KL penalty.
         earned: float32 [T], the part of a shaped score that its tokens are known to have earned; ``None`` if that is
@@ -106,8 +106,9 @@ class Objective:
 
 def _mean_sum(batch: Batch, each: FloatArray, dtype: DTypeLike = np.float32) -> float:
     # The mean over rollouts of the sums over the sampled tokens of all their conversations.
-    at = batch.sampled_rows()
-    sums = [each[np.concatenate([at[row] for row in rows])].sum(dtype=dtype) for rows in batch.conversations()]
+    at, rollouts = batch.sampled_rows(), batch.conversations()
+    tokens = [at[rows[0]] if len(rows) == 1 else np.concatenate([at[row] for row in rows]) for rows in rollouts]
+    sums = [each[positions].sum(dtype=dtype) for positions in tokens]
     return float(np.mean(sums, dtype=np.float64))
 
 
@@ -175,7 +176,7 @@ class AdaptiveObjective(BatchStage):
     def objective(self, batch: Batch) -> Objective:
         """Return the objective of a batch without advantages, and adapt to it.
 
-        The scores are shaped with the moments of this batch; the coefficient is that of the batches before it. A
+        The scores are shaped with the moments of this batch; the coefficient has learned from the batches before it. A
         rollout counts once in both, whatever its conversations.
         """
         firsts = batch.firsts
@@ -235,7 +236,7 @@ def _current(batch: Batch) -> FloatArray:
 def controlled(kl: SupportsFloat | KLControl) -> KLControl:
     """Return the controller of a KL penalty: ``kl`` itself, or a fixed one for a number."""
     if not isinstance(kl, SupportsFloat | FixedKL | AdaptiveKL):
-        raise ConfigError(f"kl must be a number, or a controller such as oppo.AdaptiveKL, not {kl!r}")
+        raise ConfigError(f"kl must be a number, or a controller such as oppo.returns.AdaptiveKL, not {kl!r}")
     return kl if isinstance(kl, FixedKL | AdaptiveKL) else FixedKL(float(kl))
 
 
@@ -558,7 +559,7 @@ class InParts:
         groups = defaultdict[int, list[ScoredRollout]](list)
 
         async def send_complete(each: ScoredRollout) -> None:
-            # A group with branches waits for the batch: whoever accumulated a part of a rollout begins anew.
+            # A group with branches waits for the batch: a rollout of which a part was accumulated would begin anew.
             members = groups[each.group]
             members.append(each)
             branched = any(member.finish.response.prompt.branch for member in members)

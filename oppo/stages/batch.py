@@ -35,7 +35,7 @@ class ScoredRollout:
             the last one too; ``None`` without a critic.
         proximal: log-probs under the weights that are about to be updated; ``None`` unless they were computed.
         teacher: log-probs of a teacher; ``None`` without one.
-        top: the same and those of its likeliest ids; ``None`` unless it gives them.
+        top: the same with the teacher's likeliest ids; ``None`` unless it gives them.
     """
 
     finish: Finish
@@ -80,8 +80,11 @@ class ScoredRollout:
             "teacher log-prob": None if self.teacher is None else self.teacher[sampled],
             "log-prob of the teacher's likeliest ids": None if self.top is None else self.top.top[sampled],
         }
-        faulty = (name for name, value in results.items() if value is not None and not (np.abs(value) <= LARGEST).all())
-        return next((Drop(self.rollout, f"{NONFINITE} {name}", nonfinite=True) for name in faulty), None)
+        known = {name: np.ravel(value) for name, value in results.items() if value is not None}
+        if (np.abs(np.concatenate([*known.values()])) <= LARGEST).all():
+            return None
+        faulty = next(name for name, value in known.items() if not (np.abs(value) <= LARGEST).all())
+        return Drop(self.rollout, f"{NONFINITE} {faulty}", nonfinite=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,7 +244,6 @@ def require_score(score: object, finish: Finish) -> None:
 
 
 def require_per_token(values: object, finish: Finish, what: str, *, last: bool = False) -> None:
-    """Raise ``ProtocolError`` unless ``values`` are numbers, one for each response token; ``last``: maybe one more."""
     n = len(finish.response)
     shapes = {(n,), (n + last,)}
     if not isinstance(values, np.ndarray) or values.shape not in shapes or values.dtype.kind not in "fiu":
@@ -253,7 +255,7 @@ def require_per_token(values: object, finish: Finish, what: str, *, last: bool =
 
 def finished_rollout(item: object) -> int | None:
     """Return the rollout that an item ends or scores; ``None`` for an item that no other input matches."""
-    return item.rollout if isinstance(item, Finish | Drop | Scored) else None
+    return item.rollout if isinstance(item, (Scored, Finish, Drop)) else None
 
 
 def flat(arrays: Sequence[FloatArray]) -> FloatArray:
@@ -280,7 +282,7 @@ class BatchStage(ABC):
 
     ``reference=``, ``value=``, ``proximal=`` and ``teacher=`` are inputs by name: log-probs of a reference, the values
     of a critic, log-probs under the weights that are about to be updated, which corrections for stale tokens need, and
-    log-probs of a teacher, with those of its likeliest ids if it gives them. The batch holds the results of the inputs
+    log-probs of a teacher, with its likeliest ids if it gives them. The batch holds the results of the inputs
     that are connected.
     """
 

@@ -28,7 +28,7 @@ TurnOutcome: TypeAlias = Answer | Drop | None
 
 @dataclass(slots=True)
 class _Memory:
-    """Of one rollout: how many of its turns were answered, and the environment's state after them, as JSON."""
+    """The answered turns of a rollout, and the environment's state after them, as JSON."""
 
     answered: int = 0
     state: str = "null"
@@ -156,7 +156,6 @@ class Conversations:
         call.done.set()
 
     def said(self, rollout: int) -> Sequence[Sequence[Mapping[str, object]]]:
-        """Return the messages of each answer to a rollout."""
         return self._memories.get(rollout, _Memory()).said
 
     def forget(self, prompt: Prompt) -> None:
@@ -171,17 +170,13 @@ class Conversations:
             forget(prompt, json.loads(memory.state))
 
     def release(self, rollouts: Iterable[int]) -> None:
-        """Have the environment let go of rollouts of which nothing more is asked."""
         release = getattr(self._environment, "release", None)
         for prompt in filter(None, [self._known.pop(rollout, None) for rollout in rollouts]):
             if release is not None:
                 release(prompt)
 
     def measured(self) -> Averaged:
-        """Return the turns of rollouts that ended since this was asked last, their calls of tools if there are.
-
-        And what the environment measured itself, as its ``samples()``, if it has that.
-        """
+        # Of rollouts that ended since the last call, and the ``samples()`` of the environment.
         ended, self._ended = self._ended, []
         turns = [each.answered + 1.0 for each in ended]
         found = {"num_turns/mean": turns, "num_turns/min": turns, "num_turns/max": turns}

@@ -21,6 +21,7 @@ from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import (
+    UNROUTED,
     Batch,
     Defer,
     Drop,
@@ -140,7 +141,7 @@ class Generate:
                 closing.push_async_callback(rollout.aclose)
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return what is wrong if the selection is not a stage too."""
+        """Report a selection that is no stage of the graph."""
         del named
         fault = (
             'has a Selection that reads no scores: add the same one after the reward, g.add("select", selection, '
@@ -317,8 +318,7 @@ class Generate:
 
                     def read(rollout: InFlightRollout) -> None:
                         number = rollout.prompt.rollout
-                        reader = partial(self._read, rollout, size, out, round_)
-                        readers.start_soon(reader, name=f"read rollout {number}")
+                        readers.start_soon(self._read, rollout, size, out, round_, name=f"read rollout {number}")
                         if self._conversations is not None:
                             name = f"converse in rollout {number}"
                             conversations.start_soon(self._conversations.converse, rollout, step, name=name)
@@ -418,20 +418,14 @@ class Generate:
         restored, self._restored = list(self._restored.values()), {}
         decodes = await self._decodes([snapshot.response for snapshot in restored]) if restored else []
         for snapshot, decode in zip(restored, decodes, strict=True):
-            response, prompt = snapshot.response, snapshot.response.prompt
-            self._in_flight[prompt.rollout] = InFlightRollout(
-                prompt,
-                decode,
-                announced=True,
-                pieces=response.pieces(),
-                length=len(response),
-                reason=snapshot.reason,
-                dropped=snapshot.dropped,
-                tool_tokens=int((~response.sampled).sum()),
-            )
-            if self._branching is not None and not snapshot.dropped:
+            prompt, reason, dropped = snapshot.response.prompt, snapshot.reason, snapshot.dropped
+            rollout = InFlightRollout(prompt, decode, announced=True, reason=reason, dropped=dropped)
+            for piece in snapshot.response.pieces():
+                rollout.append(piece)
+            self._in_flight[prompt.rollout] = rollout
+            if self._branching is not None and not dropped:
                 self._branching.expect(prompt)
-            self._tell_end(self._in_flight[prompt.rollout])
+            self._tell_end(rollout)
 
     async def _decodes(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
         numbers = [(each if isinstance(each, Prompt) else each.prompt).rollout for each in rollouts]
@@ -491,7 +485,7 @@ class Generate:
 
     async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
         unit.sent = True
-        # Branches first: whoever has the score of a first conversation then knows of the others.
+        # Branches first: a scorer that finishes a first conversation then knows of the others.
         for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
             rollout = self._in_flight[number]
             ending = rollout.ending(() if self._conversations is None else self._conversations.said(number))
@@ -502,14 +496,7 @@ class Generate:
 
 @dataclass(eq=False)
 class DecodingRound:
-    """The rollouts of one decoding.
-
-    Attributes:
-        engine: decodes them.
-        meter: measures them.
-        read: starts to read a rollout, in a task of its own.
-        cut: set once the step is known to be cut.
-    """
+    """The rollouts of one decoding; ``read`` starts the reader of one, ``cut`` is set once the step is cut."""
 
     engine: Decoding
     meter: DecodeMeter
@@ -534,7 +521,6 @@ class DecodingRound:
         self.engine.stop()
 
     async def unless_cut(self, wait: Callable[[], Awaitable[None]]) -> None:
-        """Wait for this, at most until the step is cut."""
         async with anyio.create_task_group() as tasks:
 
             async def stop() -> None:
@@ -552,11 +538,8 @@ class DecodingRound:
         take: Callable[[int], Awaitable[Groups]],
         open_: Callable[[Groups], Awaitable[Sequence[InFlightRollout]]],
     ) -> None:
-        """Let units join until the step is cut, or no more can: the prompts or the remaining steps do not reach.
-
-        What was read of the prompts by the time of the cut is deferred, unwritten: reading them is not cancelled, since
-        that would end an async generator.
-        """
+        # Until the step is cut, or no more can join: the prompts or the remaining steps do not reach. What was read of
+        # the prompts by the cut is deferred, unwritten: cancelling the read would end an async generator.
         while not ledger.is_cut():
             self._news = anyio.Event()
             wanted = ledger.refill(remaining)
@@ -595,7 +578,6 @@ def require_turns(policy: Policy) -> MultiTurnPolicy:
 
 
 def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False) -> None:
-    """Raise ``ProtocolError`` unless a piece can be the next of its rollout."""
     if fault := _fault_of(piece, limit, oldest, policy.version, turns):
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
 
@@ -625,8 +607,9 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
     if not n:
         ends = piece.state == "cut" or (turns and piece.state != "live")
         return "" if ends else f"a piece with no token that says {piece.state!r}; only 'cut' may"
-    if piece.tokens.min() < 0:
-        return f"a piece that holds the token id {piece.tokens.min()}; expected 0 or more"
+    least = piece.tokens[0] if n == 1 else piece.tokens.min()  # a reduction is ten times as expensive
+    if least < 0:
+        return f"a piece that holds the token id {least}; expected 0 or more"
     if piece.from_tool:
         return ""
     lengths = (len(piece.logprobs), len(versions))
@@ -634,14 +617,16 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
     routed: object = piece.routed_experts
     if not isinstance(support, Support):
         return f"a piece whose support is {described(support)}; expected a Support"
-    if not isinstance(routed, RoutedExperts) or not routed.describes(n) or (len(routed.ids) and routed.ids.ndim != 3):
+    if routed is not UNROUTED and (
+        not isinstance(routed, RoutedExperts) or not routed.describes(n) or (len(routed.ids) and routed.ids.ndim != 3)
+    ):
         return f"a piece of {n} tokens whose routed experts are {described(routed)}; expected RoutedExperts of each"
     if lengths != (n, n) or not support.describes(n):
         return (
             f"a piece of {n} tokens with {lengths[0]} log-probs, {lengths[1]} versions and a support of "
             f"{len(support.counts)} tokens; expected one of each for each token"
         )
-    if (piece.logprobs > _ROUNDING).any():
+    if piece.logprobs[0] > _ROUNDING or (n > 1 and (piece.logprobs > _ROUNDING).any()):
         return f"a piece with a log-prob of {piece.logprobs.max()}; expected at most 0, the log of a probability"
     if not oldest <= versions[0] <= versions[-1] <= newest or (n > 1 and (versions[1:] < versions[:-1]).any()):
         return (
@@ -660,14 +645,13 @@ class Ended:
     deferred: list[int] = field(default_factory=list)
 
     async def send(self, event: RolloutEvent, /) -> None:
-        if isinstance(event, Finish | Drop):
+        if isinstance(event, (Finish, Drop)):
             self.ended.append(event.rollout)
         elif isinstance(event, Defer):
             self.deferred.append(event.rollout)
         await self.out.send(event)
 
     def fault_of(self, batch: Batch | None) -> str:
-        """Return the fault of a step's batch that does not have each of these rollouts once, or among its drops."""
         trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
         for what, have, came in (
             ("ended", (*trained, *(drop.rollout for drop in drops)), self.ended),

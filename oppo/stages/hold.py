@@ -36,14 +36,7 @@ class Hold:
 
 
 def held(graph: Graph[StepReport], readers: Collection[str] | None = None) -> Graph[StepReport]:
-    """Return a graph without overlap: what its stage that generates sends is held until decoding has ended.
-
-    Every stage that reads it reads a :class:`Hold` instead, which is called ``held``.
-
-    Args:
-        graph: with one stage that is a :class:`~oppo.stages.Generate`.
-        readers: the stages for which it is held; ``None``: all that read it.
-    """
+    """Return a graph without overlap: ``readers``, or all, read what is generated through a :class:`Hold`."""
     generating = [node for node in graph.nodes.values() if isinstance(node.stage, Generate)]
     if len(generating) != 1:
         names = ", ".join(repr(node.name) for node in generating) or "none"

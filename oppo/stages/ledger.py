@@ -76,11 +76,8 @@ class Unit:
 class Ledger:
     """The units in flight of one run.
 
-    Args:
-        admission: decides.
-        goes_on: returns whether an agent may begin further rollouts of the unit of this one; called from any thread.
-
     Attributes:
+        goes_on: whether an agent may begin further rollouts of the unit of this one; called from any thread.
         deferred: units deferred to the next step, oldest first.
         placed: units with a place in the current step's batch, in finish order.
         restarted: units that restart in the current step, under a :class:`~oppo.admission.Restarting` admission.
@@ -107,11 +104,8 @@ class Ledger:
         return isinstance(self.admission, Restarting)
 
     def wanted(self, remaining: int, room: float = math.inf) -> int:
-        """Return how many new units enter a step: as admission decides, at most what the run can still train.
-
-        Beyond a batch no more enter than the policy has room for. ``remaining`` counts the steps left, this one
-        included. Raises ``AdmissionError`` for a number that may not be.
-        """
+        """Return how many new units enter a step: as admission decides, at most what the run can still train."""
+        # Beyond a batch no more enter than the policy has room for; |remaining| steps are left, this one included.
         oldest = max((unit.age for unit in self.deferred), default=0)
         deferred = len(self.deferred)
         complete = sum(map(self._is_complete, self.deferred))
@@ -135,7 +129,6 @@ class Ledger:
         return isinstance(self.admission, Refilling)
 
     def refill(self, remaining: int) -> int:
-        """Return how many new units may join the step now, as :meth:`wanted` does; none once it is cut."""
         if not isinstance(self.admission, Refilling):
             return 0
         with self._changing:
@@ -166,10 +159,7 @@ class Ledger:
         return blaming(f"{self._name}.{method}()")
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
-        """Start a step with the deferred and the new units; return the deferred ones that are complete and placed.
-
-        Raises ``DataError`` for a new rollout that is in flight already.
-        """
+        """Start a step with the deferred and the new units; return the deferred ones that are complete and placed."""
         groups = list(groups)
         in_flight = (prompt.rollout for unit in self.deferred for prompt in unit.prompts)
         require_new((prompt for group in groups for prompt in group), in_flight)
@@ -191,10 +181,7 @@ class Ledger:
         return list(self.placed)
 
     def finished(self, rollouts: Sequence[int]) -> bool:
-        """Note the rollouts that finished in one decode step; return whether the step is cut: the policy's ``Cut``.
-
-        Raises ``ProtocolError`` for a rollout that is not decoding.
-        """
+        """Note the rollouts that finished in one decode step; return whether the step is cut: the policy's ``Cut``."""
         with self._changing:
             for rollout in rollouts:
                 self._finish(rollout)
@@ -221,10 +208,7 @@ class Ledger:
         return self._decoding.total()
 
     def is_cut(self) -> bool:
-        """Return whether decoding stops; true at the start if deferred units fill the batch.
-
-        Raises ``AdmissionError`` for a cut of a batch that is not full; one that is has every overdue unit.
-        """
+        """Return whether decoding stops; true at the start if deferred units fill the batch."""
         view = CutView(len(self.placed), self.decoding, self._overdue())
         with self._blaming("cut"):
             cut: object = self.admission.cut(view)
@@ -260,7 +244,7 @@ class Ledger:
         return any(unit.admission == admission for unit in self._live)
 
     def join(self, branch: Prompt) -> bool:
-        """Let a branch join its unit; return whether it does, which a complete unit prevents."""
+        # A complete unit takes no branch.
         with self._changing:
             unit = next((each for each in self._live if each.admission == branch.admission), None)
             if unit is None or unit.complete:
@@ -271,10 +255,7 @@ class Ledger:
             return True
 
     def place_of(self, rollout: int) -> Unit | None:
-        """Return the unit of a finished rollout, whose agent may have ended, if it has a place in this step's batch.
-
-        Raises ``ProtocolError`` if the policy has not reported that the rollout finished.
-        """
+        """Return the unit of a finished rollout, whose agent may have ended, if it has a place in this step's batch."""
         unit = self._unit_of[rollout]
         if rollout in unit.unfinished:
             raise ProtocolError(f"the last piece of rollout {rollout} came before the policy reported that it finished")
@@ -313,11 +294,10 @@ class InFlightRollout:
 
     Attributes:
         announced: whether its prompt has been sent to the scorers.
-        length: tokens so far.
-        tool_tokens: how many of them an environment gave.
         reason: why the response ended; ``None`` while it is unfinished.
         dropped: why the rollout is not trained; empty if it is.
         ended: loop time at which its last piece was read, in seconds; NaN while it is unfinished.
+        newest_version: of the weights that made the last sampled token; 0 without one.
         grown: set when a piece is appended; a reader of the pieces waits for it.
     """
 
@@ -330,23 +310,23 @@ class InFlightRollout:
     dropped: str = ""
     ended: float = math.nan
     tool_tokens: int = 0
+    newest_version: int = 0
     grown: anyio.Event | None = None
 
     def append(self, piece: Chunk | ToolTokens) -> None:
+        n = len(piece.tokens)
         self.pieces.append(piece)
-        self.length += len(piece.tokens)
-        self.tool_tokens += len(piece.tokens) if isinstance(piece, ToolTokens) else 0
+        self.length += n
+        if isinstance(piece, Chunk):
+            self.newest_version = int(piece.versions[-1])
+        else:
+            self.tool_tokens += n
         if self.grown is not None:
             self.grown.set()
 
     @property
     def sampled(self) -> int:
         return self.length - self.tool_tokens
-
-    @property
-    def newest_version(self) -> int:
-        """Version of the weights that made its last sampled token; 0 without one."""
-        return next((int(each.versions[-1]) for each in reversed(self.pieces) if isinstance(each, Chunk)), 0)
 
     def response(self) -> Response:
         return Response.of(self.prompt, self.pieces)
@@ -364,13 +344,7 @@ class InFlightRollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutSnapshot:
-    """A rollout between two steps.
-
-    Attributes:
-        response: everything generated so far.
-        reason: why the response ended; ``None`` while it is unfinished.
-        dropped: why the rollout is not trained; empty if it is.
-    """
+    """A rollout between two steps; for ``reason`` and ``dropped`` see :class:`InFlightRollout`."""
 
     response: Response
     reason: FinishReason | None
@@ -423,7 +397,7 @@ class RolloutSnapshot:
         return cls(response, state["reason"], state.get("dropped", ""))
 
 
-_HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
+_HOW = "oppo.read_prompts makes prompts of a file, and oppo.data.PromptStream numbers them"
 
 
 def require_prompt(item: object) -> Prompt:

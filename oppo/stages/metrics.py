@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oppo.admission import Observation, Scoring, Stretch
 from oppo.declared import require_metrics
@@ -36,32 +37,29 @@ class Grown:
 
     @property
     def last(self) -> int:
-        """The decode steps of the phase up to its last token: it gained one in each while it was live."""
-        return self.joined + self.stop - self.start
+        # It gained one in each while it was live.
+        return self.joined + self.gain
+
+    @property
+    def gain(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def has_ended(self) -> bool:
+        return not math.isnan(self.ended)
 
     @property
     def context(self) -> int:
-        """Tokens that were read before it was decoded on."""
         return self.prompt + self.start
 
     @property
     def read(self) -> tuple[int, int]:
         """The positions that the model had to read: not the last token, nor what was read before it was deferred."""
-        gain = self.stop - self.start
-        return (self.context - 1 if self.start else 0, self.context + gain - 1) if gain else (0, 0)
-
-    def within(self, first: int, last: int) -> tuple[int, int]:
-        """Return the tokens that it gained in the decode steps ``first .. last``, and the sum of its context there."""
-        gain = self.stop - self.start
-        begin, end = (min(max(step - self.joined, 0), gain) for step in (first, last))
-        return end - begin, (end - begin) * self.context + (end * (end - 1) - begin * (begin - 1)) // 2
+        return (self.context - 1 if self.start else 0, self.context + self.gain - 1) if self.gain else (0, 0)
 
 
 def stretches(rollouts: Sequence[Grown], begin: float, end: float) -> tuple[Stretch, ...]:
-    """Return the stretches of a phase between two loop times: none if nothing was decoded.
-
-    Each ends with a decode step in which a rollout ended, the last one with the phase.
-    """
+    """Return the stretches of a phase: each ends with a decode step in which a rollout ended, or with the phase."""
     steps = max((each.last for each in rollouts if each.stop > each.start), default=0)
     if not steps:
         return ()
@@ -71,20 +69,24 @@ def stretches(rollouts: Sequence[Grown], begin: float, end: float) -> tuple[Stre
         if far and each.last < steps and borders[-1][1] < each.ended < end:
             borders.append((each.last, each.ended))
     borders.append((steps, end))
-    return tuple(_stretch(rollouts, *first, *last) for first, last in pairwise(borders))
+    columns = ("joined", "gain", "context", "start", "last", "has_ended")
+    rows = np.array([[getattr(each, name) for name in columns] for each in rollouts], np.int64)
+    return tuple(_stretch(rows.T, first, last) for first, last in pairwise(borders))
 
 
-def _stretch(rollouts: Sequence[Grown], first: int, begin: float, last: int, end: float) -> Stretch:
-    gained, context = zip(*(each.within(first, last) for each in rollouts), strict=True)
-    began = [each for each in rollouts if first <= each.joined < last]
+def _stretch(rows: NDArray[np.int64], begun: tuple[int, float], over: tuple[int, float]) -> Stretch:
+    (first, begin), (last, end) = begun, over
+    joined, gain, context, start, final, has_ended = rows
+    before, after = (np.clip(step - joined, 0, gain) for step in (first, last))  # tokens gained by these decode steps
+    began = (first <= joined) & (joined < last)
     return Stretch(
         end - begin,
         last - first,
-        sum(gained),
-        sum(context),
-        opened=sum(each.context for each in began if not each.start),
-        resumed=sum(each.context for each in began if each.start),
-        ended=sum(first < each.last <= last and not math.isnan(each.ended) for each in rollouts),
+        int((after - before).sum()),
+        int(((after - before) * context + (after * (after - 1) - before * (before - 1)) // 2).sum()),
+        opened=int(context[began & (start == 0)].sum()),
+        resumed=int(context[began & (start > 0)].sum()),
+        ended=int(((has_ended > 0) & (first < final) & (final <= last)).sum()),
     )
 
 
@@ -94,12 +96,7 @@ ACCUMULATE: Final = "accumulate"
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Tokens that a step's rollouts gained; recorded by the stage that decodes, once for each round of the step.
-
-    Attributes:
-        decode_steps, tokens, rows, finished, capped, deferred, chunk: as of :class:`oppo.Observation`.
-        grown: the tokens decoded of each rollout that had not ended before.
-    """
+    """Tokens that a step's rollouts gained, a record for each round; fields as of :class:`oppo.Observation`."""
 
     decode_steps: int = 0
     tokens: int = 0
@@ -113,16 +110,12 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class ScorerReading:
-    """A scorer's call that read; recorded by the stage that made it."""
-
     tokens: int
     pairs: float = 0.0  # of each token and those before it in its rollout
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerAnswer:
-    """A scorer's call that returned values; recorded by the stage that made it."""
-
     start: float  # loop time at its beginning, in seconds
     at: float  # and at its end
     rollouts: int
@@ -174,7 +167,7 @@ class DecodeMeter:
         self._rows = sum(each.reason is None for unit in self._units for each in unit)
 
     def add(self, rollouts: Iterable[InFlightRollout]) -> None:
-        """Measure these too: they have joined after as many decode steps as are noted by now."""
+        # They have joined after as many decode steps as are noted by now.
         ordered = sorted(rollouts, key=lambda each: each.prompt.rollout)
         units = [list(unit) for _, unit in groupby(ordered, key=lambda each: each.prompt.admission)]
         units = [unit for unit in units if any(each.reason is None for each in unit)]
@@ -184,7 +177,6 @@ class DecodeMeter:
         self._unended += [each for unit in units for each in unit if each.reason is None]
 
     def note_end(self, rollout: InFlightRollout) -> None:
-        """Note the decode steps that were made by the end of a rollout, or by the cut."""
         self._made = max(self._made, self._joined[rollout.prompt.rollout] + self._gain(rollout))
 
     def _gain(self, each: InFlightRollout) -> int:
@@ -216,10 +208,8 @@ class DecodeMeter:
 
 
 def observation(report: StepReport, step: Step) -> Observation:
-    """Return the observation of a finished step.
-
-    A scorer's calls after its last answer do not count, since the step does not wait for them.
-    """
+    """Return the observation of a finished step."""
+    # A scorer's calls after its last answer do not count, since the step does not wait for them.
     work = [span for _, span in step.recorded(Span)]
     decoding = [span for span in work if span.role == "decode"]
     calls = [span for span in work if span.role == "score"]
@@ -336,9 +326,8 @@ class LengthBias:
 
     A step's batch is biased towards short responses, since long ones are deferred. Below the oldest rollout in flight,
     in admission order, every response is complete, so lengths there are unbiased. The bias of the last :data:`WINDOW`
-    steps is the mean length of the n rollouts they trained over that of the last n rollouts below the oldest in flight
-    (or of all of them early in a run). 1: no bias, exact to the bit if nothing is deferred; below 1: long responses are
-    still to come. Dropped rollouts do not count.
+    steps is the mean length of the n rollouts they trained over that of the last n below the oldest in flight.
+    1: no bias; below 1: long responses are still to come. Dropped rollouts do not count.
     """
 
     _steps: deque[list[int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -346,7 +335,6 @@ class LengthBias:
     _waiting: dict[int, int] = field(default_factory=dict)
 
     def after(self, batch: Batch) -> float | None:
-        """Add a step's batch; return the bias after it, or ``None`` while nothing is complete."""
         lengths = dict(zip(batch.rollouts, map(len, batch.responses), strict=True))
         self._steps.append(list(lengths.values()))
         self._waiting |= lengths

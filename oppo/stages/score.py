@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from oppo.errors import SessionsLost, as_itself, awaited, noted
-from oppo.events import Defer, Drop, Finish, Prompt, RolloutEvent, Scored
+from oppo.events import Chunk, Defer, Drop, Finish, Prompt, RolloutEvent, Scored, ToolTokens
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import PrioritisedScorer, Scorer, SyncedModel, entered, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
@@ -24,25 +24,13 @@ from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
 from oppo.stages.sync import SyncedScorer
 
 
-@dataclass(slots=True)
-class Outcomes:
-    """The rollouts that have finished, were dropped or were deferred.
-
-    Attributes:
-        unread: events of the finished rollouts that have still to be read.
-    """
-
-    finished: list[Finish] = field(default_factory=list)
-    dropped: list[Drop] = field(default_factory=list)
-    deferred: list[Defer] = field(default_factory=list)
-    unread: list[Growth] = field(default_factory=list)
-
-
 @dataclass(eq=False)
 class Backlog:
     """Collects the events of a step as they come; returns outcomes at once, and unread events in portions."""
 
-    _outcomes: Outcomes = field(default_factory=Outcomes)
+    _finished: list[Finish] = field(default_factory=list)
+    _dropped: list[Drop] = field(default_factory=list)
+    _deferred: list[Defer] = field(default_factory=list)
     _unread: dict[int, list[Growth]] = field(default_factory=dict)
     _ended: bool = False
     _change: anyio.Event = field(default_factory=anyio.Event)
@@ -50,14 +38,14 @@ class Backlog:
     def add(self, events: Iterable[RolloutEvent]) -> None:
         for event in events:
             match event:
-                case Finish():
-                    self._outcomes.finished.append(event)
-                case Drop():
-                    self._outcomes.dropped.append(event)
-                case Defer():
-                    self._outcomes.deferred.append(event)
-                case _:
+                case Chunk() | Prompt() | ToolTokens():
                     self._unread.setdefault(event.rollout, []).append(event)
+                case Finish():
+                    self._finished.append(event)
+                case Drop():
+                    self._dropped.append(event)
+                case Defer():
+                    self._deferred.append(event)
         self._change.set()
 
     def end(self) -> None:
@@ -65,31 +53,27 @@ class Backlog:
         self._change.set()
 
     def is_urgent(self) -> bool:
-        """Return whether a rollout has finished or was dropped, so that the step waits; callable from any thread."""
-        return bool(self._outcomes.finished or self._outcomes.dropped)
+        # A rollout has finished or was dropped, so that the step waits; called from any thread.
+        return bool(self._finished or self._dropped)
 
     async def has_work(self) -> bool:
-        """Wait for an event and return true; return false if none is left and none comes."""
-        while not (self.is_urgent() or self._outcomes.deferred or self._unread):
+        while not (self.is_urgent() or self._deferred or self._unread):
             if self._ended:
                 return False
             self._change = anyio.Event()
             await self._change.wait()
         return True
 
-    def take_outcomes(self) -> Outcomes:
-        outcomes, self._outcomes = self._outcomes, Outcomes()
-        outcomes.unread = [event for finish in outcomes.finished for event in self.take_unread(finish.rollout)]
+    def take_outcomes(self) -> tuple[list[Finish], list[Drop], list[Defer]]:
+        outcomes = self._finished, self._dropped, self._deferred
+        self._finished, self._dropped, self._deferred = [], [], []
         return outcomes
 
     def take_unread(self, rollout: int) -> list[Growth]:
         return self._unread.pop(rollout, [])
 
     def portion(self, tokens: float) -> list[Growth]:
-        """Return unread events of at most ``tokens`` tokens together, and one event at least.
-
-        They stay until :meth:`mark_read`. The rollouts that have waited longest come first.
-        """
+        """Return the longest-waiting unread events of at most ``tokens`` tokens, and one at least."""
         portion: list[Growth] = []
         for event in chain.from_iterable(self._unread.values()):
             tokens -= len(event.tokens)
@@ -110,18 +94,6 @@ T = TypeVar("T")
 
 _LOST: Final = -1
 """The version of a session that the scorer has lost."""
-
-
-@dataclass(slots=True, eq=False)
-class ReadRollout(RolloutSession):
-    """A scorer's session, as its stage knows it.
-
-    Attributes:
-        events: that it read or, of older weights, passed over; kept for a scorer that follows the trainer, which reads
-            all of them again if the rollout is deferred.
-    """
-
-    events: list[Growth] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -156,7 +128,9 @@ class Score(Generic[T]):
     scorer: Scorer[T | Drop]
     after: str = ""
     _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
-    _sessions: dict[int, ReadRollout] = field(default_factory=dict, init=False, repr=False)
+    _sessions: dict[int, RolloutSession] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[int, list[Growth]] = field(default_factory=dict, init=False, repr=False)
+    """What sessions of a scorer that follows the trainer read or, of older weights, passed over; by rollout."""
     _deferred: list[Growth] = field(default_factory=list, init=False, repr=False)
     _seconds_per_token: float = field(default=0.0, init=False, repr=False)
     """Of the fastest call, inflated by the slice's ``rise`` for each call since; 0 before the first call."""
@@ -218,26 +192,25 @@ class Score(Generic[T]):
     async def _score_finished(
         self, backlog: Backlog, out: Sender[Scored[T] | Drop], step: Step, tasks: TaskGroup
     ) -> None:
-        outcomes = backlog.take_outcomes()
+        finished, dropped, deferred = backlog.take_outcomes()
+        unread = [event for finish in finished for event in backlog.take_unread(finish.rollout)]
         scores: list[Scored[T] | Drop] = []
         async with self._same_weights():
             with Urgent() as priority:
-                await self._read(outcomes.unread, step, priority)
-                await self._replay(outcomes.finished, step, priority)
+                await self._read(unread, step, priority)
+                await self._replay(finished, step, priority)
                 if self._concurrent:
-                    tasks.start_soon(self._finish_apart, outcomes.finished, out, step, name="finish")
+                    tasks.start_soon(self._finish_apart, finished, out, step, name="finish")
                 else:
-                    scores = await self._finish(outcomes.finished, step, priority)
-        for score in scores:
+                    scores = await self._finish(finished, step, priority)
+        for score in (*scores, *dropped):
             await out.send(score)
-        for drop in outcomes.dropped:
-            await out.send(drop)
-        closed: list[Drop | Defer] = [*outcomes.dropped]
-        closed += [event for event in outcomes.deferred if event.restart or self._following]
+        closed: list[Drop | Defer] = [*dropped]
+        closed += [event for event in deferred if event.restart or self._following]
         for event in closed:
-            unread, session = backlog.take_unread(event.rollout), self._sessions.get(event.rollout)
+            unread = backlog.take_unread(event.rollout)
             if isinstance(event, Defer) and not event.restart:
-                self._deferred += [*(session.events if session else []), *unread]
+                self._deferred += [*self._kept.get(event.rollout, ()), *unread]
         await self._forget(sorted(event.rollout for event in closed), IN_ORDER)
 
     async def _read_ahead(self, backlog: Backlog, step: Step) -> None:
@@ -268,6 +241,7 @@ class Score(Generic[T]):
             step.note(Extras(extras))
         for event in finished:
             del self._sessions[event.rollout]
+            self._kept.pop(event.rollout, None)
         return [
             replace(value, rollout=event.rollout)
             if isinstance(value, Drop)
@@ -284,13 +258,14 @@ class Score(Generic[T]):
                 return values
 
     async def _read(self, events: Sequence[Growth], step: Step, priority: Priority) -> None:
-        accepted = [event for event in events if self._accepts(event)]
+        version = self.scorer.version
+        accepted = [event for event in events if self._accepts(event, version)]
         if accepted:
             with self._sessions_may_be_lost():
                 await self._extend(accepted, step, priority)
         for event in events if self._following is not None else ():
-            if session := self._sessions.get(event.rollout):
-                session.events.append(event)
+            if event.rollout in self._sessions:
+                self._kept.setdefault(event.rollout, []).append(event)
 
     async def _extend(self, accepted: Sequence[Growth], step: Step, priority: Priority) -> None:
         start = anyio.current_time()
@@ -306,12 +281,13 @@ class Score(Generic[T]):
             pairs += (session.received**2 - before**2) / 2
         step.record(ScorerReading(tokens, pairs))
 
-    def _accepts(self, event: Growth) -> bool:
+    def _accepts(self, event: Growth, version: int) -> bool:
         if isinstance(event, Prompt):
-            self._sessions[event.rollout] = ReadRollout(event.rollout, len(event.tokens), self.scorer.version)
+            self._sessions[event.rollout] = RolloutSession(event.rollout, len(event.tokens), version)
+            self._kept.pop(event.rollout, None)
             return True
         session = self._sessions.get(event.rollout)
-        return session is not None and session.version == self.scorer.version
+        return session is not None and session.version == version
 
     async def _replay(self, finished: Sequence[Finish], step: Step, priority: Priority) -> None:
         lost = True
@@ -328,6 +304,8 @@ class Score(Generic[T]):
 
     async def _forget(self, rollouts: Sequence[int], priority: Priority) -> None:
         known = [rollout for rollout in rollouts if self._sessions.pop(rollout, None)]
+        for rollout in known:
+            self._kept.pop(rollout, None)
         if known:
             with noted(f"while forgetting rollouts {known}"), self._sessions_may_be_lost():
                 await self._prioritised.forget(known, priority=priority)

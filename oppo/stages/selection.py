@@ -57,8 +57,6 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The rounds of a step, in order: what its selection tells the observers of a run."""
-
     rounds: tuple[Round, ...]
 
     def __iter__(self) -> Iterator[Round]:

@@ -63,7 +63,7 @@ class SyncedScorer:
 
     @property
     def version(self) -> int:
-        """Version of the weights that it was given last; the scorer's own is that of the weights in use."""
+        # Of the weights that it was given last; the scorer's own names the weights in use.
         return self._waiting[-1].weights.version if self._waiting else self.scorer.version
 
     def reading(self) -> AbstractAsyncContextManager[object]:
@@ -101,7 +101,7 @@ class SyncedScorer:
             await self._served.wait()
 
     async def starved(self) -> None:
-        """Never: the weights that it had are served until it takes new ones."""
+        # The weights that it had are served until it takes new ones.
         await anyio.sleep_forever()
 
     async def load(self, weights: Weights) -> None:
@@ -120,17 +120,14 @@ class SyncedScorer:
     # For the stage that reads.
 
     async def begin(self, step: Step) -> None:
-        """Serve what the steps before gave whose results were known when this one began."""
         self._stage = step.stage
         await self._serve(step.observed - 1)
 
     async def end(self, step: Step) -> None:
-        """Serve what is due from the next step on, whenever that begins."""
         self._returned = step.index
         await self._serve(step.index - step.lookahead)
 
     async def close(self, *, failed: bool) -> None:
-        """Serve what still waits, unless the run has failed, and forget the run."""
         if self._waiting and not failed:
             await self._serve(self._waiting[-1].step)
         self._waiting.clear()
@@ -173,14 +170,7 @@ _AT_THE_CUT = "name the stages that use them in Update.after (step.weight_sync =
 
 
 class WeightSync:
-    """The synced models of a trainer, and the stages that use them.
-
-    Args:
-        trainer: owns the weights.
-        synced: get them, in this order.
-        after: names of the stages that must have returned in the later steps before they do; none: in flight.
-        held: names of the stages that must have returned in the step before.
-    """
+    """The synced models of a trainer, and the stages that use them; see :class:`oppo.Update`."""
 
     def __init__(
         self, trainer: Trainer, synced: Sequence[SyncedModel], after: Sequence[str], held: Sequence[str] = ()
@@ -193,7 +183,6 @@ class WeightSync:
         self._checked = False
 
     def require_possible(self, step: Step) -> None:
-        """Check, once for all steps, that with lookahead the synced models can be given weights while they are used."""
         if self._checked or not step.lookahead:
             return
         self.require_own_weights("with lookahead", "choose a lookahead of 0")
@@ -205,7 +194,6 @@ class WeightSync:
         self._checked = True
 
     def require_own_weights(self, when: str, otherwise: str) -> None:
-        """Check that the trainer trains no tensor that a synced model serves."""
         if not TrainerCapabilities.of(self._trainer).trains_by_reference:
             return
         trainer = cast("TrainsByReference", self._trainer)
@@ -223,7 +211,6 @@ class WeightSync:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last sync, of the synced models that measure it as their ``sync_metrics``."""
         measured = [getattr(each, "sync_metrics", {}) for each in self._synced]
         return {name: value for metrics in measured for name, value in metrics.items()}
 

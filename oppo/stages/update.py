@@ -232,7 +232,9 @@ def require_supports(synced: Sequence[SyncedModel]) -> None:
 
 def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batch) -> None:
     if not isinstance(trained, Trained):
-        raise ProtocolError(f"update() of the trainer must return oppo.Trained(metrics, ...); got {described(trained)}")
+        raise ProtocolError(
+            f"update() of the trainer must return oppo.models.Trained(metrics, ...); got {described(trained)}"
+        )
     if trainer.version != before + 1:
         raise ProtocolError(f"after an update of version {before} the trainer's is {trainer.version}, not {before + 1}")
     strangers = sorted({*trained.nonfinite, *trained.skipped} - set(batch.rollouts))
@@ -248,11 +250,8 @@ def _require_once(batch: Batch | None, step: Step, batches: Receiver[Batch | Bat
 
 
 def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
-    """Return the rollouts that indicate divergence: the rollouts of skipped minibatches, even if another trained them.
-
-    For an empty batch: the rollouts dropped for a number that is not finite. One bad score among good ones does not
-    count.
-    """
+    """Return the rollouts that indicate divergence: of skipped minibatches, even if another minibatch had them too."""
+    # Of an empty batch, the rollouts dropped for a number that is not finite: one bad score among good ones is none.
     untrained = trained.skipped or trained.nonfinite
     if untrained or len(batch):
         return untrained
@@ -260,7 +259,6 @@ def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:
 
 
 def composition(batch: Batch, version: int) -> Mapping[str, float]:
-    """Return metrics of the batch's deferrals, lengths, estimates and staleness, before an update of ``version``."""
     metrics = {
         "deferral/deferred": float(len(batch.deferred)),
         "deferral/oldest_age": float(max((event.age for event in batch.deferred), default=0)),

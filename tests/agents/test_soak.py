@@ -17,19 +17,19 @@ import httpx2
 import numpy as np
 import pytest
 
-from oppo import Overcommit, PolicyPool, grpo
+from oppo import Overcommit, grpo
 from oppo.agents import Agents
-from oppo.agents.conversation import ChatRequests
+from oppo.agents.requests import ChatRequests
 from oppo.events import Batch, Chunk, Prompt, StepReport
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Capabilities, Policy, Sampling
-from oppo.placement import Process
+from oppo.placement import PolicyPool, Process
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.conftest import Numbers
 from tests.agents.test_agents import tokenizer
 from tests.agents.test_server import connected, received, request
 from tests.hf import tiny
-from tests.hf.serve.test_pool import ONE
+from tests.hf.child import ONE
 from tests.pools import Fate, Mortal
 
 Post: TypeAlias = Callable[[object], Any]

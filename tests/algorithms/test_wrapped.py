@@ -11,11 +11,12 @@ import anyio
 import pytest
 import torch
 
-from oppo import Chunk, Finish, FunctionTrainer, Overcommit, Prompt, Scored, wrap
+from oppo import Chunk, Finish, Overcommit, Prompt, wrap
 from oppo.errors import ModelError
-from oppo.events import Batch
+from oppo.events import Batch, Scored
 from oppo.stages.batch import ScoredRollouts
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
+from oppo.training import FunctionTrainer
 from tests.pipelines import Tap
 
 example = import_module("examples.06_existing_loop")

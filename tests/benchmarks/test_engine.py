@@ -36,3 +36,5 @@ def test_the_cost_is_time_by_the_given_clock_per_chunk_and_edge() -> None:
     assert costs["edges"].median == pytest.approx(1e6 / costs["edges"].chunks / engine.EDGES)
     assert costs["step"].median == pytest.approx(1e6 / costs["step"].chunks)
     assert costs["edges"].per_second == round(1e6 / costs["edges"].median)
+    line = engine.live((4, 5), 2, clock=lambda: float(next(ticks)))
+    assert "4 live rollouts, 125.00 ms for each in a step, 0% of it gc; 5 live rollouts, 100.00 ms" in line

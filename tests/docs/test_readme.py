@@ -19,10 +19,12 @@ import pytest
 import torch
 
 import oppo.algorithms
-from oppo import GAE, Fixed, FloatArray, Graph, Overcommit, PromptStream, Score, grpo, ppo
+from oppo import GAE, Graph, Overcommit, Score, grpo, ppo
+from oppo.admission.chunking import Fixed
 from oppo.config.load import load
+from oppo.data import PromptStream
 from oppo.errors import GraphError
-from oppo.events import Chunk, Finish, Prompt, Response
+from oppo.events import Chunk, Finish, FloatArray, Prompt, Response
 from oppo.hf import BridgedReward, ClassifierReward, ProcessRewardModel, SimilarityReward
 from oppo.placement import Thread
 from oppo.testing import (

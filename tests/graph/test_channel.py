@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.errors import ProtocolError
+from oppo.graph import join, where
 from oppo.graph.channel import Channel, channel_table
 from oppo.graph.engine import FanOut
 from oppo.simulate.engine import run_virtual
@@ -146,7 +147,7 @@ def test_many_cancelled_senders_pass_their_places_on() -> None:
                 assert channel.drain_nowait() == [0, 1]  # keeps places for two of those, which never run again
             assert await channel.drain() == [6]
         assert channel.statistics().waiting_senders == 0
-        assert channel.has_room
+        assert channel.offer(7)
 
     run_virtual(main)
 
@@ -203,7 +204,7 @@ def test_nobody_overtakes_a_sender_that_has_been_admitted() -> None:
             tasks.start_soon(channel.send, 1)
             await anyio.wait_all_tasks_blocked()
             assert channel.drain_nowait() == [0]
-            assert not channel.has_room
+            assert not channel.offer(2)
             with pytest.raises(anyio.WouldBlock):
                 channel.send_nowait(2)
         assert channel.drain_nowait() == [1]
@@ -381,3 +382,283 @@ def test_nothing_is_lost_doubled_or_reordered_within_a_key(
         assert now.peak <= capacity
 
     run_virtual(main)
+
+
+def number(item: object) -> int | None:
+    """Return the key of an item: negative numbers and words have none."""
+    return abs(int(item)) if isinstance(item, float | int) and item >= 0 else None
+
+
+async def send_all(channel: Channel[float], items: Sequence[float], pause: float = 0.0) -> None:
+    for item in items:
+        await anyio.sleep(pause)
+        await channel.send(item)
+    channel.close()
+
+
+def channels(count: int, capacity: int = 2) -> list[Channel[float]]:
+    return [Channel[float](f"{k}->join", capacity) for k in range(count)]
+
+
+def test_rows_come_as_soon_as_they_are_complete() -> None:
+    async def main() -> None:
+        a, b = channels(2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_all, a, [1, 2, 3])
+            tasks.start_soon(send_all, b, [3, 1, 2], 1.0)
+            rows = [(anyio.current_time(), row) async for row in join(a, b, key=number)]
+        assert rows == [(1.0, (3, 3)), (2.0, (1, 1)), (3.0, (2, 2))]
+
+    run_virtual(main)
+
+
+@given(st.permutations(range(12)), st.permutations(range(12)), st.permutations(range(12)), st.integers(1, 3))
+def test_no_order_of_the_inputs_blocks_a_join(a: list[int], b: list[int], c: list[int], capacity: int) -> None:
+    async def main() -> None:
+        lanes = channels(3, capacity)
+        async with anyio.create_task_group() as tasks:
+            for lane, items in zip(lanes, (a, b, c), strict=True):
+                tasks.start_soon(send_all, lane, items)
+            rows = [row async for row in join(lanes[0], lanes[1], lanes[2], key=number)]
+        assert sorted(rows) == [(n, n, n) for n in range(12)]
+
+    run_virtual(main)
+
+
+def test_items_of_the_primary_without_a_key_go_aside() -> None:
+    async def main() -> None:
+        a, b = channels(2, 8)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_all, a, [-1, 5, -2])
+            tasks.start_soon(send_all, b, [5, -3])
+            aside: list[float] = []
+            assert [row async for row in join(a, b, key=number, aside=aside.append)] == [(5, 5)]
+        assert aside == [-1, -2]
+
+    run_virtual(main)
+
+
+def test_a_join_does_not_wait_for_other_inputs_to_close() -> None:
+    async def main() -> None:
+        a, b = channels(2)
+        a.send_nowait(1)
+        a.close()
+        b.send_nowait(1)
+        assert [row async for row in join(a, b, key=number)] == [(1, 1)]
+        assert not b.ended
+
+    run_virtual(main)
+
+
+def test_an_input_that_ends_without_a_key_is_an_error() -> None:
+    async def main() -> None:
+        a, b = channels(2)
+        a.send_nowait(1)
+        a.send_nowait(2)
+        b.send_nowait(2)
+        b.close()
+        rows = join(a, b, key=number)
+        assert await anext(rows) == (2, 2)
+        with pytest.raises(ProtocolError, match="input 2 of a join ended without an item for 1"):
+            await anext(rows)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("items", [(1, 1), (1.5, 1)])
+def test_a_key_that_comes_twice_is_an_error(items: tuple[float, float]) -> None:
+    async def main() -> None:
+        a, b = channels(2)
+        for item in items:
+            b.send_nowait(item)
+        with pytest.raises(ProtocolError, match="input 2 of a join has a second item for 1"):
+            await anext(join(a, b, key=number))
+
+    run_virtual(main)
+
+
+def test_a_key_that_comes_again_after_its_row_is_an_error() -> None:
+    async def main() -> None:
+        a, b = channels(2)
+        a.send_nowait(1)
+        b.send_nowait(1)
+        rows = join(a, b, key=number)
+        assert await anext(rows) == (1, 1)
+        b.send_nowait(1)
+        with pytest.raises(ProtocolError, match="input 2 of a join has a second item for 1"):
+            await anext(rows)
+
+    run_virtual(main)
+
+
+def test_items_for_keys_that_the_primary_never_names_are_passed_over() -> None:
+    async def main() -> None:
+        a, b = channels(2)
+        a.close()
+        b.send_nowait(4)
+        assert [row async for row in join(a, b, key=number)] == []
+
+    run_virtual(main)
+
+
+def test_a_cancelled_join_loses_nothing_and_watches_nothing() -> None:
+    async def main() -> None:
+        a, b = channels(2)
+        a.send_nowait(1)
+        rows = join(a, b, key=number)
+        with anyio.move_on_after(1):
+            await anext(rows)
+        assert a.statistics().waiting_receivers == b.statistics().waiting_receivers == 0
+        b.send_nowait(1)
+        assert await anext(rows) == (1, 1)
+
+    run_virtual(main)
+
+
+def test_a_view_passes_only_items_of_its_classes() -> None:
+    async def main() -> None:
+        channel = Channel[object]("a->b", 8)
+        for item in ("x", 1, 2.0, "y", 3):
+            channel.send_nowait(item)
+        assert where(channel, int, float).drain_nowait() == [1, 2.0, 3]
+        channel.send_nowait("z")
+        channel.send_nowait(4)
+        channel.close()
+        view = where(channel, int)
+        assert [item async for item in view] == [4]
+        assert view.ended
+        assert await view.drain() == []
+        assert view.statistics() == channel.statistics()
+
+    run_virtual(main)
+
+
+def test_a_view_that_is_drained_waits_for_an_item_of_its_classes() -> None:
+    async def main() -> None:
+        channel = Channel[object]("a->b", 8)
+        channel.send_nowait("x")
+
+        async def send_later() -> None:
+            await anyio.sleep(1)
+            await channel.send("y")
+            await anyio.sleep(1)
+            await channel.send(5)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send_later)
+            assert await where(channel, int).drain() == [5]
+        assert anyio.current_time() == 2.0
+
+    run_virtual(main)
+
+
+def test_views_can_be_joined() -> None:
+    async def main() -> None:
+        a, b = Channel[object]("a->join", 4), Channel[float]("b->join", 4)
+        for item in ("x", 1, "y"):
+            a.send_nowait(item)
+        a.close()
+        b.send_nowait(1)
+        assert [row async for row in join(where(a, int), b, key=number)] == [(1, 1)]
+
+    run_virtual(main)
+
+
+FEW, MANY = 20, 400
+
+
+@dataclass(frozen=True)
+class Item:
+    lane: int
+    length: int = 1
+
+
+def cost_merge(queued: Item, new: Item) -> Item | None:
+    return Item(queued.lane, queued.length + new.length) if queued.lane == new.lane else None
+
+
+class Lanes:
+    """Tells the lane of an item, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, item: Item) -> int:
+        self.asked += 1
+        return item.lane
+
+
+class Key:
+    """A key that counts how often any of them is looked up."""
+
+    looked_up = 0
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        Key.looked_up += 1
+        return hash(self.number)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and other.number == self.number
+
+
+def asked_per_item(capacity: int, read: Callable[[Channel[Item]], Awaitable[object]]) -> float:
+    """Send thrice what a channel holds, twice over: to be queued, to be merged, to stand in line."""
+    lanes = Lanes()
+
+    async def main() -> None:
+        channel = Channel[Item]("a->b", capacity, cost_merge, lanes)
+        async with anyio.create_task_group() as senders:
+            for _ in range(2):
+                for lane in range(capacity):
+                    senders.start_soon(channel.send, Item(lane))
+            await anyio.wait_all_tasks_blocked()
+            assert channel.statistics().merged == capacity
+            for lane in range(capacity, 2 * capacity):
+                senders.start_soon(channel.send, Item(lane))
+            await anyio.wait_all_tasks_blocked()
+            assert channel.statistics().waiting_senders == capacity
+            while channel.statistics().received < 2 * capacity:
+                await read(channel)
+
+    run_virtual(main)
+    return lanes.asked / (3 * capacity)
+
+
+@pytest.mark.parametrize("read", [Channel.drain, Channel.__anext__])
+def test_a_full_channel_asks_for_as_many_keys_an_item_however_much_is_queued(
+    read: Callable[[Channel[Item]], Awaitable[object]],
+) -> None:
+    assert asked_per_item(MANY, read) <= asked_per_item(FEW, read) + 1
+
+
+def looked_up_per_row(rows: int) -> float:
+    """Join two inputs of which one has ended and the other comes item by item."""
+
+    async def main() -> None:
+        first, second, third = (Channel[Key](f"{name}->join", rows) for name in "abc")
+        for number in range(rows):
+            first.send_nowait(Key(number))
+            second.send_nowait(Key(number))
+        first.close()
+        second.close()
+        Key.looked_up = 0
+
+        async def trickle() -> None:
+            for number in range(rows):
+                await anyio.sleep(1)
+                await third.send(Key(number))
+            third.close()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trickle)
+            assert len([row async for row in join(first, second, third, key=lambda item: item)]) == rows
+
+    run_virtual(main)
+    return Key.looked_up / rows
+
+
+def test_a_join_looks_up_as_many_keys_a_row_however_many_it_holds() -> None:
+    assert looked_up_per_row(MANY) <= looked_up_per_row(FEW) + 1

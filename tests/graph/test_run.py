@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import anyio
 import pytest
+import trio
+import uvloop
 
-from oppo.errors import DeadlockError, GraphError, ProtocolError
-from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step
+from oppo.errors import DeadlockError, GraphError, OppoError, ProtocolError, as_itself
+from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Snapshot, Step, Wait
 from oppo.observe import Span
-from oppo.simulate.engine import run_virtual
+from oppo.testing import run_virtual
 from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Stuck, Take, line
 
 
@@ -460,3 +462,309 @@ async def first_of(run: Run[tuple[int, ...]]) -> tuple[int, ...]:
 async def test_a_graph_runs_under_pytest_asyncio() -> None:
     async with line().open(range(9)) as run:
         assert await first_of(run) == (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A measure."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Another."""
+
+    spent: float
+
+
+class Count:
+    """Relays, and records how many items there were."""
+
+    async def run(self, items: Receiver[int], *, out: Sender[int], step: Step) -> None:
+        count = 0
+        async for item in items:
+            count += 1
+            await out.send(item)
+        step.record(Tokens(count))
+        step.record(Seconds(0.5))
+
+
+@dataclass
+class Tell:
+    """Results in the step's number and what was recorded in it."""
+
+    observed: list[tuple[int, int]] = field(default_factory=list)
+
+    async def run(self, items: Receiver[int], *, out: Sender[tuple[int, list[tuple[str, Tokens]]]], step: Step) -> None:
+        if [item async for item in items]:
+            await out.send((step.index, step.recorded(Tokens)))
+
+    def observe(self, result: object, step: Step, /) -> None:
+        self.observed.append((step.index, len(step.recorded(Seconds))))
+
+
+def test_what_a_stage_records_in_a_step_is_known_by_its_class_and_in_no_other_step() -> None:
+    tell = Tell()
+
+    async def main() -> list[object]:
+        g: GraphBuilder[int] = GraphBuilder("counted")
+        counted = g.add("count", Count(), g.add("take", Take(), g.prompts))
+        async with g.build(g.add("tell", tell, counted)).open(range(5)) as run:
+            return [result async for result in run.steps(9)]
+
+    assert run_virtual(main) == [(0, [("count", Tokens(3))]), (1, [("count", Tokens(2))])]
+    assert tell.observed == [(0, 1), (1, 1)]
+
+
+class Even:
+    """Results in the items of a step if their sum is even; otherwise the step results in nothing."""
+
+    async def run(self, items: Receiver[int], *, out: Sender[tuple[int, ...]]) -> None:
+        got = tuple([item async for item in items])
+        if got and sum(got) % 2 == 0:
+            await out.send(got)
+
+
+def test_a_step_that_results_in_nothing_does_not_end_the_run() -> None:
+    async def main(count: int) -> tuple[list[tuple[int, ...]], bool, int]:
+        async with line().replace(take=Take(1), collect=Even()).open(range(6)) as run:
+            results = [result async for result in run.steps(count)]
+            return results, run.ended, run.state_dict()["steps"]
+
+    assert run_virtual(main, 99) == ([(0,), (2,), (4,)], True, 7)
+    assert run_virtual(main, 2) == ([(0,)], False, 2)
+
+
+def test_a_single_step_says_whether_it_was_past_the_end() -> None:
+    async def main() -> list[tuple[tuple[int, ...] | None, bool]]:
+        async with line().replace(take=Take(1), collect=Even()).open(range(2)) as run:
+            return [(await run.step(), run.ended) for _ in range(3)]
+
+    assert run_virtual(main) == [((0,), False), (None, False), (None, True)]
+
+
+class Sum:
+    """Results in the sum of its items, and of those of an input by name if it is connected."""
+
+    async def run(
+        self, items: Receiver[int], /, *, out: Sender[tuple[int, ...]], more: Receiver[int] | None = None
+    ) -> None:
+        total = sum([item async for item in items])
+        if more is not None:
+            total += 100 * sum([item async for item in more])
+        if total:
+            await out.send((total,))
+
+
+class Text:
+    """Sends text."""
+
+    async def run(self, items: Receiver[int], *, out: Sender[str]) -> None:
+        async for item in items:
+            await out.send(str(item))
+
+
+class Needy:
+    """Wants an input by name."""
+
+    async def run(self, items: Receiver[int], /, *, out: Sender[tuple[int, ...]], more: Receiver[int]) -> None:
+        await Sum().run(items, out=out, more=more)
+
+
+def summed(*, connected: bool) -> Graph[tuple[int, ...]]:
+    g: GraphBuilder[int] = GraphBuilder("summed")
+    taken = g.add("take", Take(), g.prompts)
+    again = g.add("again", Relay(1.0), taken) if connected else None
+    return g.build(g.add("sum", Sum(), taken, more=again))
+
+
+def test_an_input_by_name_is_read_where_it_is_connected() -> None:
+    async def main(graph: Graph[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        async with graph.open(range(5)) as run:
+            return [result async for result in run.steps(2)]
+
+    assert run_virtual(main, summed(connected=False)) == [(3,), (7,)]
+    assert run_virtual(main, summed(connected=True)) == [(303,), (707,)]
+    rebuilt = summed(connected=False).rebuild(again=(Relay(), "take"), sum=(Sum(), "take", {"more": "again"}))
+    assert run_virtual(main, rebuilt) == [(303,), (707,)]
+
+
+def test_an_input_by_name_is_drawn_like_others() -> None:
+    graph = summed(connected=True)
+    assert "    again --> sum" in graph.mermaid()
+    assert "take, more=again" in graph.table()
+
+
+@pytest.mark.parametrize(
+    ("stage", "named", "message"),
+    [
+        (Sum(), {"less": "again"}, "'sum' is given less='again', but the inputs by name of Sum.run are: more"),
+        (Collect(), {"more": "again"}, "but the inputs by name of Collect.run are: none"),
+        (Sum(), {"more": "text"}, "'sum' reads int from 'text', which sends str"),
+        (Needy(), {}, "'sum' is not given 'more', which Needy.run wants by name: connect it with g.add('sum', ..., "),
+        (Sum(), {"more": "take"}, "'sum' reads 'take' 2 times: once is enough"),
+    ],
+)
+def test_an_input_by_name_that_does_not_fit_is_refused(stage: Sum, named: dict[str, str], message: str) -> None:
+    g: GraphBuilder[int] = GraphBuilder("wrong")
+    taken = g.add("take", Take(), g.prompts)
+    streams: dict[str, Any] = {
+        "take": taken,
+        "again": g.add("again", Relay(), taken),
+        "text": g.add("text", Text(), taken),
+    }
+    with pytest.raises(GraphError) as caught:
+        g.build(g.add("sum", stage, taken, capacity=None, **{each: streams[name] for each, name in named.items()}))
+    assert message in str(caught.value)
+
+
+class Slow:
+    """Takes a second over each item."""
+
+    async def run(self, numbers: Receiver[int], /, *, out: Sender[int]) -> None:
+        async for number in numbers:
+            await anyio.sleep(1)
+            await out.send(number)
+
+
+class Double:
+    """Sends everything twice, at once."""
+
+    async def run(self, numbers: Receiver[int], /, *, out: Sender[int]) -> None:
+        async for number in numbers:
+            await out.send(number)
+            await out.send(number)
+
+
+class Last:
+    """Sends the last number when there are no more."""
+
+    async def run(self, numbers: Receiver[int], /, *, out: Sender[int]) -> None:
+        every = [number async for number in numbers]
+        await out.send(every[-1])
+
+
+async def snapshots(*times: float) -> list[Snapshot]:
+    """Return what a step of three stages was doing at these times."""
+
+    async def numbers() -> AsyncIterator[int]:
+        for number in range(3):
+            yield number
+        await anyio.sleep(100)
+
+    g: GraphBuilder[int] = GraphBuilder("three", capacity=1)
+    doubled = g.add("double", Double(), g.prompts)
+    graph = g.build(g.add("last", Last(), g.add("slow", Slow(), doubled)))
+    seen: list[Snapshot] = []
+    async with graph.open(numbers()) as run:
+        assert not run.snapshots()
+
+        async def look() -> None:
+            for at in times:
+                await anyio.sleep(at - anyio.current_time())
+                seen.extend(run.snapshots())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look)
+            await run.step()
+        assert not run.snapshots()
+    return seen
+
+
+def test_a_snapshot_tells_waiting_for_an_item_from_waiting_for_room() -> None:
+    early, late = run_virtual(snapshots, 0.5, 50.0)
+    assert early.waits == (Wait("double", "slow", "room"), Wait("last", "slow", "an item"))
+    assert early.working == ["slow"]
+    assert early.message() == "double waits for slow to make room; last waits for slow; slow is at work"
+    assert early.channels["double->slow"]["waiting_senders"] == 1
+    assert late.message() == "double waits for prompts; slow waits for double; last waits for slow"
+    assert late.doing("double") == "waits for prompts"
+    assert "double->slow" in late.table
+
+
+def test_a_stage_that_has_returned_does_nothing() -> None:
+    assert Snapshot(0, ("reward",), (), {}, "").doing("generate") == ""
+    assert Snapshot(0, ("reward",), (), {}, "").doing("reward") == "at work"
+
+
+async def raise_it() -> None:
+    """Raise what awaiting a task that one has cancelled oneself raises."""
+    raise asyncio.CancelledError
+
+
+async def cancel_own_task() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await anyio.sleep(1)
+
+
+class EndingsImpatient(Relay):
+    """A stage in which a cancellation arises that nobody outside has asked for."""
+
+    def __init__(self, cancel: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self._cancel = cancel
+
+    async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
+        async for _ in items:
+            await self._cancel()
+
+
+@pytest.mark.parametrize("cancel", [raise_it, cancel_own_task])
+def test_a_stage_that_is_cancelled_from_within_ends_the_run_by_an_error(cancel: Callable[[], Awaitable[None]]) -> None:
+    with pytest.raises(ProtocolError, match=r"nothing had cancelled this call|cancelled itself"):
+        run_virtual(results_of, line().replace(relay=EndingsImpatient(cancel)), 3)
+
+
+async def test_a_cancellation_from_outside_stays_one() -> None:
+    async def go_on() -> None:
+        async with line().replace(relay=Relay(1000.0)).open(range(9)) as run:
+            await run.step()
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(go_on())
+        await anyio.sleep(0.01)
+        task.cancel()
+    assert task.cancelled()
+    with anyio.move_on_after(0.01) as scope:
+        await go_on()
+    assert scope.cancelled_caught
+
+
+def test_errors_of_a_kind_are_named_once_with_their_number() -> None:
+    class Many(Relay):
+        async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
+            with as_itself():
+                async with anyio.create_task_group() as tasks:
+                    for number in range(30):
+                        tasks.start_soon(self.fail, number)
+                    tasks.start_soon(self.stumble)
+
+        async def fail(self, number: int) -> None:
+            raise Boom(f"rollout {number} is lost")
+
+        async def stumble(self) -> None:
+            raise KeyError("gold")
+
+    with pytest.raises(Boom, match="rollout 0 is lost") as caught:
+        run_virtual(results_of, line().replace(relay=Many()), 1)
+    assert caught.value.__notes__ == [
+        "and 29 more like it",
+        "and then KeyError: 'gold'",
+        "in stage 'relay' of graph 'line', step 1",
+    ]
+
+
+def test_under_trio_a_message_says_what_to_run_it_with() -> None:
+    async def main() -> None:
+        async with line().open(range(9)):
+            raise AssertionError
+
+    with pytest.raises(OppoError, match=r"oppo runs on asyncio, uvloop included.*anyio\.run\(main\)"):
+        trio.run(main)
+
+
+def test_uvloop_runs_the_same_steps() -> None:
+    assert uvloop.run(results_of(line(), 2)) == [(0, 1, 2), (3, 4, 5)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from oppo.losses import token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
+from tests.golden.make_schedules import CASES, PATH, RESUMED, digests
 from tests.known import known
 from tests.pipelines import Tap
 
@@ -150,3 +152,16 @@ def test_the_first_batch_agrees_with_the_plain_library_forward() -> None:
             values = critic.score(hidden)[0, start - 1 : -1, 0].numpy()
             np.testing.assert_allclose(known(first.values)[row], values, rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(score, fresh["reward"](ids).logits[0, 0].numpy(), rtol=1e-5, atol=1e-5)
+
+
+RECORDED = json.loads(PATH.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_without_lookahead_is_bit_for_bit_the_one_that_was_recorded(case: str) -> None:
+    assert digests(CASES[case]) == RECORDED[case]
+
+
+def test_a_resumed_one_is_too() -> None:
+    case, first = RESUMED
+    assert digests(CASES[case], first) == RECORDED[f"{case}, resumed"]

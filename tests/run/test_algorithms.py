@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -22,7 +23,7 @@ from oppo.run.train import FINAL
 from oppo.stages.advantage import OF_THE_REFERENCE
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, tokenizer
+from tests.workplace import furnish, oppo, records, resume, start, tokenizer, weights
 
 OWN: Final[Mapping[str, Sequence[str]]] = {
     "dapo": ["algorithm.samples=3", "algorithm.max_rounds=50"],
@@ -60,11 +61,6 @@ def trained(folder: Path, name: str, algorithm: str, *further: str) -> Sequence[
     return records(folder, name, "metrics.jsonl")
 
 
-def actor(folder: Path, name: str) -> Mapping[str, bytes]:
-    tensors = load_file(folder / "runs" / name / FINAL / "actor" / "model.safetensors")
-    return {key: tensor.tobytes() for key, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize(
     ("algorithm", "chosen"),
     [
@@ -91,9 +87,9 @@ def test_streaming_changes_no_bit(
     exact, name = ("run.deterministic=true", "step.overcommit=0", "run.steps=3", *chosen), request.node.callspec.id
     streamed = trained(folder, f"{name}-streamed", algorithm, *exact, "step.chunk=3")
     whole = trained(folder, f"{name}-whole", algorithm, *exact, "step.chunk=whole")
-    weights = actor(folder, f"{name}-streamed")
-    assert weights == actor(folder, f"{name}-whole")
-    assert weights != {key: tensor.tobytes() for key, tensor in load_file(folder / "actor/model.safetensors").items()}
+    learned, begun = weights(folder, f"{name}-streamed"), load_file(folder / "actor/model.safetensors")
+    assert learned == weights(folder, f"{name}-whole")
+    assert any(tensor.tobytes() != learned[f"actor/{key}"] for key, tensor in begun.items())
     assert [step["objective/scores"] for step in streamed] == [step["objective/scores"] for step in whole]
     assert all("loss/policy_avg" in step for step in streamed)
     assert all(("policy/kl_avg" in step) == (algorithm in REFERRING - {"online_dpo"}) for step in streamed)
@@ -110,7 +106,7 @@ def test_a_reference_is_loaded_where_something_refers_to_it_or_where_it_is_named
     assert "loading the reference" in capsys.readouterr().err
     assert named.keys() >= OF_THE_REFERENCE
     assert named["objective/kl"] == pytest.approx(0, abs=1e-3)
-    assert actor(folder, "without") == actor(folder, "measured"), "what is measured teaches nothing"
+    assert weights(folder, "without") == weights(folder, "measured"), "what is measured teaches nothing"
 
 
 @pytest.mark.parametrize(("buffer", "begin"), [(None, 80), (30, 70), (0, 100)])
@@ -181,3 +177,48 @@ def test_a_truncated_response_may_learn_from_the_value_of_its_last_state(
         chosen = (f"step.algorithm={algorithm}", "algorithm.bootstrap_truncated=true", *further)
         assert oppo(folder, "", *COMMON, "run.name=refused", *chosen) == UNUSABLE
         assert "bootstrap_truncated" in capsys.readouterr().err
+
+
+GROUPS = (
+    "algorithm.samples=3", "step.batch=3", "step.overcommit=2", "run.steps=4", "run.deterministic=true",
+    "run.panel=off", "rewards.0.source=reward.py:short",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "further"),
+    [("grpo", ("algorithm.ratio_base=proximal",)), ("rloo", ()), ("dr_grpo", ("models.reference=actor",))],
+)
+def test_groups_are_trained_whole_and_no_critic_is_loaded_or_saved(
+    folder: Path, algorithm: str, further: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"plain-{algorithm}"
+    code = oppo(folder, "", *GROUPS, f"step.algorithm={algorithm}", *further, f"run.name={name}")
+    said = capsys.readouterr().err
+    assert code == DONE, said
+    assert "loading the critic" not in said
+    lines = records(folder, name, "metrics.jsonl")
+    assert [line["trained"] for line in lines] == [9] * 4
+    assert any(line["deferral/deferred"] for line in lines)
+    for line in lines:
+        assert not {"loss/value_avg", "train/critic_grad_norm", "val/clipfrac_avg"} & line.keys()
+        assert {"objective/kl", "objective/group_std", "policy/kl_avg"} <= line.keys()
+        assert line["objective/kl_coef"] == (0.05 if algorithm == "rloo" else 0), "GRPO has its KL in the loss"
+    final = folder / "runs" / name / FINAL
+    assert sorted(path.name for path in final.iterdir()) == ["actor"]
+    assert (final / "actor" / "tokenizer.json").is_file()
+
+
+def test_a_run_that_is_interrupted_while_groups_are_deferred_goes_on_to_the_same_weights(folder: Path) -> None:
+    settings = (*GROUPS, "step.algorithm=grpo", "run.steps=6", "run.panel=lines", "rewards.0.source=reward.py:late")
+    assert oppo(folder, "", *settings, "run.name=whole") == DONE
+    alike = "from tests.hf.child import set_up; set_up()"
+    with start(folder, *settings, "run.name=stopped", before=alike, ENDED_AT="20") as process:
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    made = records(folder, "stopped", "metrics.jsonl")
+    assert len(made) < 6
+    assert made[-1]["deferral/deferred"]
+    assert resume(folder, "stopped") == DONE
+    assert len(records(folder, "stopped", "metrics.jsonl")) == 6
+    assert weights(folder, "stopped") == weights(folder, "whole")

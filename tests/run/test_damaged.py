@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oppo.cli import main
-from tests.workplace import furnish, oppo
+from tests.workplace import oppo
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -24,17 +24,6 @@ DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "1" * 5_000
 
 Damage: TypeAlias = Callable[[Path], object]
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with good models."""
-    return furnish(tmp_path_factory.mktemp("workplace"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_here() -> None:
-    torch.set_num_threads(1)
 
 
 def refused(code: int, capsys: pytest.CaptureFixture[str], *messages: str) -> None:
@@ -210,21 +199,21 @@ MODELS: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_is_not_what_it_says_is_refused_by_name(
-    workplace: Path, name: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage, message = MODELS[name]
-    model = workplace / "models" / name
-    shutil.copytree(workplace / "actor", model)
+    model = folder / "models" / name
+    shutil.copytree(folder / "actor", model)
     damage(model)
-    code = oppo(workplace, "--dry-run", f"models.policy={model}")
+    code = oppo(folder, "--dry-run", f"models.policy={model}")
     refused(code, capsys, "error: models.policy: ", message.replace("{model}", str(model)))
 
 
-def test_weights_in_shards_of_the_directory_are_read(workplace: Path) -> None:
-    model = workplace / "sharded"
-    shutil.copytree(workplace / "actor", model)
+def test_weights_in_shards_of_the_directory_are_read(folder: Path) -> None:
+    model = folder / "sharded"
+    shutil.copytree(folder / "actor", model)
     indexes("a.safetensors")(model)
-    assert oppo(workplace, "--dry-run", f"models.policy={model}") == 0
+    assert oppo(folder, "--dry-run", f"models.policy={model}") == 0
 
 
 @pytest.mark.parametrize(
@@ -264,17 +253,17 @@ def test_weights_in_shards_of_the_directory_are_read(workplace: Path) -> None:
     ids=lambda text: text[:40].replace("\0", "NUL"),
 )
 def test_a_name_that_leads_nowhere_is_refused_by_name(
-    workplace: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for pipe in ("pipe.jsonl", "pipe.parquet", "pipe.py"):
-        if not (workplace / pipe).exists():
-            os.mkfifo(workplace / pipe)
+        if not (folder / pipe).exists():
+            os.mkfifo(folder / pipe)
     for link, target in (("loop", "loop"), ("zero.jsonl", "/dev/zero")):
-        if not os.path.lexists(workplace / link):
-            (workplace / link).symlink_to(target)
-    (workplace / "directory.jsonl").mkdir(exist_ok=True)
-    refused(oppo(workplace, "", "run.name=nowhere", override), capsys, message)
-    assert not (workplace / "runs").exists()
+        if not os.path.lexists(folder / link):
+            (folder / link).symlink_to(target)
+    (folder / "directory.jsonl").mkdir(exist_ok=True)
+    refused(oppo(folder, "", "run.name=nowhere", override), capsys, message)
+    assert not (folder / "runs").exists()
 
 
 CHAT = '{"prompt": [{"role": "user", "content": "w3"}]}'
@@ -294,14 +283,14 @@ CHAT = '{"prompt": [{"role": "user", "content": "w3"}]}'
     ids=["a lone surrogate", "a long number", "deep", "raises", "undefined", "syntax", "divides by zero"],
 )
 def test_a_row_that_cannot_be_read_is_named_with_its_line(
-    workplace: Path, row: str, template: str, message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, row: str, template: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = workplace / "talking"
-    shutil.copytree(workplace / "actor", model, dirs_exist_ok=True)
+    model = folder / "talking"
+    shutil.copytree(folder / "actor", model, dirs_exist_ok=True)
     (model / "chat_template.jinja").write_text(template)
-    (workplace / "rows.jsonl").write_text(f'{{"prompt": "w3"}}\n{row}\n')
-    code = oppo(workplace, "--dry-run", f"models.policy={model}", "data.prompts=rows.jsonl")
-    refused(code, capsys, f"error: {workplace / 'rows.jsonl'}, line 2", message)
+    (folder / "rows.jsonl").write_text(f'{{"prompt": "w3"}}\n{row}\n')
+    code = oppo(folder, "--dry-run", f"models.policy={model}", "data.prompts=rows.jsonl")
+    refused(code, capsys, f"error: {folder / 'rows.jsonl'}, line 2", message)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,14 @@ from typing import Final
 
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from oppo.cli import DONE, UNUSABLE
 from oppo.config.load import load
+from oppo.run.deployment import Deployment
 from oppo.run.memory import Expected, expected, load_of
-from oppo.run.places import devices_of, scored
-from oppo.run.train import FINAL
 from tests.hf import tiny
 from tests.run.test_resume_real import steps_of, wait
-from tests.workplace import CONFIG, furnish, oppo, records, resume, start, tokenizer
+from tests.workplace import CONFIG, furnish, oppo, records, resume, start, tokenizer, weights
 
 PLAIN: Final = CONFIG.replace('[[rewards]]\nsource = "reward"\n', "")
 """Settings without a reward."""
@@ -37,11 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "scored.toml").write_text(CONFIG)
     (folder / "own.py").write_text("from oppo.losses import ClippedLoss\ndef plain(): return ClippedLoss()\n")
     return folder
-
-
-def actor(folder: Path, name: str) -> dict[str, bytes]:
-    tensors = load_file(folder / "runs" / name / FINAL / "actor" / "model.safetensors")
-    return {key: tensor.tobytes() for key, tensor in tensors.items()}
 
 
 FORWARD: Final = ("algorithm.distill_top_k=8", "algorithm.distill_beta=0")
@@ -75,7 +68,7 @@ def test_a_resumed_distillation_equals_an_uninterrupted_one(folder: Path, furthe
         process.kill()
         process.communicate()
     assert resume(folder, killed) == DONE
-    assert actor(folder, killed) == actor(folder, whole)
+    assert weights(folder, killed) == weights(folder, whole)
 
 
 def test_each_prompt_has_the_teacher_that_its_column_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,13 +150,13 @@ def test_a_teacher_with_another_tokenizer_is_learnt_from(folder: Path) -> None:
 
 def _needs(folder: Path, *chosen: str) -> list[Expected]:
     settings = load(folder / "config.toml", chosen)
-    return expected(settings, devices_of(settings), None)
+    return expected(Deployment.of(settings), None)
 
 
 def test_the_teacher_is_counted_and_placed_like_the_reference(folder: Path) -> None:
     settings = load(folder / "config.toml", [*ALONE, "models.reference=actor", "placement.teacher=cpu"])
-    assert scored(settings) == ["reference", "reward", "teacher"]
-    needs = {each.model: each for each in expected(settings, devices_of(settings), load_of(settings, 6))}
+    assert Deployment.of(settings).scored == ["reference", "reward", "teacher"]
+    needs = {each.model: each for each in expected(Deployment.of(settings), load_of(settings, 6))}
     assert needs["teacher"].bytes == needs["reference"].bytes
     assert "teacher" in settings.can_be_remote
     assert load(folder / "config.toml", ALONE).toml() == load(folder / "config.toml", ALONE).changed({}).toml()

@@ -16,24 +16,19 @@ from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load
 from oppo.hf.devices import CPU, Devices
 from oppo.hf.memory import Bytes, Hardware
+from oppo.run.deployment import Deployment
 from oppo.run.memory import ALONE, Expected, advice, crowded, engine_share, expected, load_of
-from oppo.run.places import devices_of
 from oppo.vllm.arguments import placed, route_of
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, tokenizer
+from tests.workplace import oppo, tokenizer
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return furnish(tmp_path_factory.mktemp("doctor"))
 
 
 @cache  # what is done under load takes a second
 def needs(folder: Path, *overrides: str, at_rest: bool = False) -> dict[str, Bytes]:
     settings = load(folder / "config.toml", overrides)
-    found = expected(settings, devices_of(settings), None if at_rest else load_of(settings, 6))
+    found = expected(Deployment.of(settings), None if at_rest else load_of(settings, 6))
     return {each.model: each.bytes for each in found}
 
 
@@ -46,7 +41,7 @@ def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the doctor count what is certain: what models do under load takes it a second each time."""
 
     def rested(count: Callable[..., object]) -> Callable[..., object]:
-        return lambda settings, devices, load, *rest: count(settings, devices, None, *rest)
+        return lambda deployment, load: count(deployment, None)
 
     monkeypatch.setattr("oppo.run.doctor.expected", rested(expected))
     monkeypatch.setattr("oppo.run.doctor.advice", rested(advice))
@@ -297,7 +292,7 @@ def test_a_plan_that_cannot_be_is_refused_by_name(
 
 def cluster_faults(folder: Path, assume: str, *overrides: str) -> list[str]:
     settings, assumed = load(folder / "config.toml", ["placement.cluster=auto", *overrides]), Hardware.assumed(assume)
-    needs = expected(settings, devices_of(settings, assumed), None, assumed)
+    needs = expected(Deployment.of(settings, assumed), None)
     return crowded(needs, assumed, spread=settings.placement.spread)
 
 
@@ -324,9 +319,8 @@ def test_a_cluster_that_has_too_few_machines_to_spread_ranks_over_is_named(
 
 def engine(folder: Path, *overrides: str) -> dict[str, Expected]:
     settings = load(folder / "config.toml", ["models.engine=vllm", *overrides])
-    assumed = Hardware.assumed("4xH100-80GB")
-    devices = devices_of(settings, assumed)
-    return {each.model: each for each in expected(settings, devices, None, assumed)}
+    deployment = Deployment.of(settings, Hardware.assumed("4xH100-80GB"))
+    return {each.model: each for each in expected(deployment, None)}
 
 
 def test_an_engine_is_counted_with_its_share_and_has_what_others_leave(folder: Path) -> None:
@@ -344,8 +338,8 @@ def test_an_engine_is_counted_with_its_share_and_has_what_others_leave(folder: P
     assert (cache.share, cache.bytes.keys_values) == (None, 5_000_000)
     large = [Expected("trainer", torch.device("cuda", 0), Bytes(60 * 10**9))]
     settings = load(folder / "config.toml", ["models.engine=vllm"])
-    assumed = Hardware.assumed("1xH100-80GB")
-    assert engine_share(settings.vllm, devices_of(settings, assumed), large, assumed) == pytest.approx(0.16, abs=0.01)
+    alone = Deployment.of(settings, Hardware.assumed("1xH100-80GB"))
+    assert engine_share(alone, large) == pytest.approx(0.16, abs=0.01)
 
 
 def test_adapters_are_counted_in_float32_where_vllm_serves_them(folder: Path) -> None:
@@ -360,7 +354,7 @@ def test_weights_begin_where_they_lie_and_the_actor_is_not_on_the_gpu_of_an_engi
     assumed = Hardware.assumed("8xH100-80GB")
 
     def found(*overrides: str) -> Devices:
-        return devices_of(load(folder / "config.toml", ["models.engine=vllm", *overrides]), assumed)
+        return Deployment.of(load(folder / "config.toml", ["models.engine=vllm", *overrides]), assumed).devices
 
     alone = found("placement.trainer=cuda:5")
     assert [str(each) for each in (alone.policy, alone.actor, alone.weights)] == ["cuda:0", "cuda:5", "cuda:5"]

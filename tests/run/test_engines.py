@@ -1,26 +1,27 @@
 """``oppo train`` on an engine that lives elsewhere, as far as the application goes: a stand-in takes vLLM's place.
 
-It decodes with transformers, on weights of its own that only a weight sync reaches, as vLLM would.
-"""
+It decodes with transformers, on weights of its own that only a weight sync reaches, as vLLM would."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partialmethod
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import pytest
 import torch
 
+from oppo.algorithms.base import ClippedAlgorithm
 from oppo.cli import main
-from oppo.config.load import load
+from oppo.config.load import load, resolve
+from oppo.config.settings import Settings
 from oppo.errors import ConfigError, ModelError
 from oppo.hf.loading import load_causal
 from oppo.hf.serve.policy import HfPolicy
@@ -29,15 +30,16 @@ from oppo.log import logger
 from oppo.models import Sampling, Weights
 from oppo.observe import Reporter
 from oppo.placement import Thread
-from oppo.run.train import prepare
+from oppo.run.checkpoint import fingerprints, require_same
+from oppo.run.train import PreparedRun, prepare
 from oppo.vllm.arguments import OF_LOGPROBS, OF_REWARDS, SETTINGS
 from oppo.vllm.logprobs import LogprobServer
 from oppo.vllm.reward import RewardServer
 from tests.hf import tiny
-from tests.vllm.fake_pooling import FakePooling, FakePrompts, FakeScoringServer, PoolingParams, SamplingParams
-from tests.vllm.test_logprobs import config as generating
-from tests.vllm.test_reward import LONGEST, config
-from tests.workplace import furnish, oppo, records, tokenizer
+from tests.responses import VOCABULARY
+from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
+from tests.vllm.fake_server import FakeServer
+from tests.workplace import oppo, records, tokenizer
 
 
 @dataclass
@@ -102,12 +104,6 @@ class StandInPolicy(HfPolicy):
         self._engine.loads.append(weights.version)
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return furnish(tmp_path_factory.mktemp("workplace"))
-
-
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
     def require(arguments: Mapping[str, object], *, of: Mapping[str, str], planned: bool) -> None:
@@ -117,31 +113,34 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
             raise ConfigError("unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)")
 
     StandIn.started.clear()
-    monkeypatch.setattr("oppo.vllm.VllmEngine", StandIn)
-    monkeypatch.setattr("oppo.vllm.VllmPolicy", StandInPolicy)
-    monkeypatch.setattr("oppo.vllm.arguments.require_arguments", require)
-    monkeypatch.setattr("oppo.vllm.arguments.computes_on_cpu", lambda: True)
+    monkeypatch.setattr("oppo.run.engines.VllmEngine", StandIn)
+    monkeypatch.setattr("oppo.run.engines.VllmPolicy", StandInPolicy)
+    monkeypatch.setattr("oppo.run.engines.require_arguments", require)
+    monkeypatch.setattr("oppo.run.engines.computes_on_cpu", lambda: True)
     yield StandIn.started
     assert all(engine.closed for engine in StandIn.started)
 
 
-def on_vllm(workplace: Path, name: str, *overrides: str, command: str = "") -> int:
-    return oppo(workplace, command, f"run.name={name}", "models.engine=vllm", "run.panel=off", *overrides)
+def on_vllm(folder: Path, name: str, *overrides: str, command: str = "") -> int:
+    return oppo(folder, command, f"run.name={name}", "models.engine=vllm", "run.panel=off", *overrides)
 
 
-def test_a_run_serves_synced_copies_and_corrects_every_token(workplace: Path, stand_in: list[StandIn]) -> None:
-    assert on_vllm(workplace, "run", "run.steps=3", "vllm.max_num_seqs=8") == 0
-    lines = records(workplace, "run", "metrics.jsonl")
+def test_a_run_serves_synced_copies_corrects_every_token_and_is_resumed_with_its_checkpoints_weights(
+    folder: Path, stand_in: list[StandIn]
+) -> None:
+    held_out = ("eval.prompts=prompts.jsonl", "eval.count=3", "eval.every=1", "eval.samples=2")
+    assert on_vllm(folder, "run", "run.steps=3", "vllm.max_num_seqs=8", *held_out) == 0
+    lines = records(folder, "run", "metrics.jsonl")
     assert [line["trained"] for line in lines] == [4, 4, 4]
     for line in lines:
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
         assert abs(line["mismatch/kl_current"]) < 1e-9, "decoded with the weights that were trained"
     (engine,) = stand_in
     assert engine.loads == [1, 2, 3]
-    assert engine.directory == workplace / "actor"
+    assert engine.directory == folder / "actor"
     assert engine.trainer == torch.device("cpu")
     assert engine.cores == 1
-    assert engine.log == workplace / "runs" / "run" / "vllm.log"
+    assert engine.log == folder / "runs" / "run" / "vllm.log"
     assert engine.log.read_text() == "started\n", "what the engine has said stays when the run begins"
     assert engine.arguments == {
         "dtype": "float32",
@@ -149,95 +148,89 @@ def test_a_run_serves_synced_copies_and_corrects_every_token(workplace: Path, st
         "max_model_len": 512,
         "max_num_seqs": 8,
     }, "as long as the model reads, which is less than the longest prompt and response"
-    again = load(workplace / "runs" / "run" / "config.toml")
+    again = load(folder / "runs" / "run" / "config.toml")
     assert (again.models.engine, again.vllm) == ("vllm", {"max_num_seqs": 8})
+    assert [line["version"] for line in records(folder, "run", "eval.jsonl")] == [0, 1, 2, 3]
+    assert main(["resume", str(folder / "runs" / "run"), "--set", "run.steps=5", "--set", "vllm.max_num_seqs=3"]) == 0
+    assert stand_in[1].loads == [3, 4, 5], "first those of the checkpoint"
+    lines = records(folder, "run", "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(abs(line["mismatch/kl_current"]) < 1e-9 for line in lines)
 
 
-def test_a_run_is_evaluated_with_the_weights_that_are_synced(workplace: Path, stand_in: list[StandIn]) -> None:
-    chosen = ("eval.prompts=prompts.jsonl", "eval.count=3", "eval.every=1", "eval.samples=2", "run.steps=2")
-    assert on_vllm(workplace, "evaluated", *chosen) == 0
-    assert [each["version"] for each in records(workplace, "evaluated", "eval.jsonl")] == [0, 1, 2]
-    assert stand_in[0].loads == [1, 2]
-
-
-def test_a_sequence_is_no_longer_than_prompt_and_response(workplace: Path, stand_in: list[StandIn]) -> None:
-    assert on_vllm(workplace, "short", "data.max_prompt_tokens=20", command="--dry-run") == 0
-    assert stand_in[0].arguments["max_model_len"] == 32
-    assert on_vllm(workplace, "given", "vllm.max_model_len=99", command="--dry-run") == 0
-    assert stand_in[1].arguments["max_model_len"] == 99
-
-
-def test_a_dry_run_starts_the_engine_and_leaves_nothing(
-    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str]
+def test_a_dry_run_starts_the_engine_for_prompt_and_response_and_leaves_nothing(
+    folder: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert on_vllm(workplace, "dry", "vllm.seed=3", command="--dry-run") == 0
+    assert on_vllm(folder, "dry", "vllm.seed=3", "data.max_prompt_tokens=20", command="--dry-run") == 0
     said = capsys.readouterr()
     assert "starting vLLM" in said.err
     assert "[vllm]\nseed = 3" in said.out
     assert stand_in[0].log is None
-    assert not (workplace / "runs" / "dry").exists()
-
-
-def test_a_run_is_resumed_on_its_checkpoints_weights(workplace: Path, stand_in: list[StandIn]) -> None:
-    assert on_vllm(workplace, "again", "run.steps=2") == 0
-    arguments = ["resume", str(workplace / "runs" / "again"), "--set", "run.steps=4", "--set", "vllm.max_num_seqs=3"]
-    assert main(arguments) == 0
-    assert stand_in[1].loads == [2, 3, 4], "first those of the checkpoint"
-    lines = records(workplace, "again", "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert all(abs(line["mismatch/kl_current"]) < 1e-9 for line in lines)
+    assert stand_in[0].arguments["max_model_len"] == 32
+    assert not (folder / "runs" / "dry").exists()
+    assert on_vllm(folder, "given", "vllm.max_model_len=99", command="--dry-run") == 0
+    assert stand_in[1].arguments["max_model_len"] == 99
 
 
 @pytest.mark.adapters
-def test_an_engine_begins_with_what_a_quantised_base_computes_with(workplace: Path, stand_in: list[StandIn]) -> None:
-    assert on_vllm(workplace, "bits", "models.lora_rank=2", "models.quantization=nf4", "vllm.dtype=float32") == 0
+def test_an_engine_begins_with_what_a_quantised_base_computes_with(folder: Path, stand_in: list[StandIn]) -> None:
+    assert on_vllm(folder, "bits", "models.lora_rank=2", "models.quantization=nf4", "vllm.dtype=float32") == 0
     assert stand_in[0].loads[:2] == [0, 1]
-    assert all(abs(line["mismatch/kl_current"]) < 1e-6 for line in records(workplace, "bits", "metrics.jsonl"))
+    assert all(abs(line["mismatch/kl_current"]) < 1e-6 for line in records(folder, "bits", "metrics.jsonl"))
+
+
+URLS = ("http://localhost:8001", "http://localhost:8002")
+REPLICAS, SERVERS = "placement.policy_replicas=2", f"vllm.urls={json.dumps(URLS)}"
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
-        ("vllm.max_num_seq=3", "unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)"),
-        ("run.deterministic=true", "run.deterministic makes every bit independent of timing"),
-        ("sampling.top_p=0.5", "vLLM does not say which those were"),
-        ("placement.share=sleep", "vLLM does not sleep on a CPU"),
+        (("vllm.max_num_seq=3",), "unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)"),
+        (("run.deterministic=true",), "run.deterministic makes every bit independent of timing"),
+        (("sampling.top_p=0.5",), "vLLM does not say which those were"),
+        (("placement.share=sleep",), "vLLM does not sleep on a CPU"),
+        ((REPLICAS, "step.kv_on_sync=keep"), "set step.kv_on_sync = 'recompute'"),
+        ((REPLICAS, "vllm.tensor_parallel_size=2"), "[vllm] has 2 workers"),
+        ((SERVERS, "vllm.max_num_seqs=3"), "vllm.max_num_seqs is for an engine that the run starts"),
+        ((SERVERS, "vllm.weight_directory=/x"), "vllm.weight_directory (did you mean 'weights_directory'?)"),
+        ((SERVERS, "step.kv_on_sync=keep"), "set step.kv_on_sync = 'recompute'"),
+        (
+            (SERVERS, "vllm.api_key_env=no-such-canary"),
+            "vllm.api_key_env: expected the name of an environment variable",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(
-    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str], override: str, message: str
+    folder: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], message: str
 ) -> None:
-    assert on_vllm(workplace, "refused", override) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "loading" not in said
+    assert on_vllm(folder, "refused", *overrides) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "loading" not in said.err
+    assert "canary" not in said.err + said.out
     assert not stand_in
-    assert not (workplace / "runs" / "refused").exists()
+    assert not (folder / "runs" / "refused").exists()
 
 
 def test_a_policy_that_is_refused_takes_its_engine_with_it(
-    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str]
+    folder: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert on_vllm(workplace, "seven", "sampling.top_k=7") == 2
+    assert on_vllm(folder, "seven", "sampling.top_k=7") == 2
     assert "seven is refused" in capsys.readouterr().err
     assert stand_in[0].closed
-    assert on_vllm(workplace, "seven") == 0, "its log is no reason against another run of that name"
+    assert on_vllm(folder, "seven") == 0, "its log is no reason against another run of that name"
 
 
-def test_its_tokens_are_scored_again_only_where_another_engine_made_them(workplace: Path) -> None:
-    def proximal(*overrides: str) -> object:
-        settings = load(workplace / "config.toml", overrides)
-        with prepare(settings, dry_run=True) as session:
-            return type(session.assembly.proximal)
+def test_its_tokens_are_scored_again_only_where_another_engine_made_them_and_its_work_is_told_like_a_place_s(
+    folder: Path,
+) -> None:
+    def prepared(*overrides: str) -> PreparedRun:
+        return prepare(load(folder / "config.toml", overrides), dry_run=True)
 
-    assert proximal("models.engine=vllm") is RecomputedLogprobs
-    assert proximal("models.engine=vllm", "algorithm.is_correction=none") is type(None)
-    assert proximal("algorithm.is_correction=truncated") is ProximalLogprobs
-
-
-def test_its_work_is_told_like_that_of_a_place(workplace: Path) -> None:
-    with prepare(load(workplace / "config.toml", ["models.engine=vllm"]), dry_run=True) as session:
+    with prepared("models.engine=vllm") as session:
         assembly = session.assembly
+        assert type(assembly.proximal) is RecomputedLogprobs
         spans: list[object] = []
         assembly.listen(spans.append)
         (worker,) = assembly.serving.workers
@@ -246,10 +239,14 @@ def test_its_work_is_told_like_that_of_a_place(workplace: Path) -> None:
             assert assembly.at_work() == ("policy: decode",)
         assert not assembly.at_work()
         assert len(spans) == 1
+    with prepared("models.engine=vllm", "algorithm.is_correction=none") as session:
+        assert session.assembly.proximal is None
+    with prepared("algorithm.is_correction=truncated") as session:
+        assert type(session.assembly.proximal) is ProximalLogprobs
 
 
-def test_an_engine_is_ended_also_if_a_place_cannot_be(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = prepare(load(workplace / "config.toml", ["models.engine=vllm"]), dry_run=True)
+def test_an_engine_is_ended_also_if_a_place_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = prepare(load(folder / "config.toml", ["models.engine=vllm"]), dry_run=True)
     close = session.assembly.places.training.close
 
     def broken() -> None:
@@ -261,9 +258,6 @@ def test_an_engine_is_ended_also_if_a_place_cannot_be(workplace: Path, monkeypat
         session.assembly.close()
     session.assembly.places.scoring["reward"].close()
     session.assembly.places.acting[0].close()
-
-
-URLS = ("http://localhost:8001", "http://localhost:8002")
 
 
 @dataclass
@@ -283,18 +277,18 @@ class StandInServer(StandIn):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_servers_are_connected_to_by_their_urls_and_several_are_a_pool(
-    workplace: Path,
+    folder: Path,
     stand_in: list[StandIn],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     count: int,
 ) -> None:
-    monkeypatch.setattr("oppo.vllm.VllmServer", StandInServer.connect)
+    monkeypatch.setattr("oppo.run.engines.VllmServer", StandInServer.connect)
     monkeypatch.setenv("KEY_OF_THE_TEST", "canary-0123456789")
     name, urls = f"servers-{count}", json.dumps(URLS[:count])
     chosen = (f"vllm.urls={urls}", "vllm.api_key_env=KEY_OF_THE_TEST", "vllm.weights_directory=/shared")
-    assert on_vllm(workplace, name, "run.steps=2", *chosen) == 0
-    assert [line["trained"] for line in records(workplace, name, "metrics.jsonl")] == [4, 4]
+    assert on_vllm(folder, name, "run.steps=2", *chosen) == 0
+    assert [line["trained"] for line in records(folder, name, "metrics.jsonl")] == [4, 4]
     said = capsys.readouterr().err
     assert len(stand_in) == count
     servers = [each for each in stand_in if isinstance(each, StandInServer)]
@@ -304,7 +298,7 @@ def test_servers_are_connected_to_by_their_urls_and_several_are_a_pool(
         assert server.given["api_key"] == "canary-0123456789"
         assert server.given["weights_directory"] == "/shared"
         assert f"the vLLM server at {url} rounds the weights to torch.bfloat16" in said
-    text = (workplace / "runs" / name / "config.toml").read_text()
+    text = (folder / "runs" / name / "config.toml").read_text()
     assert "KEY_OF_THE_TEST" in text
     assert "canary" not in text
 
@@ -324,13 +318,13 @@ class StandInProcess:
 
 
 def test_replicas_are_servers_that_the_run_starts_in_processes_of_its_own(
-    workplace: Path, stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch
+    folder: Path, stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oppo.vllm.VllmServer", StandInServer.connect)
-    monkeypatch.setattr("oppo.vllm.processes.ServerProcess", StandInProcess)
+    monkeypatch.setattr("oppo.run.engines.VllmServer", StandInServer.connect)
+    monkeypatch.setattr("oppo.run.engines.ServerProcess", StandInProcess)
     chosen = ("run.steps=2", "vllm.max_num_seqs=8", "placement.policy_replicas=2")
-    assert on_vllm(workplace, "replicas", *chosen) == 0
-    assert [line["trained"] for line in records(workplace, "replicas", "metrics.jsonl")] == [4, 4]
+    assert on_vllm(folder, "replicas", *chosen) == 0
+    assert [line["trained"] for line in records(folder, "replicas", "metrics.jsonl")] == [4, 4]
     servers = [server for server in stand_in if isinstance(server, StandInServer)]
     places = {server.url.split("/")[2] for server in servers}
     assert len(places) == len(servers) == 2
@@ -341,71 +335,28 @@ def test_replicas_are_servers_that_the_run_starts_in_processes_of_its_own(
         assert len(given["key"]) > 30
         assert given["given"]["max_num_seqs"] == 8
         assert (given["cores"], given["backend"], given["adapters"]) == (1, "file", 0)
-        assert given["log"] == str(workplace / "runs" / "replicas" / "vllm.log")
-    assert len([*(workplace / "runs" / "replicas").glob("ended-*")]) == 2
+        assert given["log"] == str(folder / "runs" / "replicas" / "vllm.log")
+    assert len([*(folder / "runs" / "replicas").glob("ended-*")]) == 2
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("step.kv_on_sync=keep",), "set step.kv_on_sync = 'recompute'"),
-        (("vllm.tensor_parallel_size=2",), "[vllm] has 2 workers"),
-    ],
-)
-def test_what_a_replica_on_vllm_cannot_do_is_refused_before_anything_is_loaded(
-    workplace: Path,
-    stand_in: list[StandIn],
-    capsys: pytest.CaptureFixture[str],
-    overrides: tuple[str, ...],
-    message: str,
-) -> None:
-    assert on_vllm(workplace, "refused", "placement.policy_replicas=2", *overrides) == 2
-    assert message in capsys.readouterr().err
-    assert not stand_in
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("vllm.max_num_seqs=3", "vllm.max_num_seqs is for an engine that the run starts"),
-        ("vllm.weight_directory=/x", "vllm.weight_directory (did you mean 'weights_directory'?)"),
-        ("step.kv_on_sync=keep", "set step.kv_on_sync = 'recompute'"),
-        ("vllm.api_key_env=no-such-canary", "vllm.api_key_env: expected the name of an environment variable"),
-    ],
-)
-def test_what_a_server_cannot_do_is_refused_before_anything_is_loaded(
-    workplace: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str], override: str, message: str
-) -> None:
-    assert on_vllm(workplace, "refused", f"vllm.urls={json.dumps(URLS)}", override) == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert "canary" not in said.err + said.out
-    assert not stand_in
+LONGEST = 160
 
 
 @dataclass
 class ScoringStandIn(StandIn):
-    """In the place of the ``VllmEngine`` of a reward model."""
+    """In the place of the ``VllmEngine`` of a reward model, or of a reference or a teacher."""
 
-    llm: FakePooling = field(default_factory=FakePooling)
-    name: str = "reward"
-    advice: str = "look into its log"
-    pools: object = field(default_factory=config)
+    facts: ClassVar[dict[str, Any]] = {}
 
-    @property
-    def config(self) -> object:
-        return self.pools
+    def __post_init__(self) -> None:
+        pools = self.arguments.get("runner") == "pooling"
+        room = {"longest": LONGEST, "runner": "pooling"} if pools else {"longest": LONGEST + 1}
+        facts = {"model": str(self.directory), "vocabulary": VOCABULARY, **room, **self.facts}
+        self.llm = FakeAsyncLLM(facts=facts)
+        self.engine = engine_of(self.llm)
 
-    def require_usable(self) -> None:
-        return
-
-
-@dataclass
-class ReadingStandIn(ScoringStandIn):
-    """In the place of the ``VllmEngine`` of a reference or a teacher."""
-
-    llm: FakePrompts = field(default_factory=FakePrompts)
-    pools: object = field(default_factory=generating)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
 
 @pytest.fixture
@@ -417,16 +368,11 @@ def scoring(stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> list[St
             raise ConfigError("unknown argument 'max_num_seq'")
 
     def start(model: str | Path, *, arguments: Mapping[str, object], **given: Any) -> StandIn:
-        kind = ScoringStandIn if arguments.get("runner") == "pooling" else StandIn
-        kind = ReadingStandIn if "worker_extension_cls" in arguments else kind
+        kind = ScoringStandIn if {"runner", "worker_extension_cls"} & arguments.keys() else StandIn
         return kind.start(model, arguments=arguments, **given)
 
-    vllm = ModuleType("vllm")
-    vllm.__dict__.update(PoolingParams=PoolingParams, SamplingParams=SamplingParams)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    for module in ("oppo.vllm", "oppo.run.on_vllm"):
-        monkeypatch.setattr(f"{module}.VllmEngine", SimpleNamespace(start=start))
-    monkeypatch.setattr("oppo.vllm.arguments.require_arguments", require)
+    monkeypatch.setattr("oppo.run.engines.VllmEngine", SimpleNamespace(start=start))
+    monkeypatch.setattr("oppo.run.engines.require_arguments", require)
     return stand_in
 
 
@@ -435,18 +381,18 @@ REWARD_ON_VLLM = ("rewards.0.engine=vllm", "run.panel=off")
 
 @pytest.mark.parametrize("policy", ["transformers", "vllm"])
 def test_a_reward_model_has_an_engine_of_its_own_which_ends_with_the_run(
-    workplace: Path, scoring: list[StandIn], policy: str
+    folder: Path, scoring: list[StandIn], policy: str
 ) -> None:
     name = f"scored-beside-{policy}"
     chosen = (f"run.name={name}", f"models.engine={policy}", "rewards.0.vllm.block_size=8", "run.cores=2")
-    assert oppo(workplace, "", *REWARD_ON_VLLM, *chosen) == 0
-    assert [line["trained"] for line in records(workplace, name, "metrics.jsonl")] == [4, 4]
+    assert oppo(folder, "", *REWARD_ON_VLLM, *chosen) == 0
+    assert [line["trained"] for line in records(folder, name, "metrics.jsonl")] == [4, 4]
     engine = scoring[0]
     assert isinstance(engine, ScoringStandIn)
     assert len(scoring) == 1 + (policy == "vllm")
-    assert (engine.directory, str(engine.trainer)) == (workplace / "reward", "cpu")
+    assert (engine.directory, str(engine.trainer)) == (folder / "reward", "cpu")
     assert repr(engine.cores) == "slice(1, 2, None)"
-    assert engine.log == workplace / "runs" / name / "vllm.log"
+    assert engine.log == folder / "runs" / name / "vllm.log"
     assert engine.arguments == {
         "runner": "pooling",
         "convert": "classify",
@@ -456,13 +402,13 @@ def test_a_reward_model_has_an_engine_of_its_own_which_ends_with_the_run(
         "block_size": 8,
     }
     assert len(engine.llm.sequences) > 8, "prefixes were read while responses were written"
-    assert not engine.llm.open
-    saved = load(workplace / "runs" / name / "config.toml").reward_engines["rewards.0"]
+    assert not engine.llm.asking
+    saved = load(folder / "runs" / name / "config.toml").reward_engines["rewards.0"]
     assert saved.vllm == {"block_size": 8}
 
 
-def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(workplace: Path, scoring: list[StandIn]) -> None:
-    with prepare(load(workplace / "config.toml", REWARD_ON_VLLM), dry_run=True) as session:
+def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(folder: Path, scoring: list[StandIn]) -> None:
+    with prepare(load(folder / "config.toml", REWARD_ON_VLLM), dry_run=True) as session:
         (scorer,) = session.assembly.scoring
         with scorer.reporter.reported("extend"):
             assert session.assembly.at_work() == ("reward model: extend",)
@@ -471,17 +417,33 @@ def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(workplace: Path, 
     assert session.assembly.positions == LONGEST
 
 
+READ_ON_VLLM = ("scorers.reference.engine=vllm", "run.panel=off", "run.cores=2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("rewards.0.vllm.max_num_seq=3",), "rewards.0: unknown argument 'max_num_seq'"),
-        (("rewards.0.url=http://localhost:1", "rewards.0.api_key_env=NOT_SET"), "rewards.0: the key is to be in the"),
-        (("rewards.0.source=several",), "several is no causal model with one label"),
-        (("rewards.0.source=foreign",), "rewards.0: "),
+        ((*REWARD_ON_VLLM, "rewards.0.vllm.max_num_seq=3"), "rewards.0: unknown argument 'max_num_seq'"),
+        (
+            (*REWARD_ON_VLLM, "rewards.0.url=http://localhost:1", "rewards.0.api_key_env=NOT_SET"),
+            "rewards.0: the key is to be in the",
+        ),
+        ((*REWARD_ON_VLLM, "rewards.0.source=several"), "several is no causal model with one label"),
+        ((*REWARD_ON_VLLM, "rewards.0.source=foreign-reward"), "rewards.0: "),
+        (
+            (*READ_ON_VLLM, "scorers.reference.vllm.max_num_seq=3"),
+            "scorers.reference: unknown argument 'max_num_seq'",
+        ),
+        ((*READ_ON_VLLM, "sampling.top_k=5"), "scorers.reference: sampling.top_k = 5 leaves ids out"),
+        (
+            (*READ_ON_VLLM, "scorers.reference.url=http://localhost:1", "sampling.temperature=0.7"),
+            "scorers.reference: sampling.temperature = 0.7 divides the logits",
+        ),
+        ((*READ_ON_VLLM, "models.reference=foreign"), "models.reference: "),
     ],
 )
-def test_a_reward_that_vllm_cannot_serve_is_refused_before_an_engine_starts(
-    workplace: Path,
+def test_a_scorer_that_vllm_cannot_serve_is_refused_before_an_engine_starts(
+    folder: Path,
     scoring: list[StandIn],
     capsys: pytest.CaptureFixture[str],
     overrides: tuple[str, ...],
@@ -489,58 +451,54 @@ def test_a_reward_that_vllm_cannot_serve_is_refused_before_an_engine_starts(
 ) -> None:
     several = tiny.CONFIGS["llama"]()
     several.num_labels = 2
-    tiny.scalar_of(several).save_pretrained(workplace / "several")
-    tokenizer().save_pretrained(workplace / "several")
-    tiny.scalar("llama").save_pretrained(workplace / "foreign")
-    tokenizer(shifted=True).save_pretrained(workplace / "foreign")
-    assert oppo(workplace, "", "run.name=refused", *REWARD_ON_VLLM, *overrides) == 2
+    tiny.scalar_of(several).save_pretrained(folder / "several")
+    tokenizer().save_pretrained(folder / "several")
+    for name, model in (("foreign-reward", tiny.scalar("llama")), ("foreign", tiny.causal("llama"))):
+        model.save_pretrained(folder / name)
+        tokenizer(shifted=True).save_pretrained(folder / name)
+    assert oppo(folder, "", "run.name=refused", *overrides) == 2
     said = capsys.readouterr().err
     assert message in said, said
     assert not scoring
-    assert not (workplace / "runs" / "refused").exists(), (said, [*(workplace / "runs" / "refused").iterdir()])
+    assert not (folder / "runs" / "refused").exists()
 
 
 def test_an_engine_whose_model_it_cannot_score_with_is_ended(
-    workplace: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ScoringStandIn, "config", config(pooling="MEAN"))
-    assert oppo(workplace, "", "run.name=mean", *REWARD_ON_VLLM) == 2
+    monkeypatch.setattr(ScoringStandIn, "facts", {"pooling": "MEAN"})
+    assert oppo(folder, "", "run.name=mean", *REWARD_ON_VLLM) == 2
     assert "rewards.0: reward pools MEAN with a prefix cache" in capsys.readouterr().err
     assert scoring[0].closed
 
 
 def test_a_reward_model_is_asked_by_its_url(
-    workplace: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake = FakeScoringServer(key="canary-of-the-reward", longest=500)
+    fake = FakeServer(FakeAsyncLLM(facts={"vocabulary": VOCABULARY}), key="canary-of-the-reward")
 
     class Served(RewardServer):
         __init__ = partialmethod(RewardServer.__init__, transport=fake)
 
-    monkeypatch.setattr("oppo.run.on_vllm.RewardServer", Served)
+    monkeypatch.setattr("oppo.run.engines.RewardServer", Served)
     monkeypatch.setenv("KEY_OF_THE_REWARD", "canary-of-the-reward")
     chosen = ("rewards.0.url=http://localhost:8009", "rewards.0.api_key_env=KEY_OF_THE_REWARD", "run.name=by-url")
-    assert oppo(workplace, "", *REWARD_ON_VLLM, *chosen) == 0
-    assert [line["trained"] for line in records(workplace, "by-url", "metrics.jsonl")] == [4, 4]
+    assert oppo(folder, "", *REWARD_ON_VLLM, *chosen) == 0
+    assert [line["trained"] for line in records(folder, "by-url", "metrics.jsonl")] == [4, 4]
     assert not scoring
     assert len(fake.bodies) > 2
-    assert "calls its model 'served', and it is to be" in capsys.readouterr().err
-    assert "canary" not in (workplace / "runs" / "by-url" / "config.toml").read_text()
+    assert "calls its model 'fake', and it is to be" in capsys.readouterr().err
+    assert "canary" not in (folder / "runs" / "by-url" / "config.toml").read_text()
 
 
-READ_ON_VLLM = ("scorers.reference.engine=vllm", "run.panel=off", "run.cores=2")
-
-
-def test_the_reference_has_an_engine_of_its_own_which_ends_with_the_run(
-    workplace: Path, scoring: list[StandIn]
-) -> None:
-    assert oppo(workplace, "", *READ_ON_VLLM, "run.name=referred", "scorers.reference.vllm.block_size=8") == 0
-    steps = records(workplace, "referred", "metrics.jsonl")
+def test_the_reference_has_an_engine_of_its_own_which_ends_with_the_run(folder: Path, scoring: list[StandIn]) -> None:
+    assert oppo(folder, "", *READ_ON_VLLM, "run.name=referred", "scorers.reference.vllm.block_size=8") == 0
+    steps = records(folder, "referred", "metrics.jsonl")
     assert all(math.isfinite(step["objective/kl"]) and step["objective/kl"] for step in steps)
     (engine,) = scoring
-    assert isinstance(engine, ReadingStandIn)
+    assert isinstance(engine, ScoringStandIn)
     assert engine.closed
-    assert (engine.directory, repr(engine.cores)) == (workplace / "actor", "slice(1, 2, None)")
+    assert (engine.directory, repr(engine.cores)) == (folder / "actor", "slice(1, 2, None)")
     assert engine.arguments == {
         "worker_extension_cls": "oppo.vllm.logprobs.LogitsOfPrompts",
         "dtype": "float32",
@@ -549,21 +507,21 @@ def test_the_reference_has_an_engine_of_its_own_which_ends_with_the_run(
         "block_size": 8,
     }
     assert len(engine.llm.sequences) > 8, "prefixes were read while responses were written"
-    saved = load(workplace / "runs" / "referred" / "config.toml")
+    saved = load(folder / "runs" / "referred" / "config.toml")
     assert saved.on_vllm["reference"].vllm == {"block_size": 8}
 
 
 def test_several_teachers_are_on_vllm_on_a_server_and_on_transformers(
-    workplace: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch
+    folder: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeScoringServer(longest=500)
+    fake = FakeServer(FakeAsyncLLM(facts={"vocabulary": VOCABULARY}))
 
     class Served(LogprobServer):
         __init__ = partialmethod(LogprobServer.__init__, transport=fake)
 
-    monkeypatch.setattr("oppo.run.on_vllm.LogprobServer", Served)
+    monkeypatch.setattr("oppo.run.engines.LogprobServer", Served)
     rows = [{"prompt": f"w{3 + n} w{40 + n}", "domain": "abc"[n % 3]} for n in range(12)]
-    (workplace / "domains.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "domains.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chosen = (
         "step.algorithm=distill",
         "models.teacher={a = 'actor', b = 'actor', c = 'actor'}",
@@ -575,38 +533,151 @@ def test_several_teachers_are_on_vllm_on_a_server_and_on_transformers(
         '[scorers."teacher.a"]\nengine = "vllm"\nvllm = {block_size = 8}\n'
         '[scorers."teacher.b"]\nengine = "vllm"\nurl = "http://localhost:8009"\n'
     )
-    (workplace / "taught.toml").write_text(f"{(workplace / 'config.toml').read_text()}\n{tables}")
+    (folder / "taught.toml").write_text(f"{(folder / 'config.toml').read_text()}\n{tables}")
     overrides = [part for each in (*chosen, "run.panel=off", "run.name=taught") for part in ("--set", each)]
-    assert main(["train", str(workplace / "taught.toml"), *overrides]) == 0
-    assert all(math.isfinite(step["objective/teacher_kl"]) for step in records(workplace, "taught", "metrics.jsonl"))
+    assert main(["train", str(folder / "taught.toml"), *overrides]) == 0
+    assert all(math.isfinite(step["objective/teacher_kl"]) for step in records(folder, "taught", "metrics.jsonl"))
     (engine,) = scoring
-    assert isinstance(engine, ReadingStandIn)
+    assert isinstance(engine, ScoringStandIn)
     assert engine.llm.sequences
     assert len(fake.bodies) > 1
 
 
+MINIMAL = 'models.policy = "actor"\nrewards = [{ source = "reward.py:score" }]\ndata.prompts = "prompts.jsonl"\n'
+ON_VLLM = 'models.engine = "vllm"\n'
+
+
+def loaded(folder: Path, text: str = "", *overrides: str) -> Settings:
+    path = folder / "config.toml"
+    path.write_text(MINIMAL + text)
+    return load(path, overrides)
+
+
+def refused(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder, text, *overrides)
+    return str(caught.value)
+
+
+def correction(settings: Settings) -> str:
+    assert isinstance(settings.algorithm, ClippedAlgorithm)
+    return settings.algorithm.is_correction
+
+
+def test_arguments_of_vllm_are_kept_as_they_are_and_written_again(tmp_path: Path) -> None:
+    text = (
+        f"{ON_VLLM}[vllm]\nmax_num_seqs = 8\nenforce_eager = true\ncompilation_config = {{ mode = 0, sizes = [1] }}\n"
+    )
+    settings = loaded(tmp_path, text, "vllm.max_num_seqs=16", "vllm.quantization=fp8")
+    assert settings.vllm == {
+        "max_num_seqs": 16,
+        "enforce_eager": True,
+        "compilation_config": {"mode": 0, "sizes": [1]},
+        "quantization": "fp8",
+    }
+    assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
+    assert settings.changed({"vllm": {"max_num_seqs": 2}}).vllm == {**settings.vllm, "max_num_seqs": 2}
+    assert "vllm.quantization" in fingerprints(settings)
+
+
+def test_without_arguments_there_is_no_such_table(tmp_path: Path) -> None:
+    settings = loaded(tmp_path, ON_VLLM)
+    assert "[vllm]" not in settings.toml()
+    assert settings.changed({"vllm": {"max_num_seqs": 2}}).vllm == {"max_num_seqs": 2}
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo", "dr_grpo"])
+def test_tokens_of_vllm_are_weighted_unless_the_file_says_how(tmp_path: Path, algorithm: str) -> None:
+    chosen = f"step.algorithm={algorithm}"
+    assert correction(loaded(tmp_path, "", chosen)) == "none"
+    settings = loaded(tmp_path, ON_VLLM, chosen)
+    assert correction(settings) == "truncated"
+    assert settings.algorithm.corrects
+    assert correction(loaded(tmp_path, ON_VLLM, chosen, "algorithm.is_correction=mask")) == "mask"
+    assert correction(loaded(tmp_path, ON_VLLM, chosen, "algorithm.is_correction=none")) == "none"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
-        (("scorers.reference.vllm.max_num_seq=3",), "scorers.reference: unknown argument 'max_num_seq'"),
-        (("sampling.top_k=5",), "scorers.reference: sampling.top_k = 5 leaves ids out"),
         (
-            ("scorers.reference.url=http://localhost:1", "sampling.temperature=0.7"),
-            "scorers.reference: sampling.temperature = 0.7 divides the logits",
+            "run.deterministic=true",
+            "run.deterministic makes every bit independent of timing, and vLLM chooses its batches by time",
         ),
-        (("models.reference=foreign",), "models.reference: "),
+        ("run.policy=process", "run.policy = 'process' places an actor of transformers, and vLLM has processes"),
+        ("sampling.top_p=0.9", "sampling.top_p = 0.9 draws from the most likely tokens, and vLLM does not say which"),
     ],
 )
-def test_a_reference_that_vllm_cannot_serve_is_refused_before_an_engine_starts(
-    workplace: Path,
-    scoring: list[StandIn],
-    capsys: pytest.CaptureFixture[str],
-    overrides: tuple[str, ...],
-    message: str,
+def test_what_vllm_cannot_do_is_refused_with_the_way_out(tmp_path: Path, override: str, message: str) -> None:
+    said = refused(tmp_path, ON_VLLM, override)
+    assert said.startswith(message)
+    assert said.endswith("set models.engine = 'transformers'")
+    loaded(tmp_path, "", override)
+
+
+def test_top_p_that_top_k_bounds_is_reported_by_vllm(tmp_path: Path) -> None:
+    assert loaded(tmp_path, ON_VLLM, "sampling.top_p=0.9", "sampling.top_k=20").sampling.top_p == 0.9
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpu", "chosen", "why"),
+    [
+        (True, True, "run.name=it", ""),
+        (False, True, "run.name=it", "since vLLM is not installed"),
+        (True, False, "run.name=it", "since the policy is on a CPU"),
+        (True, True, "models.device=cpu", "since the policy is on a CPU"),
+        (True, True, "sampling.top_p=0.9", "since sampling.top_p = 0.9 draws from the most likely"),
+    ],
+)
+def test_vllm_decodes_by_itself_on_a_gpu_where_it_is_installed_and_can(
+    request: pytest.FixtureRequest, installed: bool, gpu: bool, chosen: str, why: str
 ) -> None:
-    tiny.causal("llama").save_pretrained(workplace / "foreign")
-    tokenizer(shifted=True).save_pretrained(workplace / "foreign")
-    assert oppo(workplace, "", "run.name=refused", *READ_ON_VLLM, *overrides) == 2
-    said = capsys.readouterr().err
-    assert message in said, said
-    assert not scoring
+    patch, folder, messages = (request.getfixturevalue(each) for each in ("monkeypatch", "tmp_path", "messages"))
+    patch.setattr("oppo.config.load.is_installed", lambda module: installed)
+    patch.setattr("torch.cuda.is_available", lambda: gpu)
+    patch.setattr("torch.cuda.device_count", lambda: 1)
+    settings = loaded(folder, "[vllm]\nmax_num_seqs = 8\n", "models.engine=auto", chosen)
+    assert settings.models.engine == ("transformers" if why else "vllm")
+    assert correction(settings) == ("none" if why else "truncated")
+    assert dict(settings.vllm) == ({} if why else {"max_num_seqs": 8})
+    assert f"models.engine = 'auto': {'transformers' if why else 'vLLM'} decodes" in messages[-1]
+    assert why in messages[-1]
+
+
+def test_the_table_of_another_engine_is_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path, "[vllm]\nmax_num_seqs = 8\n") == (
+        "[vllm] holds max_num_seqs, which only vLLM reads, and models.engine = 'transformers': set models.engine = "
+        "'vllm', or leave [vllm] out"
+    )
+
+
+def test_faults_around_the_table_are_errors(tmp_path: Path) -> None:
+    assert refused(tmp_path, "", "models.engine=vlm") == (
+        "models.engine: expected 'auto', 'transformers' or 'vllm', got 'vlm' (did you mean 'vllm'?)"
+    )
+    assert "unknown section 'vlm' (did you mean 'vllm'?)" in refused(tmp_path, "[vlm]\nseed = 1\n")
+    assert refused(tmp_path, f"{ON_VLLM}vllm = 3\n") == "[vllm]: expected a section, got 3"
+
+
+def test_a_secret_within_the_table_is_refused(tmp_path: Path) -> None:
+    said = refused(tmp_path, f'{ON_VLLM}[vllm]\noverrides = {{ hub = ["https://me:canary@hub.example"] }}\n')
+    assert said.startswith("vllm.overrides.hub holds a secret")
+    assert "canary" not in said
+
+
+@pytest.mark.parametrize("key", ["api_key", "password", "hf_token", "token2", "client_secret"])
+def test_a_secret_is_known_by_the_name_of_its_setting_too(tmp_path: Path, key: str) -> None:
+    said = refused(tmp_path, f'{ON_VLLM}[vllm]\noverrides = [{{ {key} = "canary" }}]\n')
+    assert said.startswith(f"vllm.overrides.{key} holds a secret, got ***")
+    assert "canary" not in said
+    loaded(tmp_path, f"{ON_VLLM}[vllm]\nmax_num_batched_tokens = 64\noverrides = {{ {key} = false, b = '' }}\n")
+
+
+def test_a_run_goes_on_with_other_arguments_and_never_with_another_engine(tmp_path: Path) -> None:
+    before = fingerprints(loaded(tmp_path, f"{ON_VLLM}[vllm]\nmax_num_seqs = 8\n"))
+    for text in (ON_VLLM, f"{ON_VLLM}[vllm]\nmax_num_seqs = 4\nblock_size = 32\n"):
+        require_same(before, loaded(tmp_path, text))
+    with pytest.raises(ConfigError, match=r"models\.engine cannot change when a run is resumed"):
+        require_same(before, loaded(tmp_path, "algorithm.is_correction = 'truncated'\n"))
+    with pytest.raises(ConfigError, match=r"step\.batch cannot change.*, and what \[vllm\] holds$"):
+        require_same(before, loaded(tmp_path, ON_VLLM, "step.batch=3"))

@@ -15,10 +15,9 @@ from oppo import train
 from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.report.metrics import metric
 from oppo.run.checkpoint import CHECKPOINTS, verified
-from oppo.run.train import FINAL
 from tests.report.tracked import board
 from tests.run.test_resume_real import stable
-from tests.workplace import furnish, oppo, records, start
+from tests.workplace import furnish, oppo, records, start, weights
 
 EXACT = ("run.deterministic=true", "run.panel=off", "run.trace=0", "run.steps=4", "run.checkpoint_every=2")
 EVAL = ("eval.prompts=held_out.jsonl", "eval.every=2")
@@ -57,11 +56,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"w{20 + i} w{40 + 2 * i}", "goal": i} for i in range(6)]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-def weights(folder: Path, name: str) -> dict[str, bytes]:
-    found = load_file(folder / "runs" / name / FINAL / "actor" / "model.safetensors")
-    return {key: tensor.tobytes() for key, tensor in found.items()}
 
 
 def trained(run: Path) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,27 +15,24 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from oppo.cli import DONE, FAILED, UNUSABLE
+from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.config.load import load
+from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.hf.devices import DeviceThread
+from oppo.hf.loading import ModelRecipe, positions_of
 from oppo.hf.memory import Hardware
-from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
-from oppo.run.memory import Expected, expected, load_of, with_micro_batches
-from oppo.run.places import devices_of, layout_of, with_types
+from oppo.run.checkpoint import fingerprints, require_same
+from oppo.run.deployment import Deployment, places_of
+from oppo.run.memory import Expected, by_device, crowded, expected, load_of, with_micro_batches
 from oppo.run.train import FINAL
 from tests.hf import tiny
 from tests.placement.instances import gone
-from tests.workplace import furnish, killed_and_replaced, oppo, records, resume, start
+from tests.workplace import killed_and_replaced, oppo, records, resume, start
 
 BOTH = 'placement.trainer=["cpu", "cpu"]'
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return furnish(tmp_path_factory.mktemp("placement"))
 
 
 @pytest.fixture
@@ -42,6 +40,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch say that there are three CUDA devices; nothing is moved to one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
 
 
 def weights(folder: Path, name: str) -> dict[str, np.ndarray]:
@@ -161,7 +160,7 @@ def test_memory_is_counted_of_each_replica_of_a_policy(folder: Path) -> None:
 
     def counted(*overrides: str) -> dict[str, Expected]:
         settings = load(folder / "config.toml", overrides)
-        needs = expected(settings, devices_of(settings, assumed), load_of(settings, 6), assumed)
+        needs = expected(Deployment.of(settings, assumed), load_of(settings, 6))
         return {each.model: each for each in needs}
 
     one, two = counted(), counted("placement.policy_replicas=2", "placement.policy=cuda:2")
@@ -177,7 +176,8 @@ def test_each_model_has_the_device_and_the_place_that_the_settings_name(folder: 
         folder / "config.toml",
         ["models.device=cuda", "placement.scorers=cuda:1", "placement.critic=cpu", "placement.trainer=cuda:2"],
     )
-    devices = devices_of(settings)
+    deployment = Deployment.of(settings)
+    devices = deployment.devices
     assert [str(each) for each in (devices.policy, *devices.trainer, devices.reference, devices.reward)] == [
         "cuda:0",
         "cuda:2",
@@ -186,7 +186,7 @@ def test_each_model_has_the_device_and_the_place_that_the_settings_name(folder: 
     ]
     assert str(devices.critic) == "cpu"
     assert not settings.shares_weights
-    places = layout_of(settings, devices)
+    places = places_of(deployment)
     try:
         assert places.scoring["reward"] is places.scoring["reference"]
         assert isinstance(places.scoring["reward"], DeviceThread)
@@ -201,10 +201,10 @@ def test_each_model_has_the_device_and_the_place_that_the_settings_name(folder: 
 def test_ranks_on_gpus_train_copies_whose_whole_weights_are_kept_on_the_cpu(folder: Path) -> None:
     settings = load(folder / "config.toml", ["models.device=cuda", 'placement.trainer=["cuda:1", "cuda:2"]'])
     assert not settings.shares_weights
-    places = layout_of(settings, devices_of(settings))
+    places = places_of(Deployment.of(settings))
     try:
         assert isinstance(places.training, Ranks)
-        assert places.training.count == 2
+        assert len(places.training.pids) == 2
     finally:
         places.close()
 
@@ -266,7 +266,7 @@ def test_the_type_of_the_weights_is_by_the_device_unless_it_is_chosen(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capable)
     settings = load(folder / "config.toml", [chosen])
-    assert with_types(settings, devices_of(settings)).models.dtype == dtype
+    assert Deployment.of(settings).models.dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -286,13 +286,12 @@ def test_adapters_are_sent_alone_over_16_bits_where_that_can_be(
 ) -> None:
     assumed = Hardware.assumed("1xH100-80GB")
     settings = load(folder / "config.toml", ["models.engine=vllm", "models.lora_rank=2", *chosen])
-    assert with_types(settings, devices_of(settings, assumed), assumed).models.lora_sync == sync
+    assert Deployment.of(settings, assumed).models.lora_sync == sync
 
 
 def micro_batch(folder: Path, chosen: Sequence[str], assumed: Hardware) -> int | None:
     settings = load(folder / "config.toml", chosen)
-    devices = devices_of(settings, assumed)
-    return with_micro_batches(settings, devices, load_of(settings, 64), assumed).trainer.micro_batch_tokens
+    return with_micro_batches(Deployment.of(settings, assumed), load_of(settings, 64)).trainer.micro_batch_tokens
 
 
 def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(folder: Path) -> None:
@@ -301,7 +300,7 @@ def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(fold
     assert micro_batch(folder, ["trainer.micro_batch_tokens=512"], roomy) == 512
     assert micro_batch(folder, ["models.device=cpu"], roomy) == 2048
     settings = load(folder / "config.toml", ["trainer.micro_batch_tokens=4096"])
-    needs = expected(settings, devices_of(settings, roomy), load_of(settings, 64), roomy)
+    needs = expected(Deployment.of(settings, roomy), load_of(settings, 64))
     least = sum(each.bytes.total for each in needs)
     once = sum(each.bytes.activations for each in needs if each.model == "trainer")
     sizes = [micro_batch(folder, [], replace(roomy, bytes=least + times * once)) for times in (0, 1, 3, 6, 7)]
@@ -312,14 +311,187 @@ def test_memory_is_counted_of_sequences_that_the_models_read(folder: Path) -> No
     """Prompts have up to data.max_prompt_tokens, which with the response can be more than the models' positions."""
     roomy = Hardware.assumed("1xH100-80GB")
     settings = load(folder / "config.toml")
-    longest = ModelRecipe(path=settings.models.policy).positions()
-    devices, most = devices_of(settings, roomy), load_of(settings, settings.data.max_prompt_tokens)
+    longest = positions_of(ModelRecipe(path=settings.models.policy))
+    deployment, most = Deployment.of(settings, roomy), load_of(settings, settings.data.max_prompt_tokens)
     assert most.sequence > longest
-    assert with_micro_batches(settings, devices, most, roomy).trainer.micro_batch_tokens == 32768
+    assert with_micro_batches(deployment, most).trainer.micro_batch_tokens == 32768
     fits = load_of(settings, longest - settings.sampling.max_new_tokens)
-    assert expected(settings, devices, most, roomy) == expected(settings, devices, fits, roomy)
+    assert expected(deployment, most) == expected(deployment, fits)
 
 
 def test_the_type_of_the_weights_is_bfloat16_on_gpus_that_are_assumed(folder: Path) -> None:
     settings, assumed = load(folder / "config.toml"), Hardware.assumed("2xH100-80GB")
-    assert with_types(settings, devices_of(settings, assumed), assumed).models.dtype == "bfloat16"
+    assert Deployment.of(settings, assumed).models.dtype == "bfloat16"
+
+
+CLUSTER = "placement.cluster=auto"
+
+
+def settings(folder: Path, *overrides: str) -> Settings:
+    return load(folder / "config.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remote"),
+    [
+        ((), {"reference", "reward", "critic"}),
+        ((BOTH,), {"reference", "reward", "critic", "trainer"}),
+        (('placement.remote=["reward"]',), {"reward"}),
+        (('placement.remote=["reference"]',), {"reference"}),
+        (("rewards.0.source=reward.py:short", "models.critic=actor"), {"reference", "critic"}),
+        (("models.shared_trunk=true", "models.critic="), {"reference", "reward"}),
+        (("step.algorithm=rloo", "step.batch=4"), {"reference", "reward"}),
+        (('placement.remote=["policy"]',), {"policy"}),
+        (('placement.remote=["policy", "critic"]',), {"policy", "critic"}),
+    ],
+)
+def test_every_model_that_can_be_remote_is_unless_some_are_named(
+    folder: Path, overrides: tuple[str, ...], remote: set[str]
+) -> None:
+    assert settings(folder, CLUSTER, *overrides).remote == remote
+    assert not settings(folder, *overrides).remote
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (('placement.remote=["trainer"]',), "'trainer', and its first rank is here"),
+        (('placement.remote=["reward"]', "rewards.0.source=reward.py:short", "models.critic=actor"), "names no model"),
+        (('placement.remote=["critic"]', "models.shared_trunk=true", "models.critic="), "a head on the policy's trunk"),
+        (('placement.remote=["critic"]', "step.algorithm=rloo"), "step.algorithm = 'rloo' has none"),
+        (
+            ('placement.remote=["reference"]', "algorithm.kl=0", "step.algorithm=rloo", "step.batch=4"),
+            "refers to none, and models.reference names none",
+        ),
+        (("placement.reward=cuda:1",), "an actor has the GPU that Ray gives it"),
+        (('placement.trainer=["cpu", "cuda"]',), "devices of several kinds"),
+        (('placement.remote=["policy"]', "models.shared_trunk=true", "models.critic="), "a head on its trunk"),
+        (('placement.remote=["policy"]', "run.policy=process"), "run.policy = 'process' serves it on this machine"),
+        (
+            ('placement.remote=["policy"]', "models.engine=vllm", 'vllm.urls=["http://one:8000"]'),
+            "vllm.urls names the servers of it, which others start",
+        ),
+        (('placement.remote=["policy"]', "placement.policy=cuda:1"), "an actor has the GPU that Ray gives it"),
+        (("placement.actor_cpus=0",), "placement.actor_cpus"),
+        (
+            ("step.algorithm=rloo", "step.batch=4", "algorithm.kl=0", "rewards.0.source=reward.py:short"),
+            "no model of this run would be in it",
+        ),
+    ],
+)
+def test_what_cannot_be_remote_is_refused_by_name(folder: Path, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        settings(folder, CLUSTER, *overrides)
+
+
+def test_the_devices_of_other_machines_are_not_looked_for_here(folder: Path) -> None:
+    here = settings(folder, CLUSTER, "placement.scorers=cuda", 'placement.trainer=["cpu", "cpu"]')
+    devices = Deployment.of(here).devices
+    assert {str(device) for device in devices.scoring(["reference", "reward", "critic"]).values()} == {"cuda"}
+    assert [str(device) for device in devices.distinct()] == ["cpu"]
+    with pytest.raises(ConfigError, match=r"placement\.policy: there is no 'cuda'"):
+        Deployment.of(settings(folder, CLUSTER, "placement.policy=cuda"))
+
+
+def test_a_reward_function_beside_a_model_of_another_machine_has_the_cpu(folder: Path) -> None:
+    devices = Deployment.of(settings(folder, CLUSTER, "placement.scorers=cuda", "models.device=cpu")).devices
+    assert {model: str(device) for model, device in devices.here(["reward"]).items()} == {"reward": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shares"),
+    [
+        (('placement.trainer=["cuda", "cuda"]', "models.device=cuda"), False),
+        (('placement.trainer=["cuda:0", "cuda:1"]', 'placement.remote=["policy", "critic"]'), False),
+        ((BOTH, "models.device=cpu"), True),
+    ],
+)
+def test_ranks_on_gpus_share_no_weights_with_what_serves(
+    folder: Path, overrides: tuple[str, ...], shares: bool
+) -> None:
+    assert settings(folder, CLUSTER, *overrides).shares_weights is shares
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused"),
+    [
+        ("one:6379", "other:6379", False),
+        ("one:6379", "", True),
+        ("", "one:6379", True),
+    ],
+)
+def test_an_exact_run_goes_on_with_another_cluster_and_not_without(
+    folder: Path, before: str, after: str, refused: bool
+) -> None:
+    begun = fingerprints(settings(folder, f"placement.cluster={before}", "run.deterministic=true"))
+    with pytest.raises(ConfigError, match=r"placement\.cluster cannot change") if refused else nullcontext():
+        require_same(
+            begun, settings(folder, f"placement.cluster={after}", "placement.spread=true", "run.deterministic=true")
+        )
+
+
+def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) -> None:
+    there = settings(folder, CLUSTER, BOTH, "models.device=cpu")
+    needs = {each.model: each for each in expected(Deployment.of(there), None)}
+    assert {name for name, each in needs.items() if each.remote} == {
+        "reference",
+        "reward",
+        "critic",
+        "trainer, rank 1",
+    }
+    assert needs["critic"].where == "cpu in the cluster"
+    assert needs["trainer, whole weights"].bytes.weights == needs["critic"].bytes.weights, "the actor's are shared"
+    (counted,) = by_device(needs.values()).values()
+    assert [each.model for each in counted] == ["policy", "trainer, whole weights", "trainer, rank 0"]
+
+
+def test_each_replica_of_a_remote_policy_is_an_actor_with_a_gpu(folder: Path) -> None:
+    there = settings(
+        folder,
+        CLUSTER,
+        'placement.remote=["policy"]',
+        "placement.policy=cuda",
+        "models.device=cpu",
+        "placement.policy_replicas=3",
+    )
+    needs = expected(Deployment.of(there), None)
+    assert [each.where for each in needs if each.remote] == ["cuda in the cluster"] * 3
+    (fault,) = crowded(needs, Hardware.assumed("2x2xH100-80GB"))
+    assert "3 models are actors with a GPU each (policy 0, policy 1, policy 2)" in fault
+
+
+def test_a_remote_policy_decodes_there_and_is_trained_here(folder: Path) -> None:
+    there = settings(folder, CLUSTER, 'placement.remote=["policy"]', "placement.policy=cuda", "models.device=cpu")
+    assert there.shares_weights, "the critic, which is served here, is the one that is trained"
+    deployment = Deployment.of(there)
+    devices = deployment.devices
+    assert (str(devices.policy), str(devices.actor), str(devices.proximal)) == ("cuda", "cpu", "cpu")
+    assert [str(device) for device in devices.distinct()] == ["cpu"]
+    needs = {each.model: each for each in expected(deployment, None)}
+    assert {name for name, each in needs.items() if each.remote} == {"policy"}
+    assert needs["policy"].where == "cuda in the cluster"
+    assert needs["trainer"].bytes.weights == needs["policy"].bytes.weights, "the critic's are shared"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shared"), [((), True), (("step.lookahead=1",), False), (("models.share_weights=false",), False)]
+)
+def test_proximal_log_probs_are_of_the_weights_that_are_trained_if_those_may_be_read(
+    folder: Path, overrides: tuple[str, ...], shared: bool
+) -> None:
+    corrected = ("algorithm.is_correction=truncated", "models.device=cpu")
+    there = settings(folder, CLUSTER, 'placement.remote=["policy"]', *corrected, *overrides)
+    needs = {each.model: each for each in expected(Deployment.of(there), None)}
+    assert (needs["proximal"].bytes.weights == 0) is shared
+
+
+def test_a_cluster_that_is_not_there_is_an_error_before_anything_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray")
+    assert main(["train", str(folder / "config.toml"), "--ray", "127.0.0.1:1"]) == UNUSABLE
+    said = capsys.readouterr().err
+    assert "there is no Ray cluster at '127.0.0.1:1'" in said
+    assert "ray start --head" in said
+    assert "loading the" not in said
+    assert not (folder / "runs").exists()

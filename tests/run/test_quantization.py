@@ -10,17 +10,11 @@ from safetensors.torch import load_file
 
 from oppo.cli import DONE
 from tests.run.test_doctor import resting
-from tests.workplace import furnish, oppo, records, resume
+from tests.workplace import oppo, records, resume
 
 pytestmark = pytest.mark.adapters
 
 FOUR_BITS = ("models.lora_rank=4", "models.quantization=nf4", "trainer.epochs=1", "run.panel=off", "run.steps=3")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return furnish(tmp_path_factory.mktemp("quantised"))
 
 
 @pytest.mark.parametrize(

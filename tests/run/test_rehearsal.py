@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from oppo.cli import DONE, FAILED
 from tests.hf import tiny
@@ -59,7 +58,6 @@ def tool(turn):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.set_num_threads(1)
     furnish(tmp_path)
     (tmp_path / "judges.py").write_text(JUDGES)
     return tmp_path

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from oppo.config.load import load
+from oppo.run.deployment import Deployment
 from oppo.run.memory import expected, load_of
-from oppo.run.places import devices_of
 from tests.hf import tiny
 from tests.hf.as_text.test_whole import classifier, sentence_encoder
 from tests.hf.spot_tokenizers import TEMPLATE, spot
@@ -207,7 +207,7 @@ def test_one_of_several_that_does_not_fit_is_refused_by_its_name(
 def test_the_doctor_knows_what_reward_models_of_every_kind_need(workplace: Path) -> None:
     (workplace / "rewards.py").write_text(SHORT)
     settings = load(workplace / "config.toml", [EVERY_KIND.replace("\n", " ")])
-    worst = {each.model: each.bytes for each in expected(settings, devices_of(settings), load_of(settings, 6))}
+    worst = {each.model: each.bytes for each in expected(Deployment.of(settings), load_of(settings, 6))}
     names = ["plain", "bridged", "stepwise", "judged", "alike"]
     assert [name for name in worst if name.startswith("reward.")] == [f"reward.{name}" for name in names]
     assert all(worst[f"reward.{name}"].weights > 0 for name in names)
@@ -217,6 +217,6 @@ def test_the_doctor_knows_what_reward_models_of_every_kind_need(workplace: Path)
 def test_the_doctor_knows_what_the_critic_starts_from(workplace: Path) -> None:
     parts = 'rewards=[{name="judged", source="bert"}, {name="plain", source="reward"}]'
     settings, alone = load(workplace / "config.toml", [parts]), load(workplace / "config.toml")
-    found = [expected(each, devices_of(each), None) for each in (settings, alone)]
+    found = [expected(Deployment.of(each), None) for each in (settings, alone)]
     critics = [each.bytes.weights for needs in found for each in needs if each.model == "critic"]
     assert critics[0] == critics[1] > 0

@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from oppo import train
@@ -77,11 +76,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mischief.py").write_text(MISCHIEF)
     (folder / "leaving.py").write_text("import sys\nsys.exit(0)\n")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_here() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,22 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import pyarrow as pa
 import pytest
-import torch
-from safetensors.numpy import load_file
+from pyarrow import parquet
 
 from oppo import train
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load
 from oppo.errors import ConfigError, DataError
 from oppo.run.checkpoint import CHECKPOINTS, read_state
-from oppo.run.train import FINAL
-from tests.workplace import furnish, oppo, records, start
+from tests.workplace import furnish, oppo, records, resume, start, weights
 
 QUIET = (
     "run.deterministic=true",
@@ -42,18 +43,12 @@ def score(prompts, completions, kind):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.set_num_threads(1)
     furnish(tmp_path)
     (tmp_path / "tagged.py").write_text(TAGGED.replace("SEEN", str(tmp_path / "seen")))
     rows = [json.loads(line) | {"kind": "json"} for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "more.csv").write_text("question,kind\n" + "".join(f"w{50 + i} w{60 + i},csv\n" for i in range(7)))
     return tmp_path
-
-
-def weights(folder: Path, name: str) -> dict[str, bytes]:
-    found = load_file(folder / "runs" / name / FINAL / "actor" / "model.safetensors")
-    return {key: tensor.tobytes() for key, tensor in found.items()}
 
 
 def seen(folder: Path) -> Counter[str]:
@@ -170,3 +165,38 @@ def test_rows_that_come_one_by_one_end_the_run_with_their_end_and_are_resumed(
         assert weights(folder, "parts") == weights(folder, "whole")
     trained = [each["rollout"] for each in records(folder, "parts", "journal.jsonl") if each["event"] == "trained"]
     assert sorted(trained) == list(range(20))
+
+
+CHECKED = """
+from datetime import date
+from decimal import Decimal
+
+def score(prompts, completions, day, price, raw, pairs, tree):
+    for each in zip(day, price, raw, pairs, tree):
+        assert [type(value) for value in each] == [date, Decimal, bytes, list, dict], each
+        assert type(each[3][0]) is tuple, each
+        assert "$array" in each[4]
+    return [0.1 for _ in completions]
+"""
+
+
+def test_columns_of_any_type_come_back_with_a_deferred_rollout_as_they_were(tmp_path: Path) -> None:
+    folder = furnish(tmp_path)
+    (folder / "checked.py").write_text(CHECKED)
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().split("\n") if line]
+    n = len(prompts)
+    table = {
+        "prompt": prompts,
+        "day": [date(2026, 1, 2)] * n,
+        "price": [Decimal("1.50")] * n,
+        "raw": [b"\xff\x00"] * n,
+        "pairs": pa.array([[("a", 1)]] * n, pa.map_(pa.string(), pa.int64())),
+        "tree": [{"$array": 1}] * n,
+    }
+    parquet.write_table(pa.table(table), folder / "prompts.parquet")
+    data = ("rewards.0.source=checked.py:score", "data.prompts=prompts.parquet", "run.checkpoint_every=1")
+    assert oppo(folder, "", *data) == DONE
+    assert records(folder, "first", "metrics.jsonl")[0]["deferred"], "something was deferred"
+    shutil.rmtree(folder / "runs" / "first" / "checkpoints" / "step-000002")
+    assert resume(folder, "first", "run.steps=4") == DONE
+    assert len(records(folder, "first", "metrics.jsonl")) == 4

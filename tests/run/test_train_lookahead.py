@@ -11,40 +11,21 @@ from pathlib import Path
 
 import anyio
 import pytest
-import torch
 from rich.console import Console
-from safetensors.numpy import load_file
 
 from oppo.cli import DONE, FAILED, main
 from oppo.config.load import load
 from oppo.config.settings import Settings
 from oppo.events import Chunk, Scored
-from oppo.hf.devices import Devices
-from oppo.hf.memory import Hardware
 from oppo.run.checkpoint import CHECKPOINTS
-from oppo.run.places import devices_of
-from oppo.run.train import FINAL, prepare, run
+from oppo.run.deployment import Deployment
+from oppo.run.train import prepare, run
 from oppo.testing import Recorder
 from tests.report.synthetic import all_nested
-from tests.workplace import furnish, oppo, records, require_bounded_staleness, resume, start
+from tests.workplace import oppo, records, require_bounded_staleness, resume, start, weights
 
 EXACT = ("run.deterministic=true", "run.panel=off", "step.batch=4", "step.overcommit=2")
 AHEAD = ("step.lookahead=1", "run.checkpoint_every=3")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return furnish(tmp_path_factory.mktemp("ahead"))
-
-
-def weights(folder: Path, name: str) -> dict[str, bytes]:
-    """Return every tensor of both models, as bytes."""
-    return {
-        f"{model}/{key}": tensor.tobytes()
-        for model in ("actor", "critic")
-        for key, tensor in load_file(folder / "runs" / name / FINAL / model / "model.safetensors").items()
-    }
 
 
 def train(folder: Path, name: str, *overrides: str) -> dict[str, bytes]:
@@ -79,10 +60,12 @@ def test_an_exact_run_is_the_same_where_a_process_loads_the_models_that_score(
 ) -> None:
     """As on a GPU, whose memory is not shared: the critic's weights are sent, before the first step too."""
 
-    def apart(settings: Settings, assumed: Hardware | None = None) -> Devices:
-        return replace(devices_of(settings, assumed), apart=frozenset({"reference", "reward", "critic"}))
+    def apart(settings: Settings) -> Deployment:
+        here = of(settings)
+        return replace(here, devices=replace(here.devices, apart=frozenset({"reference", "reward", "critic"})))
 
-    monkeypatch.setattr("oppo.run.models.devices_of", apart)
+    of = Deployment.of
+    monkeypatch.setattr(Deployment, "of", apart)
     assert here == train(folder, "apart", *AHEAD, "run.steps=6", "run.scorers=process")
 
 

@@ -59,7 +59,6 @@ gradient_checkpointing = 2
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with all that the configuration names; its reward is not finite for one rollout in seven."""
-    torch.set_num_threads(1)
     tiny.causal("llama", seed=1).save_pretrained(tmp_path / "actor")
     tiny.scalar("llama", seed=2).save_pretrained(tmp_path / "critic")
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{k}": k for k in range(3, tiny.VOCABULARY)}

@@ -18,6 +18,7 @@ from oppo.config.load import load
 from oppo.errors import ConfigError
 from oppo.rewards import Rewards
 from oppo.run.checkpoint import settings_of
+from oppo.run.deployment import Deployment
 from oppo.run.models import assemble, policy_tokenizer
 from tests.hf import tiny
 from tests.workplace import furnish, oppo, records, tokenizer
@@ -90,7 +91,7 @@ def test_models_and_functions_are_one_score(folder: Path) -> None:
 
 def test_each_model_has_a_place_and_a_track_like_the_only_one(folder: Path) -> None:
     settings = load(folder / "config.toml", [*BOTH, "run.scorers=thread"])
-    assembly = assemble(settings, policy_tokenizer(settings))
+    assembly = assemble(Deployment.of(settings), policy_tokenizer(settings))
     try:
         assert isinstance(assembly.reward, Rewards)
         assert assembly.reward.names == ("first", "second")

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 from torch import Tensor
 
 from oppo.cli import DONE, UNUSABLE
@@ -22,12 +21,11 @@ from oppo.hf.kv.reader import Incremental
 from oppo.placement import Thread
 from oppo.run.checkpoint import CHECKPOINTS
 from oppo.run.rewards import UserCode
-from oppo.run.train import FINAL
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.workplace import furnish, oppo, records, resume, run, start, tokenizer
+from tests.workplace import furnish, oppo, records, resume, run, start, tokenizer, weights
 
 TOOLS = """
 import time
@@ -66,11 +64,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = furnish(tmp_path_factory.mktemp("turns"))
     (folder / "tools.py").write_text(TOOLS)
     return folder
-
-
-def weights(folder: Path, name: str) -> dict[str, bytes]:
-    found = load_file(folder / "runs" / name / FINAL / "actor" / "model.safetensors")
-    return {key: tensor.tobytes() for key, tensor in found.items()}
 
 
 def test_a_policy_with_states_reads_each_token_once_though_rollouts_wait_for_tools_and_are_deferred(

@@ -39,6 +39,7 @@ from oppo.testing import (
     FakeTrainer,
     check_policy,
     fake_per_token,
+    fake_scalar,
     prompts,
     run_virtual,
 )
@@ -87,29 +88,114 @@ class Boasting(FakePolicy):
         longest.wake()
 
 
-def test_a_policy_that_stops_before_the_cut_is_refused() -> None:
-    message, notes = refused(Pipeline(SETTING), Early(SETTING.length))
-    assert message == "the policy stopped decoding rollouts [0, 1, 2, 3, 4, 5] before the step was cut"
-    assert notes == ["in stage 'generate' of graph 'ppo', step 1"]
+class Forgetful(FakeTrainer):
+    """Syncs no weights."""
+
+    async def sync_weights(self, *synced: object) -> None:
+        pass
 
 
-def test_a_policy_that_does_not_report_what_has_finished_is_refused() -> None:
-    message, notes = refused(Pipeline(SETTING), Silent(SETTING.length))
-    assert message == "the last piece of rollout 2 came before the policy reported that it finished"
-    assert notes[0] == "while decoding rollout 2"
+class Counting(FakeTrainer):
+    """Counts an update twice."""
+
+    async def update(self, batch: Batch) -> Trained:
+        await super().update(batch)
+        return await super().update(batch)
 
 
-def test_a_policy_that_reports_what_it_never_gives_whole_is_refused() -> None:
-    message, _ = refused(Pipeline(SETTING), Boasting(SETTING.length))
-    assert message == "the policy reported that rollouts [1, 3] finished, but never gave their last piece"
+class Careless(FakeTrainer):
+    """Returns its metrics, and nothing around them."""
+
+    async def update(self, batch: Batch) -> Trained:
+        return dict((await super().update(batch)).metrics)  # type: ignore[return-value]  # that is the fault
 
 
-def test_a_response_without_a_token_is_refused() -> None:
-    message, notes = refused(Pipeline(SETTING), FakePolicy(lambda prompt: prompt.admission - 1))
-    assert message == (
-        "rollout 0: read(4) of FakePolicy returned a piece with no token that says 'eos'; only 'cut' may"
-    )
-    assert notes[0] == "while decoding rollout 0"
+class Mute(FakeScorer[float]):
+    """Says nothing."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        await super().finish(finished)
+        return None  # type: ignore[return-value]  # that is the fault
+
+
+class Impatient(FakeScorer[float]):
+    """Raises what awaiting a task raises that one has cancelled oneself."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        raise asyncio.CancelledError
+
+
+class ByRollout(FakeScorer[float]):
+    """Returns its scores by rollout, as a mapping."""
+
+    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
+        scores = await super().finish(finished)
+        return {event.rollout: score for event, score in zip(finished, scores, strict=True)}  # type: ignore[return-value] # that is the fault
+
+
+def in_words(finish: Finish, tokens: tuple[int, ...], version: int) -> Any:
+    return np.array(["x"] * len(finish.response))
+
+
+DECODING, SCORING = "while decoding rollout", "while scoring rollouts"
+GENERATE, UPDATE = "in stage 'generate' of graph 'ppo', step 1", "in stage 'update' of graph 'ppo', step 1"
+
+
+@pytest.mark.parametrize(
+    ("role", "model", "words", "note"),
+    [
+        (
+            "policy",
+            Early(SETTING.length),
+            "the policy stopped decoding rollouts [0, 1, 2, 3, 4, 5] before the step was cut",
+            GENERATE,
+        ),
+        (
+            "policy",
+            Silent(SETTING.length),
+            "the last piece of rollout 2 came before the policy reported that it finished",
+            f"{DECODING} 2",
+        ),
+        (
+            "policy",
+            Boasting(SETTING.length),
+            "the policy reported that rollouts [1, 3] finished, but never gave their last piece",
+            GENERATE,
+        ),
+        (
+            "policy",
+            FakePolicy(lambda prompt: prompt.admission - 1),
+            "rollout 0: read(4) of FakePolicy returned a piece with no token that says 'eos'; only 'cut' may",
+            f"{DECODING} 0",
+        ),
+        ("critic", FakeScorer(in_words), "expected 3 numbers as its values", "in stage 'advantage'"),
+        (
+            "trainer",
+            Forgetful(),
+            "version 1 was synced, but FakePolicy has version 0, FakeCritic has version 0: the synced models disagree",
+            UPDATE,
+        ),
+        ("trainer", Counting(), "after an update of version 0 the trainer's is 2, not 1", UPDATE),
+        (
+            "trainer",
+            Careless(),
+            "update() of the trainer must return oppo.models.Trained(metrics, ...); got {'loss/fake'",
+            UPDATE,
+        ),
+        ("reward", Mute(fake_scalar), "finish() of the scorer must return a list, one item for each of ", SCORING),
+        ("reward", Mute(fake_scalar), "got None (NoneType)", SCORING),
+        ("reward", Impatient(fake_scalar), "got CancelledError at ", "in stage 'reward' of graph 'ppo', step 1"),
+        ("reward", Impatient(fake_scalar), "nothing had cancelled this call", SCORING),
+        ("reward", ByRollout(fake_scalar), "finish() of the scorer must return a list, one item for each of ", SCORING),
+    ],
+)
+def test_a_model_that_breaks_its_word_is_refused_where_it_does(role: str, model: object, words: str, note: str) -> None:
+    pipeline = Pipeline(SETTING)
+    setattr(pipeline.generate if role == "policy" else pipeline, role, model)
+    message, notes = refused(pipeline)
+    assert words in message
+    assert any(each.startswith(note) for each in notes)
+    assert not pipeline.batches or role == "trainer"
 
 
 def test_values_of_wrong_lengths_that_make_up_for_one_another_are_refused() -> None:
@@ -131,44 +217,11 @@ def test_values_of_wrong_lengths_that_make_up_for_one_another_are_refused() -> N
     assert not pipeline.batches
 
 
-def test_words_are_no_values() -> None:
-    pipeline = Pipeline(SETTING)
-    pipeline.critic.value = lambda finish, tokens, version: np.array(["x"] * len(finish.response))
-    message, _ = refused(pipeline)
-    assert "expected 3 numbers as its values" in message
-
-
 @pytest.mark.parametrize("score", [np.float32(0.5), np.array(0.5), 1, True])
 def test_any_one_number_is_a_score(score: float) -> None:
     pipeline = Pipeline(SETTING, reward=FakeScorer(lambda finish, tokens, version: score))
     run_virtual(pipeline.run)
     assert {value for batch in pipeline.batches for value in batch.scores.tolist()} == {float(score)}
-
-
-def test_a_trainer_that_forgets_to_sync_is_refused() -> None:
-    class Forgetful(FakeTrainer):
-        async def sync_weights(self, *synced: object) -> None:
-            pass
-
-    pipeline = Pipeline(SETTING)
-    pipeline.trainer = Forgetful()
-    message, notes = refused(pipeline)
-    assert message == (
-        "version 1 was synced, but FakePolicy has version 0, FakeCritic has version 0: the synced models disagree"
-    )
-    assert notes == ["in stage 'update' of graph 'ppo', step 1"]
-
-
-def test_a_trainer_that_counts_its_minibatches_is_refused() -> None:
-    class Counting(FakeTrainer):
-        async def update(self, batch: Batch) -> Trained:
-            await super().update(batch)
-            return await super().update(batch)
-
-    pipeline = Pipeline(SETTING)
-    pipeline.trainer = Counting()
-    message, _ = refused(pipeline)
-    assert message == "after an update of version 0 the trainer's is 2, not 1"
 
 
 def test_a_failed_sync_says_who_has_which_version_and_nobody_goes_back() -> None:
@@ -251,63 +304,6 @@ ANYTHING: Any = object()
 def test_what_is_no_model_is_refused_when_its_stage_is_made(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ProtocolError, match=re.escape(message)):
         make()
-
-
-class Careless(FakeTrainer):
-    """Returns its metrics, and nothing around them."""
-
-    async def update(self, batch: Batch) -> Trained:
-        return dict((await super().update(batch)).metrics)  # type: ignore[return-value]  # that is the fault
-
-
-def test_an_update_that_returns_a_dictionary_is_refused() -> None:
-    pipeline = Pipeline(SETTING)
-    pipeline.trainer = Careless()
-    message, _ = refused(pipeline)
-    assert message.startswith("update() of the trainer must return oppo.Trained(metrics, ...); got {'loss/fake'")
-
-
-class Mute(FakeScorer[float]):
-    """Says nothing."""
-
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
-        await super().finish(finished)
-        return None  # type: ignore[return-value]  # that is the fault
-
-
-def test_a_scorer_that_returns_nothing_is_refused() -> None:
-    message, notes = refused(Pipeline(SETTING, reward=Mute(lambda finish, tokens, version: 0.0)))
-    assert "finish() of the scorer must return a list, one item for each of " in message
-    assert message.endswith("got None (NoneType)")
-    assert notes[0].startswith("while scoring rollouts ")
-
-
-class Impatient(FakeScorer[float]):
-    """Raises what awaiting a task raises that one has cancelled oneself."""
-
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
-        raise asyncio.CancelledError
-
-
-def test_a_scorer_that_is_cancelled_from_within_is_refused() -> None:
-    message, notes = refused(Pipeline(SETTING, reward=Impatient(lambda finish, tokens, version: 0.0)))
-    assert "got CancelledError at " in message
-    assert "nothing had cancelled this call" in message
-    assert notes[0].startswith("while scoring rollouts ")
-    assert notes[1] == "in stage 'reward' of graph 'ppo', step 1"
-
-
-class ByRollout(FakeScorer[float]):
-    """Returns its scores by rollout, as a mapping."""
-
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
-        scores = await super().finish(finished)
-        return {event.rollout: score for event, score in zip(finished, scores, strict=True)}  # type: ignore[return-value] # that is the fault
-
-
-def test_a_mapping_from_rollouts_to_scores_is_refused() -> None:
-    message, _ = refused(Pipeline(SETTING, reward=ByRollout(lambda finish, tokens, version: 0.5)))
-    assert "finish() of the scorer must return a list, one item for each of " in message
 
 
 @pytest.mark.parametrize("score", ["0.5", np.str_("0.5"), np.array(1j), b"1"])

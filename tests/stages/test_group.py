@@ -1,18 +1,23 @@
-"""GroupRelative as a stage: who is compared with whom, what a response is worth, and what its inputs are."""
+"""GroupRelative: comparison within groups, with several rewards, and of groups that go to the trainer early."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, strategies as st
 
-from oppo.admission import Overcommit
+from oppo.admission import Observation, Overcommit
+from oppo.algorithms.group import DAPO, GRPO, grpo
 from oppo.errors import ConfigError, GraphError, ProtocolError
 from oppo.events import (
     Batch,
+    BatchPart,
     Chunk,
     Defer,
     Drop,
@@ -23,14 +28,18 @@ from oppo.events import (
     Response,
     RolloutEvent,
     Scored,
+    StepReport,
     ToolTokens,
 )
-from oppo.graph import GraphBuilder
+from oppo.graph import Graph, GraphBuilder
 from oppo.graph.channel import Channel
-from oppo.returns import GROUP_EPSILON, AdaptiveKL, GroupAdvantage, ScoreShaping
-from oppo.stages import Generate, GroupRelative, Score, ScoredRollout, Update
-from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
+from oppo.models import Trained, Trainer
+from oppo.returns import GROUP_EPSILON, AdaptiveKL, GroupAdvantage, NamedScores, ScoreShaping
+from oppo.rewards import Rewards
+from oppo.stages import GAE, Generate, GroupRelative, InParts, Score, ScoredRollout, Update
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, Fault, FaultyTrainer, Raise, fake_scalar, run_virtual
 from tests.known import known
+from tests.pipelines import Tap
 
 SAMPLES = 3
 
@@ -281,7 +290,7 @@ def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_
             "advantage must be 'leave_one_out', 'standardised', 'centred', 'batch",
         ),
         ({"kl_estimator": "k9"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k9'"),
-        ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.AdaptiveKL, not '0.1'"),
+        ({"kl": "0.1"}, "kl must be a number, or a controller such as AdaptiveKL, not '0.1'"),
         ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
         ({"kl": 0.1}, "advantage = 'standardised' cannot have a KL in the reward, got kl = 0.1: where the scores"),
         ({"advantage": "max_rl", "kl": 0.1}, "advantage = 'max_rl' cannot have a KL in the reward"),
@@ -291,3 +300,237 @@ def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_
 def test_what_cannot_be_compared_with_is_refused_at_once(choice: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=re.escape(message)):
         GroupRelative(**choice)
+
+
+WEIGHTS: Mapping[str, float] = {"right": 1.0, "short": 0.25, "rare": -2.0}
+
+
+def each_reward_row(rollout: int, score: float) -> ScoredRollout:
+    tokens = np.arange(1 + rollout % 3, dtype=np.int32)
+    prompt = Prompt(rollout, rollout // 3, tokens[:1], group=rollout // 3)
+    logprobs = np.full(len(tokens), -1, np.float32)
+    response = Response(prompt, tokens, logprobs, np.zeros_like(tokens), np.ones(len(tokens), np.bool_))
+    return ScoredRollout(Finish(rollout, response, "eos"), None, score)
+
+
+def by_hand(scores: Sequence[Mapping[str, float]]) -> list[float]:
+    """Return the advantages of responses in groups of three."""
+    total = [0.0] * len(scores)
+    for name, weight in WEIGHTS.items():
+        for first in range(0, len(scores), 3):
+            members = [at for at in range(first, first + 3) if name in scores[at]]
+            found = [float(np.float32(scores[at][name])) for at in members]
+            for at in members if len(members) > 1 else ():
+                centred = float(np.float32(scores[at][name])) - statistics.fmean(found)
+                total[at] += weight * centred / (statistics.stdev(found) + 1e-4)
+    mean, deviation = statistics.fmean(total), statistics.variance(total) ** 0.5
+    return [(each - mean) / (deviation**2 + 1e-8) ** 0.5 for each in total]
+
+
+@given(st.lists(st.fixed_dictionaries({}, optional={name: st.integers(-3, 3) for name in WEIGHTS}), min_size=6).filter(
+    lambda rows: all(rows) and len(rows) % 3 == 0 and len(rows) < 16
+))  # fmt: skip
+def test_each_reward_is_standardised_in_its_group_and_their_sum_whitened(rows: list[dict[str, float]]) -> None:
+    scored = [
+        each_reward_row(number, NamedScores({name: (WEIGHTS[name], each[name]) for name in each}))
+        for number, each in enumerate(rows)
+    ]
+    batch = GroupRelative("each_reward").batch(scored)
+    firsts = known(batch.advantages)[batch.offsets[:-1]]
+    np.testing.assert_allclose(firsts, by_hand(rows), rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(batch.scores, [float(each.score) for each in scored], rtol=1e-6)
+
+
+def test_several_rewards_give_their_scores_by_name() -> None:
+    async def main() -> None:
+        one, two = FakeScorer(lambda *_: 0.5), FakeScorer(lambda *_: 2.0)
+        rewards = Rewards({"one": (1.0, one), "two": (0.5, two)})
+        each = each_reward_row(0, 0.0)
+        await rewards.extend([each.finish.response.prompt, *each.finish.response.pieces()])
+        (score,) = await rewards.finish([each.finish])
+        assert isinstance(score, NamedScores)
+        assert (float(score), score.terms) == (1.5, {"one": (1.0, 0.5), "two": (0.5, 2.0)})
+
+    run_virtual(main)
+
+
+def test_what_it_cannot_compare_is_refused() -> None:
+    for score in (1.0, 0.5):
+        with pytest.raises(ProtocolError, match=r"compares each of several rewards, and the scores are single numbers"):
+            GroupRelative("each_reward").batch([each_reward_row(0, score), each_reward_row(1, score)])
+    with pytest.raises(ConfigError, match=r"the shaping changes their sum"):
+        GroupRelative("each_reward", shaping=ScoreShaping(scale=2.0))
+    with pytest.raises(ConfigError, match=r"cannot have a KL in the reward"):
+        GroupRelative("each_reward", kl=0.1)
+    with pytest.raises(ConfigError, match=r"deviation of the batch cannot come in parts"):
+        InParts(GroupRelative("each_reward"), 3)
+    with pytest.raises(ConfigError, match=r"one by one, and score_clip = 2\.0 changes their sum"):
+        GRPO(scale_scores="each_reward", score_clip=2.0)
+    with pytest.raises(ConfigError, match=r"long_buffer = None changes their sum"):
+        DAPO(scale_scores="each_reward")
+    assert DAPO(scale_scores="each_reward", long_buffer=0).compared == "each_reward"
+    assert len(GroupRelative("each_reward").batch([])) == 0
+
+
+@dataclass
+class Made:
+    """A run of groups in parts: decoding takes a second a token, and the tail is as long as ``lengths`` says."""
+
+    lengths: Sequence[int] = (2, 4, 9)
+    parts: bool = True
+    batch: int = 3
+    extra: int = 0
+    steps: int = 1
+    estimator: GroupRelative = field(default_factory=GroupRelative)
+    trainer: FakeTrainer = field(
+        default_factory=lambda: FakeTrainer(
+            seconds=lambda batch: 0.5 * len(batch), accumulating=lambda part: 0.5 * len(part), committing=0.25
+        )
+    )
+    unscored: frozenset[int] = frozenset()
+    cap: int = 1_000
+
+    def graph(self) -> Graph[StepReport]:
+        def score(finish: Finish, tokens: tuple[int, ...], version: int) -> float | Drop:
+            known = fake_scalar(finish, tokens, version)
+            return Drop(finish.rollout, "no score") if finish.rollout in self.unscored else known
+
+        graph = grpo(
+            policy=FakePolicy(
+                length=lambda prompt: self.lengths[prompt.admission % len(self.lengths)], cap=self.cap, seconds=1.0
+            ),
+            reward=FakeScorer(score),
+            trainer=self.trainer,
+            admission=Overcommit(batch=self.batch, overcommit=self.extra),
+            samples=SAMPLES,
+            advantage=self.estimator,
+        )
+        return graph.replace(advantage=InParts(self.estimator, SAMPLES)) if self.parts else graph
+
+    async def run(self) -> tuple[list[StepReport], Tap]:
+        tap, count = Tap(), self.batch * self.steps + self.extra
+        asked = [Prompt(n, n, np.arange(n, n + 4, dtype=np.int32), group=n) for n in range(count)]
+        async with self.graph().open(asked, observers=[tap]) as run:
+            return [report async for report in run.steps(self.steps)], tap
+
+
+def trained_by(trainer: Trainer, made: Made) -> Graph[StepReport]:
+    """Return the graph with another trainer."""
+    graph = made.graph()
+    return graph.replace(update=Update(trainer, graph.stage("update", Update).synced))
+
+
+def test_the_update_is_hidden_behind_the_tail() -> None:
+    """Of nine seconds of decoding; the two short groups are accumulated by then, the last takes its own time."""
+    (whole,), _ = run_virtual(Made(parts=False).run)
+    (streamed,), tap = run_virtual(Made().run)
+    assert whole.seconds == pytest.approx(9 + 0.5 * 9)
+    assert streamed.seconds == pytest.approx(9 + 0.5 * 3 + 0.25)
+    sent = [item for _, stage, item in tap.items if stage == "advantage"]
+    assert [type(item) for item in sent] == [BatchPart, BatchPart, BatchPart, Batch]
+    assert streamed.metrics["timing_s/update"] == pytest.approx(0.25), "what is hidden is not an update's time"
+    (seen,) = [item for _, _, item in tap.items if isinstance(item, Observation)]
+    assert (seen.accumulate_seconds, seen.rest_seconds) == pytest.approx((0.5 * 6, 0.5 * 3 + 0.25)), (
+        "the trainer's time"
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    extra=st.integers(0, 2),
+    unscored=st.sets(st.integers(0, 8), max_size=3),
+)
+@example(lengths=[9, 1], extra=2, unscored={1})
+def test_parts_are_rows_of_the_batch_that_follows(lengths: list[int], extra: int, unscored: set[int]) -> None:
+    made = Made(lengths=lengths, extra=extra, steps=2, unscored=frozenset(unscored))
+    usual = replace(made, parts=False, trainer=FakeTrainer())
+    reports, tap = run_virtual(made.run)
+    expected, _ = run_virtual(usual.run)
+    assert [report.trained for report in reports] == [report.trained for report in expected]
+    parts: list[Batch] = []
+    for _, stage, item in tap.items:
+        if stage == "advantage" and isinstance(item, BatchPart):
+            parts.append(item.batch)
+        elif stage == "advantage" and isinstance(item, Batch):
+            for part in parts:
+                assert len(part) == SAMPLES
+                assert set(part.rollouts) <= set(item.rollouts)
+                for row, rollout in enumerate(part.rollouts):
+                    at = item.rollouts.index(rollout)
+                    here, there = part.rows()[row], item.rows()[at]
+                    assert np.array_equal(known(part.advantages)[here], known(item.advantages)[there])
+            dropped = {drop.rollout // SAMPLES for drop in item.dropped}
+            assert {rollout // SAMPLES for part in parts for rollout in part.rollouts} == {
+                rollout // SAMPLES for rollout in item.rollouts
+            } - dropped, "every group without a drop comes early"
+            parts = []
+
+
+def test_a_part_that_fails_ends_the_run_and_the_next_run_trains_the_batch() -> None:
+    trainer = FaultyTrainer("trainer", FakeTrainer(), (Fault("trainer", "accumulate", Raise(OSError), call=1),))
+    graph = trained_by(trainer, Made())
+
+    async def run() -> list[StepReport]:
+        asked = [Prompt(n, n, np.arange(n, n + 4, dtype=np.int32), group=n) for n in range(3)]
+        async with graph.open(asked) as opened:
+            return [report async for report in opened.steps(1)]
+
+    with pytest.raises(OSError, match=r"call 1 of accumulate\(\)"):
+        run_virtual(run)
+    (report,) = run_virtual(run)
+    assert len(report.trained) == 9
+
+
+class Whole:
+    """A trainer that takes batches whole."""
+
+    version = 0
+
+    async def update(self, batch: Batch) -> Trained:
+        self.version += 1
+        return Trained()
+
+    async def sync_weights(self, *synced: object) -> None:
+        """Give nothing."""
+
+
+def test_a_trainer_that_takes_batches_whole_is_refused_by_name() -> None:
+    async def run() -> None:
+        graph = trained_by(Whole(), Made())
+        async with graph.open([Prompt(0, 0, np.arange(4, dtype=np.int32))]) as opened:
+            await opened.step()
+
+    with pytest.raises(ConfigError, match=r"the batch comes in parts, and Whole takes it whole"):
+        run_virtual(run)
+
+
+def test_what_needs_the_whole_batch_first_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="GAE estimates advantages from the whole batch"):
+        InParts(GAE(), SAMPLES)  # type: ignore[arg-type]  # what is refused
+    with pytest.raises(ConfigError, match="scores normalised by the moments of all"):
+        InParts(GroupRelative(shaping=ScoreShaping(norm=True)), SAMPLES)
+    with pytest.raises(ConfigError, match="a KL coefficient that adapts"):
+        InParts(GroupRelative("centred", AdaptiveKL(0.1, target=1.0, horizon=10)), SAMPLES)
+    with pytest.raises(ConfigError, match="samples must be"):
+        InParts(GroupRelative(), 1)
+
+
+def test_the_state_is_the_estimators() -> None:
+    stage = InParts(GroupRelative("centred", 0.1), SAMPLES)
+    other = InParts(GroupRelative("centred", 0.1), SAMPLES)
+    other.load_state_dict(stage.state_dict())
+    assert other.state_dict() == stage.state_dict()
+
+
+def test_a_group_of_which_nothing_is_trained_is_no_part() -> None:
+    made = Made(lengths=(9, 2, 4), cap=9, estimator=GroupRelative(mask_truncated=True))
+    reports, tap = run_virtual(made.run)
+    parts = [
+        item.batch.rollouts for _, stage, item in tap.items if stage == "advantage" and isinstance(item, BatchPart)
+    ]
+    (report,) = reports
+    left_out = tuple(drop.rollout for drop in report.dropped)
+    assert left_out == tuple(range(SAMPLES))
+    assert {drop.reason for drop in report.dropped} == {"left out of the loss"}
+    assert sorted(rollout for part in parts for rollout in part) == list(report.trained)
+    assert report.score == pytest.approx(float(made.trainer.batches[0].scores.mean()))

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oppo import GAE, Fixed, Graph, GraphBuilder, Overcommit, Selection, StepReport, grpo, ppo, wrap
+from oppo import GAE, Graph, GraphBuilder, Overcommit, StepReport, grpo, ppo, wrap
+from oppo.admission.chunking import Fixed
 from oppo.errors import GraphError
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent
 from oppo.graph import Receiver, Sender
 from oppo.graph.channel import Channel
+from oppo.stages import Selection
 from oppo.stages.hold import Hold, held
 from oppo.testing import (
     FakeCritic,

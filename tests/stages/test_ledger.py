@@ -1,10 +1,11 @@
-"""The theorem behind overcommit, as properties of the pure ledger under random lengths and settings."""
+"""The theorem behind overcommit, as properties of the pure ledger, and the prompts that it takes."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, cast
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from oppo import Graph, StepReport, ppo
 from oppo.admission import (
     Admission,
     AdmitView,
@@ -26,10 +28,21 @@ from oppo.admission import (
     TailAdaptive,
     TailBatched,
 )
-from oppo.errors import AdmissionError, ProtocolError
-from oppo.events import Prompt
+from oppo.data import PromptStream
+from oppo.errors import AdmissionError, DataError, ProtocolError
+from oppo.events import IntArray, Prompt
 from oppo.stages.ledger import Ledger, Unit
-from oppo.testing import check_admission, prompts, run_virtual
+from oppo.testing import (
+    FakeCritic,
+    FakePolicy,
+    FakeScorer,
+    FakeTrainer,
+    check_admission,
+    fake_per_token,
+    fake_scalar,
+    prompts,
+    run_virtual,
+)
 from tests.pipelines import Pipeline, Setting
 
 pytestmark = pytest.mark.schedules
@@ -443,3 +456,55 @@ def test_a_step_has_as_many_rollouts_as_the_cache_will_hold_by_what_others_neede
         step for step, stage, item in pipeline.tap.items if stage == "generate" and isinstance(item, Prompt)
     )
     assert [entered[step] for step in range(5)] == [7, 4, 2, 3, 4]  # as many as fit, or as make the batch full
+
+
+def pipeline() -> Graph[StepReport]:
+    return ppo(
+        policy=FakePolicy(lambda prompt: 5 + 30 * (prompt.admission % 3 == 0)),
+        reference=FakeScorer(fake_per_token),
+        reward=FakeScorer(fake_scalar),
+        critic=FakeCritic(),
+        trainer=FakeTrainer(),
+        admission=Overcommit(batch=4, overcommit=2),
+    )
+
+
+def steps_over(source: Iterable[object], count: int = 3) -> list[StepReport]:
+    async def make() -> list[StepReport]:
+        async with pipeline().open(source) as run:
+            return [report async for report in run.steps(count)]
+
+    return run_virtual(make)
+
+
+def test_a_prompt_number_that_comes_twice_in_a_step_is_refused() -> None:
+    with pytest.raises(DataError, match=r"prompt 0 came again while .* oppo\.PromptStream numbers them, anew in each"):
+        steps_over(itertools.cycle(prompts(5)))
+
+
+def test_a_prompt_number_of_a_deferred_rollout_is_refused() -> None:
+    carried = prompts(6)
+    with pytest.raises(DataError, match="prompt 3 came again"):
+        steps_over([*carried, *(prompts(4)[3:] * 4)])
+
+
+def test_a_few_prompts_are_trained_epoch_after_epoch_when_they_are_numbered_anew() -> None:
+    reports = steps_over(PromptStream(prompts(5)))
+    trained = [rollout for report in reports for rollout in report.trained]
+    assert [len(report.trained) for report in reports] == [4, 4, 4]
+    assert len(set(trained)) == 12
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("What is streaming?", "reads prompts as oppo.Prompt, token ids with a number; got 'What is streaming"),
+        (np.arange(3, dtype=np.int32), "reads prompts as oppo.Prompt"),
+        (Prompt(0, 0, np.zeros(0, np.int32)), r"tokens of prompt 0 must be .* int32 \[1 or more\], not int32 \[0\]"),
+        (Prompt(7, 7, cast("IntArray", np.arange(3))), r"tokens of prompt 7 must be .*, not int64 \[3\]"),
+        (Prompt(7, 7, cast("IntArray", [1, 2])), r"tokens of prompt 7 must be .*, not \[1, 2\]"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_where_it_is_taken(item: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        steps_over([item])

@@ -17,11 +17,12 @@ import pytest
 
 import oppo
 from oppo.admission import AdmitView, CutView, Observation, Overcommit, Scoring, Stretch
-from oppo.admission.chunking import ChunkSize
+from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.events import Batch, Chunk, Defer, Finish, FinishReason, Prompt, Response, StepReport
 from oppo.graph import Step
 from oppo.models import Decode, Passes
 from oppo.observe import Span
+from oppo.report import RunDirectory
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
 from oppo.stages.ledger import InFlightRollout
@@ -360,9 +361,7 @@ async def reports(made: oppo.Graph[oppo.StepReport], steps: int = 2, lookahead: 
 
 
 def test_a_plain_run_says_how_much_of_the_scoring_was_hidden() -> None:
-    whole, streamed = (
-        run_virtual(reports, graph(chunks=chunks))[0].metrics for chunks in (oppo.WholeRollout(), oppo.Fixed(2))
-    )
+    whole, streamed = (run_virtual(reports, graph(chunks=chunks))[0].metrics for chunks in (WholeRollout(), Fixed(2)))
     # In all 6 prompt tokens and 12 of the responses. Of the longer response, whole, nothing can be read before its end.
     assert whole["timing_s/decode"] == streamed["timing_s/decode"] == 8.0
     assert whole["timing_s/score"] == streamed["timing_s/score"] == 18 * 0.125
@@ -373,20 +372,20 @@ def test_a_plain_run_says_how_much_of_the_scoring_was_hidden() -> None:
 
 
 def test_its_pace_counts_the_whole_step() -> None:
-    (first, second) = run_virtual(reports, graph(chunks=oppo.Fixed(2)))
+    (first, second) = run_virtual(reports, graph(chunks=Fixed(2)))
     for report in (first, second):
         assert report.metrics["timing_s/step"] == report.seconds == 8.0 + 2 * 0.125 + 4.0 + 0.5
         assert report.metrics["throughput/tokens_per_s"] == 12 / report.seconds
 
 
 def test_where_nothing_takes_time_to_score_there_is_no_fraction_of_it() -> None:
-    (report, _) = run_virtual(reports, graph(chunks=oppo.Fixed(2), reading=0.0))
+    (report, _) = run_virtual(reports, graph(chunks=Fixed(2), reading=0.0))
     assert report.metrics["timing_s/score"] == 0.0
     assert "overlap/hidden_fraction" not in report.metrics
 
 
 def test_with_steps_in_flight_scoring_is_hidden_by_other_steps_too() -> None:
-    alone, ahead = (run_virtual(reports, graph(chunks=oppo.WholeRollout(), reading=0.25), 6, n)[2] for n in (0, 1))
+    alone, ahead = (run_virtual(reports, graph(chunks=WholeRollout(), reading=0.25), 6, n)[2] for n in (0, 1))
     assert alone.metrics["timing_s/score"] == ahead.metrics["timing_s/score"] == 18 * 0.25
     assert alone.metrics["timing_s/score_exposed"] == 8 * 0.25
     assert ahead.metrics["timing_s/score_exposed"] == 0.0, "the next step decodes meanwhile"
@@ -394,7 +393,7 @@ def test_with_steps_in_flight_scoring_is_hidden_by_other_steps_too() -> None:
 
 
 def test_its_queues_are_counted() -> None:
-    (report, _) = run_virtual(reports, graph(chunks=oppo.Fixed(1), reading=2.0))
+    (report, _) = run_virtual(reports, graph(chunks=Fixed(1), reading=2.0))
     assert report.metrics["queue/generate->reward/peak"] > 1
     assert report.metrics["queue/advantage->update/peak"] == 1
     assert report.metrics["queue/generate->ref_logp/merged"] == 0
@@ -404,7 +403,7 @@ def test_gauges_are_read_once_for_each_report() -> None:
     readings = count(1)
 
     async def main() -> list[float]:
-        opened = graph(chunks=oppo.Fixed(2)).open(prompts(9), gauges={"loop/worst_gap_s": lambda: next(readings) / 4})
+        opened = graph(chunks=Fixed(2)).open(prompts(9), gauges={"loop/worst_gap_s": lambda: next(readings) / 4})
         async with opened as run:
             return [report.metrics["loop/worst_gap_s"] async for report in run.steps(3)]
 
@@ -413,8 +412,8 @@ def test_gauges_are_read_once_for_each_report() -> None:
 
 def test_a_line_of_the_run_directory_is_the_report(tmp_path: Path) -> None:
     async def main() -> list[oppo.StepReport]:
-        with oppo.RunDirectory(tmp_path / "run", threaded=False) as directory:
-            opened = graph(chunks=oppo.Fixed(2)).open(prompts(9), observers=[directory])
+        with RunDirectory(tmp_path / "run", threaded=False) as directory:
+            opened = graph(chunks=Fixed(2)).open(prompts(9), observers=[directory])
             async with opened as run:
                 return [report async for report in run.steps(3)]
 
@@ -430,7 +429,7 @@ def test_observers_get_the_work_of_the_stages() -> None:
     recorder = Recorder()
 
     async def main() -> None:
-        async with graph(chunks=oppo.WholeRollout()).open(prompts(9), observers=[recorder]) as run:
+        async with graph(chunks=WholeRollout()).open(prompts(9), observers=[recorder]) as run:
             await run.step()
 
     run_virtual(main)

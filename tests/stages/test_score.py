@@ -1,4 +1,4 @@
-"""Score alone: which sessions it keeps, and what it says when its model fails."""
+"""Score and its backlog: portions, sessions that are kept and replayed, errors of the model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 import anyio
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from oppo.errors import ProtocolError, SessionsLost
 from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Prompt, Response, RolloutEvent, Scored, ToolTokens
@@ -16,6 +17,7 @@ from oppo.graph import Channel, Step
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.scorers import ScorerCapabilities
 from oppo.stages import Score
+from oppo.stages.score import Backlog
 from oppo.testing import FakeCritic, FakeScorer, fake_scalar, run_virtual
 from tests.pipelines import Pipeline, Setting, same_batches
 
@@ -437,3 +439,67 @@ def test_a_run_is_the_same_whenever_its_scorers_lose_their_sessions() -> None:
         run_virtual(disturbed.run)
         assert mortal.lost
         assert same_batches(alone.batches, disturbed.batches), first
+
+
+def sizes(backlog: Backlog, tokens: float) -> list[tuple[int, int]]:
+    return [(event.rollout, len(event.tokens)) for event in backlog.portion(tokens)]
+
+
+def test_a_portion_is_as_many_tokens_as_asked_for_and_at_least_one_event() -> None:
+    backlog = Backlog()
+    backlog.add([chunk(1, 0, 2), chunk(2, 0, 3), chunk(1, 2, 2), chunk(3, 0, 1)])
+    assert sizes(backlog, 1) == [(1, 2)]
+    assert sizes(backlog, 6) == [(1, 2), (1, 2)], "the next three would be too many"
+    assert sizes(backlog, 7) == [(1, 2), (1, 2), (2, 3)]
+    assert sizes(backlog, 8) == [(1, 2), (1, 2), (2, 3), (3, 1)]
+
+
+def test_what_has_been_read_is_gone_and_what_follows_it_waits_behind_others() -> None:
+    backlog = Backlog()
+    backlog.add([prompt(1), prompt(2), chunk(1, 0, 5)])
+    first = backlog.portion(1)
+    backlog.add([chunk(1, 5, 1)])  # while it is read
+    backlog.mark_read(first)
+    assert sizes(backlog, 100) == [(2, 3), (1, 5), (1, 1)]
+
+
+def test_outcomes_are_taken_at_once_and_unread_events_rollout_by_rollout() -> None:
+    backlog = Backlog()
+    assert not backlog.is_urgent()
+    backlog.add([prompt(1), prompt(2), chunk(1, 0, 5), Defer(2, 1)])
+    assert not backlog.is_urgent(), "nobody waits for what is deferred"
+    backlog.add([finish(1), Drop(3, "filtered")])
+    assert backlog.is_urgent()
+    finished, dropped, deferred = backlog.take_outcomes()
+    assert [each.rollout for each in finished] == [1]
+    assert (dropped, deferred) == ([Drop(3, "filtered")], [Defer(2, 1)])
+    assert [type(each) for each in backlog.take_unread(1)] == [Prompt, Chunk]
+    assert not backlog.is_urgent()
+    assert sizes(backlog, 100) == [(2, 3)]
+    assert [event.rollout for event in backlog.take_unread(2)] == [2]
+    assert not backlog.portion(100)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=12),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), max_size=12),
+)
+def test_everything_is_read_once_and_in_order(came: list[tuple[int, int]], reads: list[tuple[int, int]]) -> None:
+    backlog, length, read = Backlog(), dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 0)
+
+    def take(tokens: int) -> None:
+        portion = backlog.portion(tokens)
+        backlog.mark_read(portion)
+        for event in portion:
+            assert isinstance(event, Chunk)
+            assert event.start == read[event.rollout]
+            read[event.rollout] += len(event.tokens)
+
+    for at, (rollout, count) in enumerate(came):
+        backlog.add([chunk(rollout, length[rollout], count)])
+        length[rollout] += count
+        for tokens in [tokens for when, tokens in reads if when == at]:
+            take(tokens)
+    while backlog.portion(1):
+        take(5)
+    assert read == length

@@ -180,7 +180,7 @@ def test_the_fixtures_answer_for_the_run_of_the_recorder(pytester: pytest.Pytest
 
         @pytest.mark.virtual
         async def test_of_one_run(recorder, overlap, hidden_fraction, story):
-            await stepped(recorder, oppo.Fixed(5))
+            await stepped(recorder, oppo.admission.chunking.Fixed(5))
             assert overlap("generate", "reward") == pytest.approx(2 * 18 * 0.1)
             assert hidden_fraction() == pytest.approx(1 - 5 / 23)
             assert [each.event for each in story(1)][-3:] == ["scored", "batched", "trained"]
@@ -188,8 +188,8 @@ def test_the_fixtures_answer_for_the_run_of_the_recorder(pytester: pytest.Pytest
         @pytest.mark.virtual
         async def test_of_two_runs(new_recorder):
             whole, streamed = new_recorder(), new_recorder()
-            await stepped(whole, oppo.WholeRollout())
-            await stepped(streamed, oppo.Fixed(5))
+            await stepped(whole, oppo.admission.chunking.WholeRollout())
+            await stepped(streamed, oppo.admission.chunking.Fixed(5))
             assert whole.hidden_fraction() < streamed.hidden_fraction()
 
         @pytest.mark.virtual

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from oppo import Fixed, Generate, Graph, Overcommit, Receiver, Score, Sender, TailBatched, ppo
+from oppo import Generate, Graph, Overcommit, Score, ppo
+from oppo.admission import TailBatched
+from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, GraphError, ProtocolError
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, Response, Scored, StepReport, ToolTokens
-from oppo.graph import GraphBuilder
+from oppo.graph import GraphBuilder, Receiver, Sender
 from oppo.models import SyncedModel
 from oppo.observe import Span
 from oppo.testing import (

@@ -15,7 +15,7 @@ from oppo.events import Prompt
 from oppo.models import Piece, Sampling, Weights
 from oppo.testing import run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
-from oppo.vllm.sync import WeightSender
+from oppo.vllm.engine import WeightSender
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, running
 
 SAMPLING = Sampling(max_new_tokens=20, stop=(2, 3), seed=5)
@@ -35,9 +35,10 @@ class Bench:
     sampling: Sampling = SAMPLING
     sender: WeightSender = field(default_factory=FakeSender)
     keywords: dict[str, Any] = field(default_factory=dict)
+    adapts: bool = False
 
     def __post_init__(self) -> None:
-        self.engine = engine_of(self.llm, self.sender)
+        self.engine = engine_of(self.llm, self.sender, adapts=self.adapts)
         self.policy = VllmPolicy(self.engine, sampling=self.sampling, **self.keywords)
         self.pieces: dict[int, list[Piece]] = {}
         self.reported: list[list[int]] = []

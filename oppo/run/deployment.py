@@ -1,0 +1,229 @@
+"""Where each model of a run works: its engine, device, type and memory, resolved once, and the places made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+import torch
+
+from oppo.config.rewards import ModelRewardSection
+from oppo.config.sections import ModelsSection
+from oppo.config.settings import Settings
+from oppo.errors import ConfigError
+from oppo.hf.devices import (
+    SCORED,
+    DeviceLayout,
+    Devices,
+    RemotePlaces,
+    acting_share,
+    available_cores,
+    require_sharable_memory,
+    use_cores,
+)
+from oppo.hf.memory import Hardware
+from oppo.log import logger
+from oppo.placement import Place, Process
+from oppo.training import TrainerSettings
+from oppo.vllm.arguments import workers_of
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Where each model of a run works.
+
+    Attributes:
+        settings: of the run, as its file has them.
+        models: with the type of the weights and the sync of adapters chosen.
+        trainer: with the tokens of a micro-batch chosen, once memory is counted.
+        assumed: the hardware it is planned for; ``None``: this machine.
+        share: of the memory of each of its GPUs that the policy's engine takes; ``None``: as the engine chooses.
+    """
+
+    settings: Settings
+    models: ModelsSection
+    trainer: TrainerSettings
+    devices: Devices
+    assumed: Hardware | None = None
+    share: float | None = None
+
+    @classmethod
+    def of(cls, settings: Settings, assumed: Hardware | None = None) -> Self:
+        devices = Devices.found(
+            {**settings.devices, "actor": (settings.actor_device,)},
+            settings.placement.key_of,
+            deterministic=settings.run.deterministic,
+            remote=settings.remote,
+            scorers=settings.run.scorers,
+            replicas=settings.placement.policy_replicas,
+            gpus=None if assumed is None else assumed.gpus,
+        )
+        return cls(settings, _with_types(settings.models, devices, assumed), settings.trainer, devices, assumed)
+
+    def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Self:
+        """Return the deployment of changed settings, on the same devices."""
+        settings = self.settings.changed(changes)
+        models = _with_types(settings.models, self.devices, self.assumed)
+        return replace(self, settings=settings, models=models, trainer=settings.trainer)
+
+    def spanning(self, steps: int) -> Self:
+        """Return the deployment of a run whose learning-rate schedule spans ``steps``."""
+        settings = self.settings.spanning(steps)
+        return replace(self, settings=settings, trainer=settings.trainer)
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of the machine that is assumed."""
+        return None if self.assumed is None else self.assumed.gpus
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine besides transformers decodes."""
+        return self.models.engine != "transformers"
+
+    @property
+    def cores(self) -> int:
+        return self.settings.run.cores or available_cores()
+
+    @property
+    def scored(self) -> list[str]:
+        """The models that transformers serves to score."""
+        settings = self.settings
+        exist = {
+            "reference": settings.has_reference and "reference" not in settings.on_vllm,
+            "reward": True,
+            "critic": settings.algorithm.has_critic,
+            "teacher": bool(self.teachers),
+            "proximal": settings.algorithm.corrects,
+        }
+        return [model for model in SCORED if exist[model]]
+
+    @property
+    def teachers(self) -> Sequence[str]:
+        """The teachers that transformers serves."""
+        return [name for name in self.models.teachers if name not in self.settings.on_vllm]
+
+    @property
+    def reference_is_apart(self) -> bool:
+        return self.devices.reference != self.devices.actor or "reference" in self.devices.apart
+
+    @property
+    def engine_workers(self) -> int:
+        return workers_of(self.settings.vllm) if self.has_engine else 1
+
+    def policy_name(self, number: int) -> str:
+        return "policy" if self.devices.replicas == 1 else f"policy {number}"
+
+
+def _with_types(models: ModelsSection, devices: Devices, assumed: Hardware | None) -> ModelsSection:
+    if models.dtype == "by-device":
+        half = devices.actor.type == "cuda" and (
+            assumed is not None or torch.cuda.is_bf16_supported(including_emulation=False)
+        )
+        models = replace(models, dtype="bfloat16" if half else "float32")
+    if models.lora_sync == "auto":
+        alone = models.dtype in {"bfloat16", "float16"} and not models.unfit_alone
+        models = replace(models, lora_sync="adapter" if alone else "merged")
+    return models
+
+
+def places_of(deployment: Deployment) -> DeviceLayout:
+    """Start the places of a run, in this process, beside it, and in a Ray cluster."""
+    devices, run, cores = deployment.devices, deployment.settings.run, deployment.cores
+    if cores > (available := available_cores()):
+        logger.warning(
+            f"run.cores = {cores} is more than the {available} that this process may use: threads will wait for each "
+            "other"
+        )
+    if "critic" in devices.apart - devices.remote and deployment.settings.algorithm.has_critic:
+        if deployment.models.shared_trunk:
+            raise ConfigError(
+                "models.shared_trunk = true makes the critic a head on the policy's trunk, whose memory on a GPU no "
+                "other process shares, and run.scorers = 'process': expected run.scorers = 'thread' or 'auto'"
+            )
+        require_sharable_memory("the process of the critic", "set run.scorers = 'thread'")
+    if devices.replicas > 1 and "policy" not in devices.remote:
+        _check_replicas(devices, acting_share(cores))
+    with ExitStack() as stack:
+        remote = _remote_places(deployment)
+        stack.callback(remote.close)
+        layout = DeviceLayout.of(
+            cores,
+            devices,
+            run.scorers,
+            scored=_scored_here(deployment),
+            policy=run.policy,
+            trainer=run.trainer,
+            restarts=run.scorer_restarts,
+            remote=remote,
+        )
+        stack.pop_all()
+    return layout
+
+
+def _check_replicas(devices: Devices, cores: int) -> None:
+    if devices.weights.type == devices.policy.type == "cuda":
+        require_sharable_memory("a replica of the policy", "leave placement.policy_replicas out")
+    if devices.policy.type == "cpu" and devices.replicas > cores:
+        logger.warning(
+            f"placement.policy_replicas = {devices.replicas} share {cores} core(s), half of run.cores: they will wait "
+            "for each other"
+        )
+
+
+def _scored_here(deployment: Deployment) -> list[str]:
+    functions = not all(isinstance(reward, ModelRewardSection) for reward in deployment.settings.rewards)
+    here = [model for model in deployment.scored if model not in deployment.devices.remote]
+    return [*here, "reward"] if functions and "reward" not in here else here
+
+
+def _remote_places(deployment: Deployment) -> RemotePlaces:
+    settings, devices, chosen = deployment.settings, deployment.devices, deployment.settings.placement
+    starting = _hosting if settings.starts_servers else None
+    if not devices.remote:
+        return RemotePlaces(starting)
+    from oppo.placement.ray import Cluster, RayPlace, RayRanks, Room  # noqa: PLC0415 - Ray is an extra
+
+    setup = partial(use_cores, chosen.actor_cpus)
+
+    def room(kind: str, workers: int = 1) -> Room:
+        return Room(cpus=chosen.actor_cpus, gpus=float(workers * (kind == "cuda")))
+
+    with ExitStack() as stack:
+        logger.info(f"connecting to the Ray cluster at {chosen.cluster}")
+        cluster = stack.enter_context(Cluster(chosen.cluster))
+        training: Place | None = None
+        if "trainer" in devices.remote:
+            count = len(devices.trainer)
+            logger.info(f"starting {count} training ranks, {count - 1} of them in the cluster")
+            training = RayRanks(
+                "trainer",
+                cluster,
+                count,
+                room=room(devices.trainer[-1].type),
+                spread=chosen.spread,
+                setup=setup,
+            )
+            stack.callback(training.close)
+
+        def acting(number: int) -> Place:
+            name = deployment.policy_name(number)
+            logger.info(f"starting the actor of the {name} in the cluster")
+            takes = room(devices.policy.type, deployment.engine_workers)
+            return RayPlace(name, cluster, room=takes, setup=setup, restarts=0)
+
+        actors: dict[str, Place] = {}
+        for model, device in devices.scoring(sorted(devices.remote - {"trainer", "policy"})).items():
+            logger.info(f"starting the actor of the {model} in the cluster")
+            actors[model] = RayPlace(
+                model, cluster, room=room(device.type), setup=setup, restarts=settings.run.scorer_restarts
+            )
+            stack.callback(actors[model].close)
+        return RemotePlaces(acting if "policy" in devices.remote else starting, actors, training, stack.pop_all().close)
+
+
+def _hosting(number: int) -> Place:
+    return Process(f"policy {number}")

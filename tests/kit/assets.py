@@ -1,0 +1,133 @@
+"""Files of whole runs: tiny models that share a tokenizer of bytes, chat prompts, rewards, tools and agents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from tests.hf import tiny
+from tests.hf.spot_tokenizers import byte_tokenizer
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A short chat template with tools, called as Qwen's call them."""
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "</tool_call>")
+
+CODE = '''
+def total(completion_ids, **columns):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def short(completion_ids, **columns):
+    return [1 / (1 + len(ids)) for ids in completion_ids]
+
+
+def answer(turn):
+    return " ok " if turn.number < 1 else None
+
+
+def add(left: int, right: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        left: the first.
+        right: the second.
+    """
+    return left + right
+
+
+class Game:
+    def reset(self, **columns):
+        self.guesses = 0
+
+    def add(self, left: int) -> str:
+        """Guess a number.
+
+        Args:
+            left: the guess.
+        """
+        self.guesses += 1
+        return "higher"
+
+
+async def agent(row, base_url, api_key):
+    import openai
+
+    messages, tokens = list(row["prompt"]), 0
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for turn in range(2):
+            try:
+                reply = await client.chat.completions.create(model="policy", messages=messages)
+            except openai.BadRequestError:  # no room is left
+                break
+            tokens += reply.usage.completion_tokens
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+            messages.append({"role": "user", "content": "and?"})
+    return tokens % 7 / 7
+
+
+async def chief(row, base_url, api_key):
+    import asyncio
+
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def ask(messages):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            return reply.usage.completion_tokens
+
+        tokens = await ask(list(row["prompt"]))
+        parts = [[{"role": "user", "content": f"part {part} of {row['number']}"}] for part in range(2)]
+        tokens += sum(await asyncio.gather(*(ask(part) for part in parts)))
+    return tokens % 7 / 7
+'''
+
+
+def _config(make: Callable[[], PreTrainedConfig], **sizes: object) -> PreTrainedConfig:
+    config = make()
+    for name, value in {"max_position_embeddings": 2048, **sizes}.items():
+        setattr(config, name, value)
+    return config
+
+
+MODELS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: _config(tiny.CONFIGS["llama"]),
+    "teacher": lambda: _config(tiny.CONFIGS["llama"], num_hidden_layers=3),
+    "tied": lambda: _config(tiny.CONFIGS["llama"], tie_word_embeddings=True),
+    "mixture": lambda: _config(tiny.MIXTURES["mixtral"]),
+    "hybrid": lambda: _config(tiny.STATEFUL["lfm2"]),
+    "sliding": lambda: _config(tiny.CONFIGS["gemma2"]),
+}
+
+
+def furnish(folder: Path) -> Path:
+    """Fill a folder with models, prompts and user code, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_tokenizer(TEMPLATE, special=SPECIAL)
+    for seed, (name, make) in enumerate(MODELS.items()):
+        torch.manual_seed(seed)
+        config = make()
+        config.vocab_size = 256 + 4 + len(SPECIAL) + 5 * (name == "tied")
+        tiny.of(config, seed=seed).save_pretrained(folder / name)
+        tokenizer.save(folder / name)
+    config = _config(tiny.CONFIGS["llama"], vocab_size=256 + 4 + len(SPECIAL), num_labels=1)
+    tiny.scalar_of(config).save_pretrained(folder / "reward")
+    tokenizer.save(folder / "reward")
+    for name, first, count in (("prompts", 0, 40), ("held_out", 100, 5)):
+        rows = [
+            {"prompt": [{"role": "user", "content": f"{n} + 1?"}], "number": n} for n in range(first, first + count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "code.py").write_text(CODE)
+    return folder

@@ -1,0 +1,457 @@
+"""Whole runs of pairs of settings: every two features meet in one of about a hundred runs of tiny models.
+
+A run trains to its end. If it is deterministic, the same run with whole responses in place of chunks ends with the same
+weights, samples and journal, and so does one that is killed at some moment and resumed. As a program, it writes the
+digests of all runs to a file, so that two commits can be compared::
+
+    python -m tests.run.matrix --digests FILE [--rows 3,14]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from oppo.errors import OppoError
+from oppo.hf.calls import ToolCall
+from oppo.hf.chat import ChatFormat, ParsedTurn
+from oppo.observe import Observer
+from oppo.run.train import train
+from tests.forked import Program, preload
+from tests.kit.assets import furnish
+from tests.kit.pairs import Row, covering
+from tests.workplace import read_lines
+
+STEPS = 3
+RUN = Path("runs", "r")
+
+preload("tests.kit.imported")
+
+BASE = """
+run = { name = "r", directory = "runs", steps = 3, panel = "off", cores = 1, trace = 0, checkpoint_every = 1, \
+keep_last = 9, watchdog_seconds = 120, call_timeout = 120, scorers = "thread", logged_samples = 99 }
+models = { policy = "llama", device = "cpu" }
+data.prompts = "prompts.jsonl"
+sampling = { max_new_tokens = 16, \
+stop = ["<|im_end|>", 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 170, 180, 190, 200, 210] }
+step = { batch = 4, chunk = 3 }
+trainer = { learning_rate = 1e-3, epochs = 1, micro_batch_tokens = 96 }
+"""
+
+GROUPS = "algorithm.samples=2"
+ROOM = "sampling.max_new_tokens=96"
+
+AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "algorithm": {
+        "ppo": (),
+        "grpo": ("step.algorithm=grpo", GROUPS),
+        "rloo": ("step.algorithm=rloo", GROUPS),
+        "dr_grpo": ("step.algorithm=dr_grpo", GROUPS),
+        "dapo": ("step.algorithm=dapo", GROUPS, "algorithm.max_rounds=50"),
+        "gspo": ("step.algorithm=gspo", GROUPS),
+        "reinforce_pp": ("step.algorithm=reinforce_pp",),
+        "online_dpo": ("step.algorithm=online_dpo",),
+        "distill": ("step.algorithm=distill", "models.teacher=teacher"),
+    },
+    "admission": {
+        "synchronous": (),
+        "overcommit": ("step.overcommit=2",),
+        "slope": ("step.admission=slope", "step.overcommit=2"),
+        "tail-batched": ("step.admission=tail-batched",),
+    },
+    "lookahead": {"0": (), "1": ("step.lookahead=1",), "2": ("step.lookahead=2",)},
+    "kv": {"recompute": (), "keep": ("step.kv_on_sync=keep",)},
+    "rewards": {
+        "function": ('rewards=["code.py:total"]',),
+        "two": ('rewards=[{name="a",source="reward",weight=0.5},{name="b",source="code.py:short"}]',),
+        "model": ('rewards=["reward"]',),
+        "whole": ('rewards=[{source="reward",reading="whole"}]',),
+        "process": ('rewards=[{source="code.py:total",process=true}]',),
+    },
+    "dialogue": {
+        "none": (),
+        "function": ("environment.source=code.py:answer",),
+        "tools": ('environment.tools=["code.py:add"]', "environment.max_turns=2", ROOM),
+        "class": ("environment.factory=code.py:Game", "environment.max_turns=2", ROOM),
+        "agent": ("agents.program=code.py:agent", ROOM),
+        "branches": ("agents.program=code.py:chief", ROOM),
+    },
+    "adapters": {"no": (), "lora": ("models.lora_rank=4", "trainer.learning_rate=1e-2")},
+    "policy": {
+        "llama": (),
+        "tied": ("models.policy=tied",),
+        "mixture": ("models.policy=mixture",),
+        "mixture-replayed": ("models.policy=mixture", "trainer.router_replay=true"),
+        "hybrid": ("models.policy=hybrid",),
+        "sliding": ("models.policy=sliding",),
+    },
+    "value": {"own": (), "shared-trunk": ("models.shared_trunk=true",)},
+    "weights": {"default": (), "copied": ("models.share_weights=false",)},
+    "trainer": {
+        "thread": (),
+        "process": ("run.trainer=process",),
+        "ranks": ('placement.trainer=["cpu","cpu"]',),
+    },
+    "decoding": {"thread": (), "process": ("run.policy=process",)},
+    "scorers": {"thread": (), "process": ("run.scorers=process",)},
+    "correction": {
+        "none": (),
+        "truncated": ("algorithm.is_correction=truncated", "algorithm.ratio_base=proximal"),
+        "mask": ("algorithm.is_correction=mask",),
+        "sequence": ("algorithm.is_correction=truncated_sequence", "algorithm.ratio_base=proximal"),
+        "mask_sequence": ("algorithm.is_correction=mask_sequence",),
+    },
+    "surrogate": {
+        "default": (),
+        "dual_clip": ("algorithm.surrogate=dual_clip",),
+        "cispo": ("algorithm.surrogate=cispo",),
+        "sapo": ("algorithm.surrogate=sapo",),
+        "dppo_tv": ("algorithm.surrogate=dppo_tv",),
+    },
+    "aggregation": {
+        "default": (),
+        "tokens": ("algorithm.aggregation=tokens",),
+        "responses": ("algorithm.aggregation=responses",),
+        "constant": ("algorithm.aggregation=constant",),
+        "response_sums": ("algorithm.aggregation=response_sums",),
+    },
+    "evaluation": {
+        "no": (),
+        "yes": ("eval.prompts=held_out.jsonl", "eval.every=1", "eval.samples=2", "eval.pass_score=0.5"),
+        "best": ("eval.prompts=held_out.jsonl", "eval.every=2", "run.keep_best=true"),
+    },
+    "teacher": {
+        "no": (),
+        "mixed": ("algorithm.distill=0.5", "models.teacher=teacher"),
+        "top-k": ("algorithm.distill=0.5", "algorithm.distill_top_k=4", "models.teacher=teacher"),
+    },
+    "kl": {
+        "default": (),
+        "none": ("algorithm.kl=0",),
+        "adaptive": ("algorithm.kl=0.1", "algorithm.kl_target=0.1", "algorithm.kl_horizon=100"),
+        "loss": ("algorithm.kl=0.1", "algorithm.kl_in=loss", "algorithm.kl_estimator=k3"),
+    },
+    "shaping": {
+        "none": (),
+        "eos": ("algorithm.missing_eos_penalty=0.5",),
+        "norm": ("algorithm.score_norm=true",),
+        "nll": ("algorithm.nll=0.1", "algorithm.nll_above=0.3"),
+        "entropy": ("algorithm.entropy_coefficient=0.01",),
+        "truncated": ("algorithm.mask_truncated=true",),
+    },
+    "update": {
+        "one": (),
+        "minibatches": ("trainer.epochs=2", "trainer.minibatches=2"),
+        "warmup": ("trainer.critic_warmup=1",),
+        "checkpointing": ("trainer.gradient_checkpointing=1",),
+    },
+    "sampling": {
+        "default": (),
+        "cool": ("sampling.temperature=0.5",),
+        "top-k": ("sampling.top_k=20",),
+        "top-p": ("sampling.top_p=0.9",),
+        "longer": ("sampling.min_new_tokens=3",),
+    },
+    "data": {"one": (), "mixed": ('data.prompts=[{path="prompts.jsonl",weight=2},{path="held_out.jsonl",weight=1}]',)},
+    "timing": {
+        "deterministic": ("run.deterministic=true",),
+        "free": (),
+        "adaptive": ("step.admission=adaptive", "step.overcommit=2"),
+        "continuous": ("step.admission=continuous", "step.overcommit=2"),
+        "in-flight": ("step.weight_sync=in-flight",),
+        "pool": ("placement.policy_replicas=2",),
+        "streamed": ("step.stream_updates=true",),
+    },
+}
+"""Values of each axis and what they set; the first is what a run has otherwise."""
+
+EXPENSIVE = ("trainer", "decoding", "scorers", "rewards", "dialogue")
+"""Axes with values that take further processes or long responses."""
+
+CLASHES: tuple[tuple[Mapping[str, str], str], ...] = (
+    ({"timing": "adaptive|continuous", "admission": "overcommit|slope|tail-batched"}, ""),  # which is one setting
+    ({"timing": "deterministic", "dialogue": "branches"}, ""),  # which an agent does that may, whatever settings say
+    ({"timing": "in-flight", "lookahead": "0"}, "step.lookahead"),
+    ({"timing": "in-flight", "value": "shared-trunk", "lookahead": "1|2"}, "models.shared_trunk"),
+    ({"timing": "pool", "decoding": "process"}, "placement.policy_replicas"),
+    ({"timing": "streamed", "algorithm": "ppo|reinforce_pp|distill"}, "step.stream_updates"),
+    ({"timing": "streamed", "update": "minibatches"}, "step.stream_updates"),
+    ({"timing": "streamed", "shaping": "norm"}, "step.stream_updates"),
+    ({"timing": "streamed", "kl": "adaptive"}, "step.stream_updates"),
+    (
+        {"value": "shared-trunk", "algorithm": "grpo|rloo|dr_grpo|dapo|gspo|reinforce_pp|online_dpo|distill"},
+        "no critic",
+    ),
+    ({"update": "warmup", "algorithm": "grpo|rloo|dr_grpo|dapo|gspo|reinforce_pp|online_dpo|distill"}, "no critic"),
+    ({"algorithm": "gspo", "surrogate": "dual_clip|cispo|sapo|dppo_tv"}, "algorithm.surrogate"),
+    ({"algorithm": "online_dpo", "surrogate": "dual_clip|cispo|sapo|dppo_tv"}, "algorithm.surrogate"),
+    ({"algorithm": "online_dpo", "correction": "truncated|mask|sequence|mask_sequence"}, "algorithm.is_correction"),
+    ({"algorithm": "online_dpo", "aggregation": "tokens|responses|constant|response_sums"}, "algorithm.aggregation"),
+    ({"algorithm": "online_dpo", "teacher": "mixed|top-k"}, "algorithm.distill"),
+    ({"algorithm": "online_dpo|distill", "kl": "none|adaptive|loss"}, "algorithm.kl"),
+    ({"algorithm": "online_dpo|distill", "shaping": "eos"}, "algorithm.missing_eos_penalty"),
+    ({"algorithm": "online_dpo|distill", "shaping": "norm"}, "algorithm.score_norm"),
+    ({"algorithm": "online_dpo|distill", "shaping": "nll"}, "algorithm.nll"),
+    ({"algorithm": "online_dpo", "shaping": "entropy"}, "algorithm.entropy_coefficient"),
+    ({"algorithm": "grpo|dapo|gspo", "kl": "adaptive"}, "kl_target"),
+    ({"algorithm": "dapo", "admission": "tail-batched"}, "algorithm.dynamic_sampling"),
+    (
+        {"algorithm": "distill", "teacher": "top-k", "correction": "truncated|mask|sequence|mask_sequence"},
+        "is_correction",
+    ),
+    ({"algorithm": "distill", "teacher": "top-k", "surrogate": "dual_clip|cispo|sapo|dppo_tv"}, "surrogate"),
+    ({"timing": "pool", "value": "shared-trunk"}, "placement.policy_replicas"),
+    ({"timing": "streamed", "algorithm": "dapo"}, "algorithm.dynamic_sampling"),
+    (
+        {"timing": "streamed", "shaping": "entropy", "aggregation": "default|responses|constant|response_sums"},
+        "step.stream_updates",
+    ),
+    ({"policy": "mixture-replayed", "correction": "truncated|mask|sequence|mask_sequence"}, "trainer.router_replay"),
+)
+"""Values, by ``|``, that do not go together, and a word of the error that refuses them."""
+
+
+def fits(row: Row) -> bool:
+    """Return whether the values go together, which may be those of some axes only."""
+    return not any(all(row.get(axis) in values for axis, values in clash) for clash in _clashes())
+
+
+@cache
+def _clashes() -> list[list[tuple[str, list[str]]]]:
+    return [[(axis, values.split("|")) for axis, values in clash.items()] for clash, _ in CLASHES]
+
+
+@cache
+def rows() -> list[Row]:
+    """Return the rows of the matrix: deterministic ones cover all pairs, others those of what depends on timing."""
+    fixed = {**AXES, "timing": ["deterministic"]}
+    first, _ = covering(fixed, fits, expensive=EXPENSIVE)
+    loose = {**AXES, "timing": [value for value in AXES["timing"] if value != "deterministic"]}
+    second, _ = covering(
+        loose, fits, expensive=EXPENSIVE, wanted=lambda pair: "timing" in pair or pair.get("dialogue") == "branches"
+    )
+    return [*first, *second]
+
+
+def overrides(row: Row) -> list[str]:
+    """Return what a row sets, ``section.key=value`` each."""
+    agents = row["dialogue"] in ("agent", "branches")
+    return [each for axis, value in row.items() if not (agents and axis == "rewards") for each in AXES[axis][value]]
+
+
+class Killer(Observer):
+    """Kills the process at an item, or counts them."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at, self.items = at, 0
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        self.items += 1
+        if self.items == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _call_tools(chat: ChatFormat, tokens: list[int]) -> ParsedTurn:
+    left = (*tokens, 0)[0]  # a random policy calls nothing
+    return ParsedTurn("", tool_calls=(ToolCall("add", {"left": left}),))
+
+
+def live(config: str, settings: list[str], kill: int) -> int:
+    """Train in this process, in the working directory; return an exit code, and say how many items there were."""
+    killer = Killer(kill)
+    if any(each.startswith("environment.tools") for each in settings):
+        ChatFormat.parse = _call_tools  # type: ignore[method-assign, assignment]
+    try:
+        train(config, settings, observers=[killer])
+    except OppoError as error:
+        sys.stdout.write(f"refused: {type(error).__name__}: {error}\n")
+        return 2
+    sys.stdout.write(f"items {killer.items}\n")
+    return 0
+
+
+_LIVE = "import json, sys\nfrom tests.run.matrix import live\nsys.exit(live(*json.loads(sys.argv[1])))"
+
+
+@dataclass(frozen=True)
+class Life:
+    """What a process did: its exit code, and what it said."""
+
+    code: int
+    said: str
+
+    @property
+    def refusal(self) -> str:
+        """The error of the settings, without its traceback; empty for none."""
+        lines = [line for line in self.said.splitlines() if line.startswith("refused: ")]
+        return self.said[self.said.index(lines[0]) :].strip() if self.code == 2 and lines else ""
+
+    @property
+    def items(self) -> int:
+        return next(int(line.split()[1]) for line in self.said.splitlines() if line.startswith("items "))
+
+
+def lived(folder: Path, config: str, settings: Iterable[str] = (), kill: int = -1) -> Life:
+    """Train in a process of its own in ``folder``."""
+    with Program(_LIVE, [json.dumps([config, list(settings), kill])], folder=folder, forks=True) as process:
+        out, error = process.communicate(timeout=600)
+        return Life(process.wait(), out + error)
+
+
+def digests(run: Path) -> dict[str, str]:
+    """Return the digests of a run's weights, samples, evaluations and journal."""
+    return {
+        "weights": _digest(_weights(run)),
+        "samples": _digest(_records(run, "samples.jsonl")),
+        "evaluations": _digest(_records(run, "eval.jsonl")),
+        "journal": _digest(_records(run, "journal.jsonl")),
+    }
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:12]
+
+
+def _weights(run: Path) -> Iterator[bytes]:
+    for path in sorted((run / "checkpoints" / "final").glob("*/*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)
+                yield f"{path.parent.name} {name} {tensor.dtype} {tuple(tensor.shape)}".encode()
+                yield tensor.contiguous().numpy().tobytes()
+
+
+TIMES = frozenset({"at", "seconds", "seen", "eval/seconds"})
+"""What a record says of the clock."""
+
+
+def _records(run: Path, name: str) -> list[bytes]:
+    lines = read_lines(run / name) if (run / name).exists() else []
+    kept = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+    return sorted(json.dumps(line, sort_keys=True).encode() for line in kept if line.get("event") != "observed")
+
+
+def trained_twice(run: Path) -> list[int]:
+    """Return the rollouts that the journal ends more than once."""
+    ended = [line["rollout"] for line in read_lines(run / "journal.jsonl") if line["event"] in ("trained", "dropped")]
+    return sorted({rollout for rollout in ended if ended.count(rollout) > 1})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a row came to: its digests where it is deterministic, and what is wrong; empty for nothing."""
+
+    digests: Mapping[str, str]
+    fault: str
+
+
+def tried(row: Row, workplace: Path, folder: Path, seed: object = 0, *, only_uncut: bool = False) -> Outcome:
+    """Train a row in all ways.
+
+    Args:
+        row: of :func:`rows`.
+        workplace: as :func:`tests.kit.assets.furnish` fills one.
+        folder: of the runs, which are deleted unless something is wrong.
+        seed: of the moment of the kill.
+        only_uncut: train once, undisturbed.
+    """
+    deterministic = row["timing"] == "deterministic"
+    trial = _Trial(overrides(row), workplace, folder, comparable=deterministic and row["kv"] == "recompute")
+    try:
+        items, expected = trial.uncut()
+        if not deterministic:
+            expected = {}
+        if not only_uncut:
+            if deterministic:
+                trial.whole(expected)
+            trial.killed(random.Random(f"{seed} {sorted(row.items())}").randint(1, items), expected)
+    except AssertionError as error:
+        return Outcome({}, str(error))
+    shutil.rmtree(folder)
+    return Outcome(expected, "")
+
+
+@dataclass(frozen=True)
+class _Trial:
+    settings: list[str]
+    workplace: Path
+    folder: Path
+    comparable: bool
+
+    def uncut(self) -> tuple[int, Mapping[str, str]]:
+        place = _copied(self.workplace, self.folder / "uncut")
+        life = lived(place, "config.toml", self.settings)
+        self._require(life.code == 0, life.refusal or f"exit code {life.code}", life)
+        steps, twice = len(read_lines(place / RUN / "metrics.jsonl")), trained_twice(place / RUN)
+        self._require(steps == STEPS and not twice, f"{steps} steps in place of {STEPS}, trained twice: {twice}", life)
+        return life.items, digests(place / RUN)
+
+    def whole(self, expected: Mapping[str, str]) -> None:
+        place = _copied(self.workplace, self.folder / "whole")
+        self._require_equal(lived(place, "config.toml", [*self.settings, "step.chunk=whole"]), place, expected, "whole")
+
+    def killed(self, moment: int, expected: Mapping[str, str]) -> None:
+        place = _copied(self.workplace, self.folder / "killed")
+        life = lived(place, "config.toml", self.settings, moment)
+        if life.code == 0 and not self.comparable:
+            return  # it had fewer items this time
+        name = f"killed at item {moment}"
+        self._require(life.code == -signal.SIGKILL, f"{name}: exit code {life.code}", life)
+        begun = (place / RUN).exists()
+        life = lived(place, str(RUN)) if begun else lived(place, "config.toml", self.settings)
+        self._require_equal(life, place, expected if self.comparable else None, f"{name} and resumed")
+        twice = trained_twice(place / RUN)
+        self._require(not twice, f"{name}, trained twice: {twice}", life)
+
+    def _require_equal(self, life: Life, place: Path, expected: Mapping[str, str] | None, name: str) -> None:
+        self._require(life.code == 0, f"{name}: {life.refusal or f'exit code {life.code}'}", life)
+        others = digests(place / RUN) if expected is not None else {}
+        differing = [part for part, digest in others.items() if expected is not None and digest != expected[part]]
+        self._require(not differing, f"{name}: other {', '.join(differing)}", life)
+
+    def _require(self, holds: bool, fault: str, life: Life) -> None:
+        if not holds:
+            raise AssertionError(f"{fault}\n  in {self.folder}, settings {self.settings}\n{life.said[-3000:]}")
+
+
+def _copied(workplace: Path, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(BASE)
+    for path in workplace.iterdir():
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the digests of the matrix's runs, one line of JSON a row.")
+    parser.add_argument("--digests", type=Path, required=True)
+    parser.add_argument("--rows", default="", help="numbers, by commas; default: all")
+    chosen = parser.parse_args()
+    os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
+    numbers = [int(each) for each in chosen.rows.split(",")] if chosen.rows else range(len(rows()))
+    with tempfile.TemporaryDirectory() as made, chosen.digests.open("a", encoding="utf-8") as file:
+        workplace = furnish(Path(made, "workplace"))
+        for number in numbers:
+            row = rows()[number]
+            outcome = tried(row, workplace, Path(made, str(number)), only_uncut=True)
+            values: dict[str, Any] = {axis: value for axis, value in row.items() if value != next(iter(AXES[axis]))}
+            file.write(json.dumps({"row": number, "values": values, **outcome.digests, "fault": outcome.fault}) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
