@@ -350,7 +350,7 @@ class FakeDecode:
         self.length = length
         self.lane: Lane[FakeDecode] | None = None
         self.paused = self.taken = made
-        self.ends: list[int] = []
+        self.ends: Sequence[int] = ()
         self.answers: dict[int, IntArray] = {}
         self.waiting = False
         self.closed = False
