@@ -26,7 +26,7 @@ from oppo.errors import ConfigError, ModelRefused, as_itself, one_line, shortene
 from oppo.libraries import require
 from oppo.log import logger
 from oppo.vllm.arguments import Route
-from oppo.vllm.engine import Engine, NewTokens, ServedWeights, WeightSender
+from oppo.vllm.engine import Engine, Logprob, NewTokens, ServedWeights, WeightSender
 from oppo.vllm.plugin import transfer_of
 from oppo.vllm.server import LOAD, Inspection, ServerSettings, address_of, config_of
 from oppo.vllm.sync import DeviceSender, FileSender, HostedFiles, WeightFiles
@@ -58,7 +58,7 @@ class ServerFault(Exception):  # noqa: N818 - it says what happened
     """A server is gone, or answered what it should not; to users it comes as :class:`~oppo.errors.ModelLost`."""
 
 
-class Logprob(NamedTuple):
+class ServedLogprob(NamedTuple):
     logprob: float
 
 
@@ -484,7 +484,7 @@ class VllmServer(Engine):
         try:
             (choice,) = chunk["choices"]
             logprobs: list[Mapping[int, Logprob]] = [
-                {each["token_id"]: Logprob(_finite(each["logprob"])) for each in (one, *one["top_logprobs"])}
+                {each["token_id"]: ServedLogprob(_finite(each["logprob"])) for each in (one, *one["top_logprobs"])}
                 for one in (choice["logprobs"] or {"content": []})["content"]
             ]
             tokens, reason = list(choice["token_ids"]), choice["finish_reason"]
