@@ -545,6 +545,7 @@ def test_a_server_on_another_machine_gets_its_weights_through_a_directory_that_b
     server = VllmServer("http://far:8000", transport=fake, weights_directory=tmp_path)
     assert isinstance(server.sender, FileSender)
     assert Path(fake.init["path"]).parent == tmp_path
+    assert Path(fake.init["path"]).exists(), "its workers look whether they can read there"
     assert "cannot be written" in refused(FakeServer(), "http://far:8000", weights_directory=tmp_path / "none")
 
 
