@@ -301,7 +301,7 @@ def _assembled(
     if not settings.shares_weights:
         trained = trained.copied(devices.weights)
     copies = (
-        _copies(chosen, load, critic, device=devices.trainer[-1], seed=seed) if "trainer" in devices.remote else None
+        _copies(chosen, load, critic, device=devices.trainer[-1], seed=seed) if deployment.trains_elsewhere else None
     )
     trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
     served = _actor_recipe(chosen, load, devices.policy, seed) if "policy" in devices.apart else actor
