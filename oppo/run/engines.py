@@ -22,9 +22,9 @@ from oppo.durable import make
 from oppo.errors import ConfigError, ModelRefused, OppoError
 from oppo.hf.devices import DeviceLayout, ModelPlace, acting_share
 from oppo.hf.introspection import longest
+from oppo.hf.loading import Loadable, ModelRecipe, positions_of
 from oppo.hf.lora import adapter_matrices, rank_of
 from oppo.hf.model_files import RewardKind, located
-from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.weights import SentWeights
@@ -56,7 +56,7 @@ from oppo.vllm.processes import ServerProcess
 from oppo.vllm.reward import SCALAR, RewardServer
 from oppo.vllm.scorers import ScoringServer, VllmScorer
 from oppo.vllm.server import ServerSettings
-from oppo.vllm.sync import HostedFile, WrittenFile
+from oppo.vllm.sync import HostedFiles
 
 S = TypeVar("S", bound="VllmScorer[Any, Any]")
 E = TypeVar("E", bound=ScoringServer)
@@ -346,7 +346,7 @@ class _StartedServers:
         remote = "policy" in request.deployment.devices.remote
         url, path = anyio.run(partial(hosted.call, "start", ServerProcess.whereabouts, writes=remote))
         self._hosted[number] = hosted
-        return _server(url, request, api_key=self._key, file=None if path is None else HostedFile(path, load))
+        return _server(url, request, api_key=self._key, files=None if path is None else HostedFiles(path, load))
 
     def end(self) -> None:
 
@@ -385,7 +385,7 @@ def _server(
     *,
     api_key: str | None,
     weights_directory: str | None = None,
-    file: WrittenFile | None = None,
+    files: HostedFiles | None = None,
     timeout: float = 60.0,
 ) -> VllmServer:
 
@@ -397,7 +397,7 @@ def _server(
         api_key=api_key,
         adapters=_adapter_rank(request),
         weights_directory=weights_directory,
-        file=file,
+        files=files,
         timeout=timeout,
         trust_remote_code=models.trust_remote_code,
     )
@@ -520,7 +520,7 @@ class ScorersOnVllm:
             **arguments,
             "dtype": models.dtype,
             "trust_remote_code": models.trust_remote_code,
-            "max_model_len": min(model.positions(), reach),
+            "max_model_len": min(positions_of(model), reach),
         }
         return VllmEngine.start(
             located(model.path, weights=True, allow_pickle=models.allow_pickle),

@@ -12,10 +12,21 @@ from transformers import PreTrainedModel
 
 from oppo.config.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.as_text.whole import Encoder
+from oppo.hf.as_text.whole import Encoder, load_encoder
 from oppo.hf.devices import attributed
 from oppo.hf.introspection import require_pieces
-from oppo.hf.loading import LoadOptions, load_causal, load_encoder, load_scalar, load_tokenizer, require_supported
+from oppo.hf.loading import (
+    LOADERS,
+    Loadable,
+    LoadOptions,
+    ModelKind,
+    ModelRecipe,
+    load_causal,
+    load_scalar,
+    load_tokenizer,
+    require_supported,
+    vocabulary_of,
+)
 from oppo.hf.lora import Quantization
 from oppo.hf.model_files import (
     ADAPTER,
@@ -26,7 +37,6 @@ from oppo.hf.model_files import (
     require_adapter,
     reward_kind,
 )
-from oppo.hf.recipe import LOADERS, Loadable, ModelKind, ModelRecipe, vocabulary_of
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
 from oppo.run.deployment import Deployment

@@ -19,8 +19,9 @@ from oppo.config.sections import SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelError, ModelRefused
+from oppo.hf.as_text.whole import transformer_of
 from oppo.hf.devices import CPU, Devices
-from oppo.hf.loading import outline, transformer_of
+from oppo.hf.loading import outline
 from oppo.hf.lora import Quantization, add_lora, load_lora
 from oppo.hf.memory import (
     Bytes,

@@ -37,8 +37,8 @@ from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.chat import ChatFormat, ChatMessage, chatting
 from oppo.hf.devices import available_cores
+from oppo.hf.loading import Loadable, ModelRecipe
 from oppo.hf.model_files import RewardKind
-from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.libraries import require

@@ -44,8 +44,8 @@ from oppo.simulate.costs import (
 
 T = TypeVar("T")
 
+# The scorers that read like the reference, if there are any
 _FORWARD: Final[Sequence[ScorerName]] = ("critic", "teacher")
-"""The scorers that read like the reference, if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,9 +252,6 @@ class Profile:
         All devices but the reward model's share all work but its own, and decode steps cost what their rows do::
 
             max( (decoding of rows + reference and critic + update) / devices + fixed + weight sync,  reward model )
-
-        Args:
-            lengths: of the responses of several batches, int64 [batches, n], in tokens.
         """
         layout, engine, system = self.layout, self.engine, self.system()
         pool = layout.decode + layout.train

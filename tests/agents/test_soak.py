@@ -29,7 +29,7 @@ from tests.agents.conftest import Numbers
 from tests.agents.test_agents import tokenizer
 from tests.agents.test_server import connected, received, request
 from tests.hf import tiny
-from tests.hf.serve.test_pool import ONE
+from tests.hf.child import ONE
 from tests.pools import Fate, Mortal
 
 Post: TypeAlias = Callable[[object], Any]

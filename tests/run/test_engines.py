@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partialmethod
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import pytest
@@ -37,9 +36,9 @@ from oppo.vllm.arguments import OF_LOGPROBS, OF_REWARDS, SETTINGS
 from oppo.vllm.logprobs import LogprobServer
 from oppo.vllm.reward import RewardServer
 from tests.hf import tiny
-from tests.vllm.fake_pooling import FakePooling, FakePrompts, FakeScoringServer, PoolingParams, SamplingParams
-from tests.vllm.test_logprobs import config as generating
-from tests.vllm.test_reward import LONGEST, config
+from tests.responses import VOCABULARY
+from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
+from tests.vllm.fake_server import FakeServer
 from tests.workplace import oppo, records, tokenizer
 
 
@@ -340,29 +339,24 @@ def test_replicas_are_servers_that_the_run_starts_in_processes_of_its_own(
     assert len([*(folder / "runs" / "replicas").glob("ended-*")]) == 2
 
 
+LONGEST = 160
+
+
 @dataclass
 class ScoringStandIn(StandIn):
-    """In the place of the ``VllmEngine`` of a reward model."""
+    """In the place of the ``VllmEngine`` of a reward model, or of a reference or a teacher."""
 
-    llm: FakePooling = field(default_factory=FakePooling)
-    name: str = "reward"
-    advice: str = "look into its log"
-    pools: object = field(default_factory=config)
+    facts: ClassVar[dict[str, Any]] = {}
 
-    @property
-    def config(self) -> object:
-        return self.pools
+    def __post_init__(self) -> None:
+        pools = self.arguments.get("runner") == "pooling"
+        room = {"longest": LONGEST, "runner": "pooling"} if pools else {"longest": LONGEST + 1}
+        facts = {"model": str(self.directory), "vocabulary": VOCABULARY, **room, **self.facts}
+        self.llm = FakeAsyncLLM(facts=facts)
+        self.engine = engine_of(self.llm)
 
-    def require_usable(self) -> None:
-        return
-
-
-@dataclass
-class ReadingStandIn(ScoringStandIn):
-    """In the place of the ``VllmEngine`` of a reference or a teacher."""
-
-    llm: FakePrompts = field(default_factory=FakePrompts)
-    pools: object = field(default_factory=generating)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
 
 @pytest.fixture
@@ -374,13 +368,9 @@ def scoring(stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> list[St
             raise ConfigError("unknown argument 'max_num_seq'")
 
     def start(model: str | Path, *, arguments: Mapping[str, object], **given: Any) -> StandIn:
-        kind = ScoringStandIn if arguments.get("runner") == "pooling" else StandIn
-        kind = ReadingStandIn if "worker_extension_cls" in arguments else kind
+        kind = ScoringStandIn if {"runner", "worker_extension_cls"} & arguments.keys() else StandIn
         return kind.start(model, arguments=arguments, **given)
 
-    vllm = ModuleType("vllm")
-    vllm.__dict__.update(PoolingParams=PoolingParams, SamplingParams=SamplingParams)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr("oppo.run.engines.VllmEngine", SimpleNamespace(start=start))
     monkeypatch.setattr("oppo.run.engines.require_arguments", require)
     return stand_in
@@ -412,7 +402,7 @@ def test_a_reward_model_has_an_engine_of_its_own_which_ends_with_the_run(
         "block_size": 8,
     }
     assert len(engine.llm.sequences) > 8, "prefixes were read while responses were written"
-    assert not engine.llm.open
+    assert not engine.llm.asking
     saved = load(folder / "runs" / name / "config.toml").reward_engines["rewards.0"]
     assert saved.vllm == {"block_size": 8}
 
@@ -476,7 +466,7 @@ def test_a_scorer_that_vllm_cannot_serve_is_refused_before_an_engine_starts(
 def test_an_engine_whose_model_it_cannot_score_with_is_ended(
     folder: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ScoringStandIn, "config", config(pooling="MEAN"))
+    monkeypatch.setattr(ScoringStandIn, "facts", {"pooling": "MEAN"})
     assert oppo(folder, "", "run.name=mean", *REWARD_ON_VLLM) == 2
     assert "rewards.0: reward pools MEAN with a prefix cache" in capsys.readouterr().err
     assert scoring[0].closed
@@ -485,7 +475,7 @@ def test_an_engine_whose_model_it_cannot_score_with_is_ended(
 def test_a_reward_model_is_asked_by_its_url(
     folder: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake = FakeScoringServer(key="canary-of-the-reward", longest=500)
+    fake = FakeServer(FakeAsyncLLM(facts={"vocabulary": VOCABULARY}), key="canary-of-the-reward")
 
     class Served(RewardServer):
         __init__ = partialmethod(RewardServer.__init__, transport=fake)
@@ -497,7 +487,7 @@ def test_a_reward_model_is_asked_by_its_url(
     assert [line["trained"] for line in records(folder, "by-url", "metrics.jsonl")] == [4, 4]
     assert not scoring
     assert len(fake.bodies) > 2
-    assert "calls its model 'served', and it is to be" in capsys.readouterr().err
+    assert "calls its model 'fake', and it is to be" in capsys.readouterr().err
     assert "canary" not in (folder / "runs" / "by-url" / "config.toml").read_text()
 
 
@@ -506,7 +496,7 @@ def test_the_reference_has_an_engine_of_its_own_which_ends_with_the_run(folder: 
     steps = records(folder, "referred", "metrics.jsonl")
     assert all(math.isfinite(step["objective/kl"]) and step["objective/kl"] for step in steps)
     (engine,) = scoring
-    assert isinstance(engine, ReadingStandIn)
+    assert isinstance(engine, ScoringStandIn)
     assert engine.closed
     assert (engine.directory, repr(engine.cores)) == (folder / "actor", "slice(1, 2, None)")
     assert engine.arguments == {
@@ -524,7 +514,7 @@ def test_the_reference_has_an_engine_of_its_own_which_ends_with_the_run(folder: 
 def test_several_teachers_are_on_vllm_on_a_server_and_on_transformers(
     folder: Path, scoring: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeScoringServer(longest=500)
+    fake = FakeServer(FakeAsyncLLM(facts={"vocabulary": VOCABULARY}))
 
     class Served(LogprobServer):
         __init__ = partialmethod(LogprobServer.__init__, transport=fake)
@@ -548,7 +538,7 @@ def test_several_teachers_are_on_vllm_on_a_server_and_on_transformers(
     assert main(["train", str(folder / "taught.toml"), *overrides]) == 0
     assert all(math.isfinite(step["objective/teacher_kl"]) for step in records(folder, "taught", "metrics.jsonl"))
     (engine,) = scoring
-    assert isinstance(engine, ReadingStandIn)
+    assert isinstance(engine, ScoringStandIn)
     assert engine.llm.sequences
     assert len(fake.bodies) > 1
 

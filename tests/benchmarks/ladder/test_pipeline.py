@@ -33,7 +33,6 @@ def _one_thread_here() -> Iterator[None]:
 
 
 def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tuple[list[StepRecord], list[Span]]:
-    """Return the records of some steps of a mode, and every span of its models."""
     workload = files.workload
     watch, spans = worker.Watch(workload), list[Span]()
 
@@ -54,7 +53,6 @@ def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tup
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Scripted lengths, so that no actor has to be taught."""
     return files_of(SCRIPTED, tmp_path_factory.mktemp("cache"))
 
 

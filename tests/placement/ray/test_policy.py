@@ -17,7 +17,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
-from oppo.hf.recipe import ModelRecipe
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread

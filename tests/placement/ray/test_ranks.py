@@ -16,7 +16,7 @@ import torch
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch
 from oppo.hf.devices import use_cores
-from oppo.hf.recipe import ModelRecipe
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import PPOLoss
