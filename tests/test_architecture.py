@@ -101,7 +101,7 @@ BUDGETS = {
     "losses": 1_137,
     "oppo": 6_057,
     "placement": 4_077,
-    "report": 2_921,
+    "report": 2_922,
     "rewards": 1_798,
     "run": 4_851,
     "simulate": 3_097,
