@@ -42,7 +42,7 @@ class NewTokens:
         reason: what ended the request; ``None`` while it goes on.
         starts: versions behind the request's tokens so far, each with the index of its first token.
         steps: experts of each decode step of the request so far, [positions, layers, top_k].
-        routed: those of the whole request, when it has ended.
+        routed: experts of the whole request, when it has ended.
     """
 
     tokens: list[int]
@@ -144,7 +144,7 @@ class Engine(Closing):
         dtype_chosen: its arguments say so; else the model does.
         kv_tokens: the tokens for which its KV cache has room; ``None`` where it does not say.
         requests: ids of the requests that policies have open.
-        weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
+        weights: names and shapes; ``None`` for a model that transformers cannot train, or that pools.
         sleeps: while nothing is decoded, so that others have its GPUs' memory.
         asleep: the parts that have no memory now, in the order in which they wake.
     """

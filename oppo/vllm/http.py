@@ -454,7 +454,7 @@ class VllmServer(Engine):
                 await self._follow(stream)
         except httpx.HTTPError as error:
             self.die(one_line(error))
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the tokens
+        except Exception as error:  # noqa: BLE001 - raised where the tokens are awaited
             stream.inbox.fail(error)
         finally:
             stream.part = None
