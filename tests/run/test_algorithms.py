@@ -101,7 +101,7 @@ def test_a_reference_is_loaded_where_something_refers_to_it_or_where_it_is_named
     once = ("run.steps=1", "algorithm.dynamic_sampling=false")
     (plain,) = trained(folder, "without", "dapo", *once)
     assert "loading the reference" not in capsys.readouterr().err
-    assert not OF_THE_REFERENCE & plain.keys()
+    assert not (OF_THE_REFERENCE | {"selection/rounds"}) & plain.keys()
     (named,) = trained(folder, "measured", "dapo", *once, "models.reference=actor")
     assert "loading the reference" in capsys.readouterr().err
     assert named.keys() >= OF_THE_REFERENCE
@@ -141,8 +141,6 @@ def test_dapo_replaces_groups_and_punishes_long_responses(folder: Path) -> None:
     assert all(step["selection/rounds"] >= 1 for step in steps)
     assert all(step["objective/frac_zero_std"] == 0 for step in steps), "groups without a difference are replaced"
     assert all(step["objective/shaped_scores"] < step["objective/scores"] for step in steps)
-    plain = trained(folder, "undynamic", "dapo", "run.steps=1", "algorithm.dynamic_sampling=false")
-    assert "selection/rounds" not in plain[0]
 
 
 def test_a_penalty_on_more_than_a_whole_response_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +185,7 @@ GROUPS = (
 
 @pytest.mark.parametrize(
     ("algorithm", "further"),
-    [("grpo", ("algorithm.ratio_base=proximal",)), ("rloo", ()), ("dr_grpo", ("models.reference=actor",))],
+    [("grpo", ("algorithm.ratio_base=proximal",)), ("rloo", ())],
 )
 def test_groups_are_trained_whole_and_no_critic_is_loaded_or_saved(
     folder: Path, algorithm: str, further: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -86,10 +86,17 @@ def trained(run: Path) -> dict[str, bytes]:
         ),
     ],
 )
-def test_an_exact_run_with_evaluations_has_the_weights_of_one_without(folder: Path, chosen: tuple[str, ...]) -> None:
+def test_an_exact_run_with_evaluations_has_the_weights_of_one_without_and_shows_their_scores(
+    folder: Path, chosen: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     name = "-".join(["same", *(each.replace("/", "") for each in chosen[:1])]).replace("=", ".").replace(":", ".")
     assert oppo(folder, "", *EXACT, *(each for each in chosen if "eval" not in each), f"run.name={name}") == DONE
-    assert oppo(folder, "", *EXACT, *EVAL, *chosen, f"run.name={name}-evaluated") == DONE
+    capsys.readouterr()
+    assert oppo(folder, "", *EXACT, *EVAL, *chosen, "run.panel=lines", f"run.name={name}-evaluated") == DONE
+    before, *steps = capsys.readouterr().out.splitlines()
+    assert before.startswith("before the first step  held-out ")
+    assert " +- " in before
+    assert ["  held-out " in line for line in steps[:4]] == [False, True, False, True]
     runs = [folder / "runs" / name, folder / "runs" / f"{name}-evaluated"]
     one, other = (trained(run) for run in runs)
     assert one == other
@@ -229,14 +236,6 @@ def test_held_out_prompts_may_change_when_a_run_goes_on_and_come_from_a_program(
     run = train(folder / "config.toml", [*EXACT, "run.name=rows", "eval.every=4"], eval_prompts=rows)
     found = [json.loads(line) for line in (run.path / "eval.jsonl").read_text().splitlines()]
     assert [each["step"] for each in found] == [0, 4]
-
-
-def test_progress_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert oppo(folder, "", *EXACT, *EVAL, "run.panel=lines", "run.name=shown") == DONE
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("before the first step  held-out ")
-    assert " +- " in said[0]
-    assert ["  held-out " in line for line in said[1:5]] == [False, True, False, True]
 
 
 def test_a_reward_that_fails_on_held_out_prompts_fails_as_in_training(
