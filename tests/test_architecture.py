@@ -92,7 +92,7 @@ BUDGETS = {
     "algorithms": 1_052,
     "config": 3_603,
     "data": 849,
-    "demo": 1_669,
+    "demo": 1_663,
     "environments": 1_286,
     "evaluation": 549,
     "graph": 2_407,
