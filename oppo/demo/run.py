@@ -99,23 +99,17 @@ class Findings:
     seconds: float
 
     def facts(self) -> dict[str, object]:
+        scores = self.scores
+        found = {key: value for key, value in asdict(self).items() if key not in {"scores", "directory", "assets"}}
         return {
-            "score_before": self.scores.before,
-            "score_after": self.scores.after,
-            "score_gain": self.scores.gain,
-            "score_after_ci95": self.scores.half_width,
-            "score_spread_before": self.scores.spread,
-            "kl": self.kl,
-            "length_before": self.length_before,
-            "length_after": self.length_after,
-            "seconds": self.seconds,
-            "hidden_fraction": self.hidden_fraction,
-            "deferred_fraction": self.deferred_fraction,
-            "deferral_steps": dict(self.deferral_steps),
+            "score_before": scores.before,
+            "score_after": scores.after,
+            "score_gain": scores.gain,
+            "score_after_ci95": scores.half_width,
+            "score_spread_before": scores.spread,
+            **found,
             "tokens_identical_to_serial": self.digests.identical,
-            "digests": asdict(self.digests),
             "actor": str(self.actor),
-            "steps": self.steps,
         }
 
     def lines(self) -> list[str]:
