@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import learning
 from benchmarks.harness import END, command
@@ -30,7 +29,6 @@ def test_the_page_is_made_of_the_results_of_record() -> None:
 
 
 def test_a_run_writes_results_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     shown = Task("tool", "sums", 2, 1e-2, learning.beginning, lambda _: learning.checked(), tool=True)
     monkeypatch.setattr(learning, "tasks", lambda: [shown])
     monkeypatch.setattr(learning, "HELD_OUT", 8)
