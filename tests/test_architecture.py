@@ -90,7 +90,7 @@ BUDGETS = {
     "admission": 1_426,
     "agents": 1_693,
     "algorithms": 1_052,
-    "config": 3_603,
+    "config": 3_602,
     "data": 849,
     "demo": 1_663,
     "environments": 1_286,
