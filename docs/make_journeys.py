@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import FrameType, ModuleType, SimpleNamespace
+from types import FrameType
 from typing import Any, Final
 
 import anyio
@@ -166,10 +166,6 @@ def _token_and_setting() -> Iterator[Journey]:
 
 
 def _weights() -> Journey:
-    name = "vllm.distributed.weight_transfer.base"
-    base = ModuleType(name)
-    vars(base).update(WeightTransferInitRequest=SimpleNamespace, WeightTransferUpdateRequest=SimpleNamespace)
-    sys.modules.update({name.rsplit(".", end)[0]: ModuleType(name) for end in (1, 2, 3)} | {name: base})
     tracer = Tracer(lambda _: True)
 
     async def main() -> None:

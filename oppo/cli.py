@@ -229,17 +229,16 @@ def doctor(
     from oppo.run.deployment import Deployment  # noqa: PLC0415 - likewise
     from oppo.run.doctor import attempt, examine  # noqa: PLC0415 - likewise
     from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
-    from oppo.run.train import require_installed  # noqa: PLC0415 - likewise
+    from oppo.run.observers import require_trackers  # noqa: PLC0415 - likewise
 
     if trial and assume:
         raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
-    assumed = Hardware.assumed(assume) if assume else None
     settings, console = load(config, in_cluster(override, ray)), Console()
-    if assumed is None:
-        require_installed(settings)
-    else:
-        require_engines(Deployment.of(settings, assumed))
-    found = examine(settings, assumed)
+    deployment = Deployment.of(settings, Hardware.assumed(assume) if assume else None)
+    require_engines(deployment)
+    if not assume:
+        require_trackers(settings.run.track)
+    found = examine(deployment)
     console.out(*map(harmless, found.lines()), sep="\n", highlight=False)
     if found.faults:
         return UNUSABLE

@@ -97,10 +97,10 @@ def put(path: Path, parts: Iterable[str]) -> None:
 
 
 def make(directory: Path) -> None:
-    made = [each for each in (directory, *directory.parents) if not each.exists()]
+    made = [parent for parent in (directory, *directory.parents) if not parent.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    for each in made:
-        sync(each.parent)
+    for parent in made:
+        sync(parent.parent)
 
 
 @contextmanager
@@ -116,8 +116,8 @@ def whole(path: Path) -> Iterator[Path]:
     try:
         aside.mkdir()
         yield aside
-        for each in (*aside.rglob("*"), aside):
-            sync(each)
+        for file in (*aside.rglob("*"), aside):
+            sync(file)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, OSError):

@@ -64,15 +64,15 @@ class Logger:
     """Sends messages where :func:`routed` says; outside of it, to structlog's logger ``oppo``."""
 
     def info(self, message: str) -> None:
-        """Say what is done, or was found."""
+        """Log an action or a finding."""
         _ROUTE.get().send("info", message)
 
     def warning(self, message: str) -> None:
-        """Say what a user may have to change."""
+        """Log something that a user may have to change."""
         _ROUTE.get().send("warning", message)
 
     def once(self, message: str) -> None:
-        """Say what is done, unless the same was said before on this route."""
+        """Log, unless the same was logged before on this route."""
         route = _ROUTE.get()
         if message not in route.said:
             route.said.add(message)
@@ -104,7 +104,7 @@ def routed(*sinks: Sink, onward: bool = False) -> Iterator[None]:
 
 
 def with_route(work: Callable[P, R]) -> Callable[P, R]:
-    """Return ``work`` for another thread: its messages go where those of this code go."""
+    """Return ``work`` for another thread: its messages go the way of this code."""
     route = _ROUTE.get()
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

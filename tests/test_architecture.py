@@ -64,10 +64,11 @@ TORCH = (
     PACKAGE / "hf",
     PACKAGE / "vllm",
     PACKAGE / "demo",
+    PACKAGE / "run" / "deployment.py",
+    PACKAGE / "run" / "engines.py",
     PACKAGE / "run" / "loading.py",
     PACKAGE / "run" / "memory.py",
     PACKAGE / "run" / "models.py",
-    PACKAGE / "run" / "places.py",
 )
 """The only places that know torch."""
 
@@ -87,26 +88,26 @@ MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
     "admission": 1_426,
-    "agents": 1_672,
+    "agents": 1_693,
     "algorithms": 1_052,
-    "config": 3_863,
+    "config": 3_602,
     "data": 849,
-    "demo": 1_753,
-    "environments": 1_307,
+    "demo": 1_663,
+    "environments": 1_286,
     "evaluation": 549,
     "graph": 2_407,
-    "hf": 11_903,
-    "liveness": 611,
+    "hf": 11_756,
+    "liveness": 594,
     "losses": 1_137,
-    "oppo": 6_098,
-    "placement": 4_164,
-    "report": 3_027,
-    "rewards": 1_813,
-    "run": 4_829,
-    "simulate": 3_289,
+    "oppo": 6_057,
+    "placement": 4_077,
+    "report": 2_922,
+    "rewards": 1_798,
+    "run": 4_851,
+    "simulate": 3_097,
     "stages": 3_798,
-    "testing": 1_657,
-    "vllm": 5_063,
+    "testing": 1_425,
+    "vllm": 4_584,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 

@@ -165,19 +165,15 @@ MISBEHAVIOUR = [
 
 
 @pytest.mark.parametrize(("function", "message"), MISBEHAVIOUR)
-async def test_whatever_a_function_does_is_its_failure(function: Callable[..., object], message: str) -> None:
+async def test_whatever_a_function_does_is_its_failure_which_can_be_dropped_and_tried_again(
+    function: Callable[..., object], message: str, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(RewardError) as caught:
         await FunctionReward(function, decode).finish(TWO)
     told = str(caught.value)
     assert message in told
     assert len(told) < 3000
     assert told.encode("utf-8")
-
-
-@pytest.mark.parametrize(("function", "message"), MISBEHAVIOUR)
-async def test_every_failure_can_be_dropped_and_tried_again(
-    function: Callable[..., object], message: str, messages: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     dropped = await FunctionReward(function, decode, on_failure="drop").finish(TWO)
     assert [type(each) for each in dropped] == [Drop, Drop]
     monkeypatch.setattr("oppo.rewards.function.PAUSES", (0.0,))
@@ -192,9 +188,10 @@ async def test_the_place_of_an_error_is_a_line_of_the_users_file(tmp_path: Path)
     source = "import json\ndef f(prompts, completions):\n    return json.loads('{')\n"
     spec = f"{module(tmp_path, source)}:f"
     with pytest.raises(
-        RewardError, match=rf"raised JSONDecodeError: .* at {tmp_path}/mine.py:3 in f \(rollouts 3, 8\)"
-    ):
+        RewardError, match=rf"'f' raised JSONDecodeError: .* at {tmp_path}/mine.py:3 in f \(rollouts 3, 8\)"
+    ) as caught:
         await FunctionReward(spec, decode).finish(TWO)
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 @pytest.mark.parametrize("text", ["import sys\nsys.exit(0)\n", "raise __import__('asyncio').CancelledError\n"])

@@ -14,39 +14,33 @@ its conversations begins another one, a branch: a further response of the rollou
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-import secrets
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, SupportsFloat, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import anyio
 import numpy as np
-from anyio.abc import TaskGroup
 
-from oppo.agents.conversation import ChatRequests, Conversation, Refusal, Request, Session
-from oppo.agents.server import PATH, AgentServer
+from oppo.agents.conversation import Conversation, Session
+from oppo.agents.requests import ChatRequests, Refusal, Request
+from oppo.agents.running import CalledAgent, RunningAgents, key_of
+from oppo.agents.server import PATH
 from oppo.declared import require_real
 from oppo.environments import EnvironmentFailure
-from oppo.errors import ConfigError, DataError, ProtocolError, as_itself, running_loop, shown
+from oppo.errors import ConfigError, DataError, as_itself, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, ToolTokens
 from oppo.libraries import require
 from oppo.log import logger
 from oppo.models import SamplingSettings
-from oppo.observe import work_context
 from oppo.scorers import ScorerCapabilities
 from oppo.turns import Answer, Branching, Turn
-from oppo.user_code import CheckedFunction, UserFunction
+from oppo.user_code import UserFunction
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
     from oppo.hf.tokenizer import HfTokenizer
 
 AgentFunction: TypeAlias = Callable[[dict[str, object], str, str], object]
@@ -65,50 +59,29 @@ class _Astray(EnvironmentFailure):
     """An agent did otherwise than it did before: its rollout is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    row: Mapping[str, object]
-    url: str
-    key: str
-
-
-@dataclass(frozen=True)
-class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
-    kind: ClassVar[str] = "agent"
-    error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
-
-    def made(self, given: _Visit) -> object:
-        return self.user.function(copy.deepcopy({**given.row}), given.url, given.key)
-
-    def checked(self, result: object, where: str) -> float | Drop:
-        if isinstance(result, Drop):
-            return result
-        if isinstance(result, bool) or not isinstance(result, SupportsFloat) or not math.isfinite(result):
-            raise self.failure(f"must return a finite number, the reward, or a Drop; got {shown(result)}", where)
-        return float(result)
-
-
-class Agents(Branching):
+class Agents(RunningAgents, Branching):
     """A function that is an agent, as the prompts, the environment and the reward of rollouts.
 
-    It is run once for each rollout. Its first request is the prompt, the policy's turns are what it is answered, and
-    the number that it returns is the reward. Responses to one row begin with the same messages. An agent of a run that
-    is resumed is run anew, and told the turns that the policy has written: one that then asks for something else is
-    dropped.
+    It runs once for each rollout. Its first request is the prompt, the policy's turns are its answers, and its result
+    is the reward. Responses to one row begin with the same messages. A resumed run runs its agents anew, and answers
+    them with the turns that the policy has written: one that then sends something else is dropped.
 
     Args:
-        run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of the conversation that it has
-            held with the server at this URL, or :meth:`oppo.Drop.because` of a reason. An async function runs on the
-            event loop, and must not block it; a sync one in a thread of its own.
+        run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of its conversation with the
+            server at this URL, or :meth:`oppo.Drop.because` of a reason. An async function runs on the event loop, and
+            must not block it; a sync one in a thread of its own.
         tokenizer: the policy's, with its chat template.
         sampling: of the run: a request for another is refused.
-        on_failure: an agent that raises, hangs, or asks for nothing: ``fail`` ends the run, ``drop`` drops the rollout,
-            or leaves the row out.
-        timeout: seconds in which an agent asks for something or returns, after it was started or answered; ``None``:
-            any number.
+        on_failure: of an agent that raises, hangs, or sends no request: ``fail`` ends the run, ``drop`` drops the
+            rollout, or leaves the row out.
+        timeout: seconds in which an agent sends a request or returns, after it was started or answered; ``None``: no
+            limit.
         host: where the server listens; agents on other machines cannot reach the default.
         port: likewise; 0: any that is free.
-        public_url: the URL of the API that agents are told where another address than the host leads to this port.
+        public_url: the URL of the API that agents get where another address than the host leads to this port.
+
+    Attributes:
+        drops: whether failures drop rollouts.
 
     Raises:
         ConfigError: the extra ``agents`` is not installed, the tokenizer has no chat template that can be used, or a
@@ -138,163 +111,18 @@ class Agents(Branching):
         except TypeError as error:
             raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
         self.name = user.name
-        self._agent = CalledAgent(user)
-        self._requests = ChatRequests(tokenizer, sampling or SamplingSettings())
+        requests = ChatRequests(tokenizer, sampling or SamplingSettings())
         try:
-            _, chat = self._requests.format([])
+            _, chat = requests.format([])
         except Refusal as refusal:
             raise ConfigError(str(refusal)) from refusal
         self.ends = chat.ends
-        self._drops = on_failure == "drop"
-        self._timeout = timeout
-        self._tasks: TaskGroup | None = None
-        self._users = 0
-        self._waiting = 0
-        self._sessions: dict[tuple[int, int], Session] = {}
-        self._keys: dict[str, Session] = {}
-        self._expected = defaultdict[tuple[int, int], set[int]](set)
-        self._begun = anyio.Event()
-        self._single: dict[bool, str] = {}
-        self.longest = math.inf
-        self._said = False
-        self._samples = defaultdict[bool, dict[str, list[float]]](dict)
-        self._server = AgentServer(
-            host, port, public_url, sessions=lambda: self._keys, asked=self._notify, noted=self._noted
-        )
-
-    @property
-    def at_work(self) -> str:
-        """The agent's name while one is waited for; empty otherwise."""
-        return self._agent.title if self._waiting else ""
-
-    @property
-    def single(self) -> str:
-        """Why agents hold one conversation only: by the graph that is open, training's or an evaluation's."""
-        return self._single.get(_is_evaluated(), "no graph decodes others")
-
-    @single.setter
-    def single(self, why: str) -> None:
-        self._single[_is_evaluated()] = why
-
-    @property
-    def drops(self) -> bool:
-        """Whether failures drop rollouts."""
-        return self._drops
+        self.drops = on_failure == "drop"
+        super().__init__(CalledAgent(user), requests, timeout, host=host, port=port, public_url=public_url)
 
     @property
     def reward(self) -> AgentReward:
-        """What agents return, as a scorer."""
         return AgentReward(self)
-
-    def samples(self) -> Mapping[str, Sequence[float]]:
-        """Return of each request since the last call whether it was refused, and whether it was sent again.
-
-        Those of an evaluation's agents are counted apart.
-        """
-        return self._samples.pop(_is_evaluated(), {})
-
-    async def __aenter__(self) -> Self:
-        if not self._users:
-            listening = None if getattr(running_loop(), "virtual", False) else self._server.listening()
-            self._tasks = await anyio.create_task_group().__aenter__()
-            if listening is not None:
-                self._server.serve(listening, self._tasks)
-        self._users += 1
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._users -= 1
-        if self._users or self._tasks is None:
-            return
-        tasks, self._tasks = self._tasks, None
-        for key in list(self._sessions):
-            self._end(key)
-        self._server.stop()
-        tasks.cancel_scope.cancel()
-        await tasks.__aexit__(None, None, None)
-
-    @property
-    def app(self) -> ASGIApp:
-        """The server, as an ASGI application."""
-        return self._server.app
-
-    def _noted(self, evaluated: bool, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._samples[evaluated].setdefault(name, []).append(value)
-
-    def start(self, prompt: Prompt) -> Session:
-        """Run the agent of a rollout, in place of one that there is.
-
-        Raises:
-            ProtocolError: the run is not open.
-        """
-        if self._tasks is None:
-            raise ProtocolError("agents run in a run only: open the graph first")
-        key = _key(prompt)
-        self._end(key)
-        where = f"rollout {prompt.admission}.{prompt.sample}"
-        session = Session(
-            where,
-            prompt.columns,
-            self._requests,
-            partial(self._agent.failure, where=where),
-            self._timeout,
-            single=self.single,
-            expected=self._expected[key],
-            longest=self.longest,
-            evaluated=_is_evaluated(),
-        )
-        visit = _Visit(prompt.columns, self._server.url, f"oppo-{secrets.token_hex(16)}")
-        self._sessions[key] = self._keys[visit.key] = session
-        self._tasks.start_soon(self._run, visit, session, where, name=f"agent of {where}")
-        return session
-
-    async def _run(self, visit: _Visit, session: Session, where: str) -> None:
-        with session.scope:
-            try:
-                outcome: float | Drop | EnvironmentFailure = await self._agent.run(visit, where)
-            except EnvironmentFailure as failure:
-                outcome = failure
-            session.end(outcome)
-
-    def close(self, prompt: Prompt) -> None:
-        """End a response; with the last one of its agent, end that, if there is one."""
-        session = self._sessions.get(_key(prompt))
-        if session is not None:
-            session.open.discard(prompt.branch)
-            if not session.open:
-                self._end(_key(prompt))
-
-    def _end(self, key: tuple[int, int]) -> None:
-        if (session := self._sessions.pop(key, None)) is not None:
-            self._keys = {name: each for name, each in self._keys.items() if each is not session}
-            self._expected.pop(key, None)
-            self._note_conversations(session)
-            session.close()
-            session.scope.cancel()
-
-    def _note_conversations(self, session: Session) -> None:
-        if not session.first.told:  # it was begun ahead
-            return
-        conversations, changed = float(len(session.conversations)), float(session.changes)
-        self._noted(session.evaluated, {"agents/conversations": conversations, "agents/history_changed": changed})
-        if session.changes and not self._said:
-            self._said = True
-            logger.warning(
-                f"the agent of {session.rollout} began another conversation, or was refused, since its history had "
-                f"changed: {session.change}; send messages back as they came and as they were sent, so that one "
-                "conversation stays one response (agents/history_changed counts such requests; this is said once)"
-            )
-
-    async def heard(self, session: Session, talk: Conversation) -> Request | None:
-        """Return the next request of an agent; see :meth:`Session.heard`."""
-        self._waiting += 1
-        try:
-            return await session.heard(talk)
-        finally:
-            self._waiting -= 1
 
     async def asked(self, session: Session) -> Request:
         """Return the first request of an agent.
@@ -308,7 +136,6 @@ class Agents(Branching):
         return request
 
     async def branch(self, holds: Callable[[int], bool]) -> Prompt:
-        """Return the prompt of the next further conversation; see :class:`oppo.turns.Branching`."""
         while True:
             begun = self._begun
             for (admission, sample), session in self._sessions.items():
@@ -320,36 +147,29 @@ class Agents(Branching):
                     )
             await begun.wait()
 
-    def _notify(self) -> None:
-        self._begun.set()
-        self._begun = anyio.Event()
-
     def refuse(self, branch: Prompt) -> None:
         """Refuse a conversation whose unit is complete."""
-        self._sessions[_key(branch)].conversations[branch.branch].refuse(_FULL)
+        self._sessions[key_of(branch)].conversations[branch.branch].refuse(_FULL)
         self.close(branch)
 
     def expect(self, prompt: Prompt) -> None:
         """Run the agent of a rollout that is opened; a further conversation is taken for one that it has held."""
         if prompt.branch:
-            self._expected[_key(prompt)].add(prompt.branch)
+            self._expected[key_of(prompt)].add(prompt.branch)
         self._session(prompt, math.inf)
 
     def goes_on(self, prompt: Prompt) -> bool:
-        """Return whether an agent may begin further conversations."""
-        session = self._sessions.get(_key(prompt))
+        session = self._sessions.get(key_of(prompt))
         return session is not None and session.outcome is None and not session.single
 
     async def settled(self, prompt: Prompt) -> None:
-        """Wait until an agent has ended."""
         self._waiting += 1
         try:
-            await self._sessions[_key(prompt)].ended()
+            await self._sessions[key_of(prompt)].ended()
         finally:
             self._waiting -= 1
 
     def ended(self, finish: Finish) -> None:
-        """Tell the agent of the end of a response, if that was no turn."""
         assert self._tasks is not None  # noqa: S101 - responses end in a run only
         session = self._session(finish.response.prompt, math.inf)
         self._tasks.start_soon(self._told_end, session, finish, name=f"end of rollout {finish.rollout}")
@@ -357,11 +177,6 @@ class Agents(Branching):
     async def _told_end(self, session: Session, finish: Finish) -> None:
         with suppress(EnvironmentFailure):  # its reward says so
             await self._finished(session, finish)
-
-    def _session(self, prompt: Prompt, told: float) -> Session:
-        session = self._sessions.get(_key(prompt))
-        anew = session is not None and not prompt.branch and session.first.told > told
-        return self.start(replace(prompt, branch=0)) if session is None or anew else session
 
     async def _having_told(
         self, session: Session, prompt: Prompt, number: int, said: _Said, *, cut: bool = False
@@ -403,7 +218,7 @@ class Agents(Branching):
         self._notify()
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return what the agent says after a turn, ``None`` once it has returned, or a ``Drop``.
+        """Return the agent's messages after a turn, ``None`` once it has returned, or a ``Drop``.
 
         Raises:
             EnvironmentFailure: the agent failed, and failures are not dropped.
@@ -435,7 +250,7 @@ class Agents(Branching):
         if session.outcome is None:
             session.end(failure)
         self.close(prompt)
-        if self._drops or isinstance(failure, _Astray):
+        if self.drops or isinstance(failure, _Astray):
             return Drop(prompt.rollout, str(failure))
         raise failure
 
@@ -453,7 +268,7 @@ class Agents(Branching):
         return talk
 
     async def earned(self, finish: Finish) -> float | Drop:
-        """Return what the agent of a complete response returns, once it was told the end of it.
+        """Return the result of the agent of a complete response, once it was told the end of it.
 
         Raises:
             EnvironmentFailure: the agent failed, and failures are not dropped.
@@ -484,12 +299,12 @@ class Agents(Branching):
         max_prompt_tokens: int = 512,
         over_long: Literal["filter", "error"] = "filter",
     ) -> AgentPrompts:
-        """Return the first requests of agents as prompts, one for each of ``source``, whose columns it is given.
+        """Return the first requests of agents as prompts, one for each of ``source``, whose columns they have.
 
         Args:
             source: its tokens are not read.
-            max_prompt_tokens: a prompt of more tokens is over-long.
-            over_long: what becomes of those.
+            max_prompt_tokens: a prompt of more tokens is left out, or an error.
+            over_long: which of the two.
         """
         self.longest = max_prompt_tokens
         return AgentPrompts(self, source, max_prompt_tokens, over_long)
@@ -503,14 +318,6 @@ _FULL: Final = Refusal(
 )
 
 
-def _key(prompt: Prompt) -> tuple[int, int]:
-    return prompt.admission, prompt.sample
-
-
-def _is_evaluated() -> bool:
-    return work_context().role == "evaluate"
-
-
 def _difference(now: IntArray, before: IntArray) -> str:
     same = min(len(now), len(before))
     at = next((at for at in range(same) if now[at] != before[at]), same)
@@ -518,11 +325,7 @@ def _difference(now: IntArray, before: IntArray) -> str:
 
 
 class AgentPrompts(AsyncIterator[Prompt]):
-    """Prompts that are the first requests of agents; see :meth:`Agents.prompts`.
-
-    Attributes:
-        longest: the most tokens that a prompt may have.
-    """
+    """Prompts that are the first requests of agents; see :meth:`Agents.prompts`."""
 
     def __init__(
         self,
@@ -553,7 +356,6 @@ class AgentPrompts(AsyncIterator[Prompt]):
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where other prompts of the same source were."""
         self._source.load_state_dict(state)
         self._state = self._position()
 
@@ -596,7 +398,7 @@ class AgentPrompts(AsyncIterator[Prompt]):
 
 
 class AgentReward:
-    """What agents return as the reward of their responses, as a scorer."""
+    """The results of agents as the reward of their responses, as a scorer."""
 
     version = 0
 
@@ -608,11 +410,6 @@ class AgentReward:
         """Read nothing: the agent has seen the turns."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[float | Drop]:
-        """Return the reward of each response.
-
-        Raises:
-            EnvironmentFailure: an agent failed, and failures are not dropped.
-        """
         earned: dict[int, float | Drop] = {}
 
         async def earn(finish: Finish) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 from anyio.abc import TaskGroup
 
-from oppo.agents.bounds import BODY, apart, read_json
-from oppo.agents.conversation import ENDED, MODEL, Json, Refusal, Session
+from oppo.agents.conversation import ENDED, Session
+from oppo.agents.requests import BODY, MODEL, Json, Refusal, apart, read_json
 from oppo.errors import ConfigError, as_itself, shortened
 from oppo.log import logger
 
@@ -47,7 +47,7 @@ class AgentServer:
     """Serves the requests of agents.
 
     Args:
-        public_url: the URL that agents get; empty: that of the host, of this machine if it listens at all addresses.
+        public_url: the URL that agents get; empty: the host, or this machine if it listens at all addresses.
         sessions: by the keys of agents.
         asked: called once a session has a new request.
         noted: called after each request with whether its row is held out, and its metrics.

@@ -71,10 +71,10 @@ def _json_row(line: str, place: str) -> Row:
 
 
 def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    row = dict(pairs)
+    if len(row) < len(pairs):
         raise ValueError(f"an object names a column twice: {', '.join(name for name, _ in pairs)}")
-    return found
+    return row
 
 
 def _csv_rows(path: Path) -> Iterator[Located]:
@@ -111,13 +111,13 @@ def as_written(row: Row) -> Row:
     """Return a row without the nulls that a format of columns puts into chat messages for keys of other messages."""
     # All values of a column have the keys of each there. A message's own ``content`` may be null.
     return {
-        name: [_message_as_written(each) for each in value] if _is_chat(value) else value for name, value in row.items()
+        name: [_message_as_written(part) for part in value] if _is_chat(value) else value for name, value in row.items()
     }
 
 
 def _is_chat(value: object) -> TypeGuard[list[dict[str, object]]]:
     return isinstance(value, list) and all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
     )
 
 
@@ -128,8 +128,8 @@ def _message_as_written(message: dict[str, object]) -> object:
 
 def _present(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _present(each) for key, each in value.items() if each is not None}
-    return [_present(each) for each in value] if isinstance(value, list) else value
+        return {key: _present(inner) for key, inner in value.items() if inner is not None}
+    return [_present(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _parquet_rows(path: Path) -> Iterator[Located]:

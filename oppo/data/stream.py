@@ -80,12 +80,12 @@ class PromptStream(Iterator[Prompt]):
     @property
     def size(self) -> int:
         """The number of prompts, each counted once."""
-        return sum(len(each.prompts) for each in self._sources)
+        return sum(len(source.prompts) for source in self._sources)
 
     @property
     def longest(self) -> int:
         """Tokens in the longest prompt."""
-        return max(len(prompt.tokens) for each in self._sources for prompt in each.prompts)
+        return max(len(prompt.tokens) for source in self._sources for prompt in source.prompts)
 
     def __len__(self) -> int:
         """Return how many prompts the whole stream holds; an endless one raises a ``TypeError``."""
@@ -158,8 +158,8 @@ class Cycle:
         self._weights = weights
         self._places: list[tuple[int, int]] = []
         for number in range(1, total + 1):
-            within_quota = (each for each, weight in enumerate(weights) if taken[each] * total < number * weight)
-            source = min(within_quota, key=lambda each: Fraction(taken[each] + 1, weights[each]))
+            within_quota = (source for source, weight in enumerate(weights) if taken[source] * total < number * weight)
+            source = min(within_quota, key=lambda source: Fraction(taken[source] + 1, weights[source]))
             self._places.append((source, taken[source]))
             taken[source] += 1
         self._numbers = {place: number for number, place in enumerate(self._places)}
@@ -188,12 +188,12 @@ def whole_numbers(weights: Sequence[float]) -> list[int]:
         if weight <= 0:
             raise DataError(f"the weight of a source must be more than 0, not {weight}")
     exact = [Fraction(str(weight)) for weight in weights]
-    whole = [int(each * math.lcm(*(one.denominator for one in exact))) for each in exact]
+    whole = [int(weight * math.lcm(*(one.denominator for one in exact))) for weight in exact]
     divisor = math.gcd(*whole)
-    found = [each // divisor for each in whole]
-    if sum(found) > LONGEST_CYCLE:
+    ratio = [weight // divisor for weight in whole]
+    if sum(ratio) > LONGEST_CYCLE:
         raise DataError(
-            f"the weights {', '.join(f'{weight:g}' for weight in weights)} are as {' to '.join(map(str, found))}: give "
+            f"the weights {', '.join(f'{weight:g}' for weight in weights)} are as {' to '.join(map(str, ratio))}: give "
             f"rounder ones, in a ratio of whole numbers whose sum is at most {LONGEST_CYCLE:,}"
         )
-    return found
+    return ratio

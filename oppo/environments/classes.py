@@ -110,13 +110,13 @@ class EnvironmentClass(Tools):
     """A class with an instance for each response, by TRL's contract, as an environment and as a reward.
 
     ``reset(**row)`` begins, once for each instance, and returns the text that is added to the prompt's last message, or
-    ``None``. Public methods are tools, which are called one after the other. ``get_reward()``, if there is one, is the
-    reward of the response (:attr:`reward`).
+    ``None``. Public methods are tools, called one after the other. ``get_reward()``, if there is one, is the reward of
+    the response (:attr:`reward`).
 
-    The responses to one prompt have instances of their own, to which ``reset`` must say the same of the same row. An
+    Responses to one prompt have instances of their own, to which ``reset`` must say the same of the same row. An
     instance may hold anything, and lives as long as its rollout; a resumed run makes its calls again on a new one: the
-    same calls must lead to the same state. One that is a context manager is left once, when its response is complete,
-    before ``get_reward()``; it is another than the one that its row was read with.
+    same calls must lead to the same state. A context manager is left once, when its response is complete, before
+    ``get_reward()``; it is another instance than the one that its row was read with.
 
     Args:
         factory: the class, or a function without arguments that returns an instance.
@@ -156,7 +156,7 @@ class EnvironmentClass(Tools):
                 self._calls[name] = UserCalls(called(user), concurrency=CONCURRENCY, timeout=options.get("timeout"))
 
     def begun(self, row: Mapping[str, object], column: str = "prompt") -> dict[str, object]:
-        """Return a row whose prompt ends with what ``reset()`` says; the first response to it has that instance.
+        """Return a row whose prompt ends with the text of ``reset()``; the first response to it has that instance.
 
         Without a prompt the row has an empty message of a user.
 
@@ -177,7 +177,6 @@ class EnvironmentClass(Tools):
         return found
 
     def rows(self, rows: Iterable[Mapping[str, object]], column: str = "prompt") -> Iterator[dict[str, object]]:
-        """Yield rows as :meth:`begun`."""
         for row in rows:
             yield self.begun(row, column)
 
@@ -198,7 +197,6 @@ class EnvironmentClass(Tools):
         return WholeScorer(self.earned, lambda: self._calls["get_reward"].at_work)
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return what the instance of a rollout answers; see :meth:`Tools.answer`."""
         known: Any = turn.state or {"calls": []}
         life = self._lives.get(turn.prompt.rollout)
         if life is None or not turn.number or len(life.calls) != len(known["calls"]):  # it begins, or was resumed
@@ -222,12 +220,10 @@ class EnvironmentClass(Tools):
             self._leave(life)
 
     def release(self, prompt: Prompt) -> None:
-        """Let go of the instance of a rollout."""
         if (life := self._lives.pop(prompt.rollout, None)) is not None:
             self._leave(life)
 
     async def earned(self, finish: Finish) -> float | Drop:
-        """Return the reward of a complete response."""
         try:
             owner = await self.instance(finish)
             earned: float = await self._calls["get_reward"].make({"self": owner}, f"rollout {finish.rollout}")
@@ -341,11 +337,6 @@ class Environments:
             each.routed = True
 
     def of(self, columns: Mapping[str, object]) -> EnvironmentClass:
-        """Return the environment of a row.
-
-        Raises:
-            DataError: its column names none of them.
-        """
         named = columns.get(ROUTE)
         if not isinstance(named, str) or named not in self.classes:
             raise DataError(
@@ -355,17 +346,15 @@ class Environments:
         return self.classes[named]
 
     def begun(self, row: Mapping[str, object], column: str = "prompt") -> dict[str, object]:
-        """Return a row as :meth:`EnvironmentClass.begun`."""
         return self.of(row).begun(row, column)
 
     @property
     def gives_reward(self) -> bool:
-        """Whether one of them gives a reward."""
         return any(each.gives_reward for each in self.classes.values())
 
     @cached_property
     def reward(self) -> Scorer[float | Drop]:
-        """The rewards that they give; a rollout of one that gives none is dropped, or scored by others.
+        """The reward of each row's environment; a rollout of one without is dropped, or scored by others.
 
         Raises:
             ConfigError: none of them gives one.
@@ -378,7 +367,6 @@ class Environments:
 
     @property
     def at_work(self) -> str:
-        """The names of tools with an unanswered call; empty without one."""
         return ", ".join(filter(None, (each.at_work for each in self.classes.values())))
 
     async def __aenter__(self) -> Self:
@@ -390,22 +378,17 @@ class Environments:
         await leave(self.classes.values())
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return what the instance of a rollout answers; see :meth:`Tools.answer`."""
         return await self.of(turn.prompt.columns).answer(turn)
 
     def forget(self, prompt: Prompt, state: object) -> None:
-        """Leave the instance of a rollout as :meth:`EnvironmentClass.forget`."""
         self.of(prompt.columns).forget(prompt, state)
 
     def release(self, prompt: Prompt) -> None:
-        """Let go of the instance of a rollout."""
         self.of(prompt.columns).release(prompt)
 
     async def earned(self, finish: Finish) -> float | Drop:
-        """Return the reward of a complete response."""
         found = self.of(finish.response.prompt.columns)
         return await found.earned(finish) if found.gives_reward else Drop(finish.rollout, DOES_NOT_APPLY)
 
     async def instance(self, finish: Finish) -> object:
-        """Return the instance of a complete response, the same to all who ask."""
         return await self.of(finish.response.prompt.columns).instance(finish)

@@ -41,9 +41,9 @@ class TextTurn:
 
     Attributes:
         prompt: the data's ``prompt`` column if there is one, else the prompt's text.
-        text: of this turn, without special tokens.
-        number: how many turns of the response were answered before.
-        state: what the answer before returned as its state; ``None`` at the first turn.
+        text: without special tokens.
+        number: of answered turns of the response.
+        state: of the last answer; ``None`` at the first turn.
         columns: the data's other columns.
     """
 
@@ -91,8 +91,8 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
     """A function that answers turns, as an :class:`oppo.turns.Environment`.
 
     Args:
-        function: ``f(turn)``, sync or async, or its ``file.py:name``. It is given a :class:`TextTurn`, whose columns
-            are copies, and returns the answer as text, or a pair of text and state, or ``None`` to end the response, or
+        function: ``f(turn)``, sync or async, or its ``file.py:name``. It takes a :class:`TextTurn`, whose columns are
+            copies, and returns the answer as text, or a pair of text and state, or ``None`` to end the response, or
             :meth:`oppo.Drop.because` of a reason. A sync function runs in a thread of its own for each call, or inline
             on a loop of virtual time.
         decode: token ids to text, without special tokens.
@@ -100,9 +100,9 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
         timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_code.UserCalls`). A call
             whose rollout is closed is ended likewise.
-        concurrency: how many calls may overlap; by default 64, or 4 in processes.
+        concurrency: calls that may overlap; by default 64, or 4 in processes.
         process: call a sync function in processes of its own: it may then hold the interpreter lock or crash.
-        prompt_column: the column that is given as ``prompt``.
+        prompt_column: the column that is ``prompt``.
 
     Raises:
         ConfigError: ``timeout`` or ``concurrency`` is out of range.
@@ -148,15 +148,13 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
 
     @property
     def at_work(self) -> str:
-        """The function's name while a call is unanswered; empty otherwise."""
         return self._calls.at_work
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         """Return the function's answer as tokens, ``None`` where it ends the response, or a ``Drop``.
 
         Raises:
-            EnvironmentFailure: the function raised, took too long or returned something else, and failures are not
-                dropped.
+            EnvironmentFailure: the function failed, and failures are not dropped.
         """
         where = f"turn {turn.number} of rollout {turn.prompt.rollout}"
         try:
@@ -274,9 +272,9 @@ class Tools:
             virtual time.
         chat: reads the calls, and tokenizes the answers; its tokenizer shows these tools, and it knows the role
             ``tool``.
-        on_failure: a call that raises, takes too long, or returns what is no JSON: ``answer`` tells the policy the
-            error, ``drop`` drops the rollout, ``fail`` raises. A call that cannot be made as it stands is the policy's
-            fault, and it is told so in any case.
+        on_failure: of a call that raises, takes too long, or returns no JSON: ``answer`` shows the policy the error,
+            ``drop`` drops the rollout, ``fail`` raises. The policy is always shown the fault of a call that it wrote
+            wrongly.
         timeout: seconds after which a call has failed; ``None``: never.
         concurrency: calls of each tool that may overlap; by default 64, or 4 in processes.
         process: call sync tools in processes of their own.
@@ -329,7 +327,6 @@ class Tools:
 
     @property
     def at_work(self) -> str:
-        """The names of tools with an unanswered call; empty without one."""
         return ", ".join(filter(None, (calls.at_work for calls in self._calls.values())))
 
     async def __aenter__(self) -> Self:
@@ -341,7 +338,6 @@ class Tools:
         await leave(self._calls.values())
 
     def close(self) -> None:
-        """Kill the processes of tools, if there are some; idempotent."""
         for calls in self._calls.values():
             calls.close()
 
@@ -414,7 +410,7 @@ class Tools:
 
 
 async def first_answer(environment: Environment, response: Response) -> IntArray | None:
-    """Return what an environment answers to a response as if that were its first turn: int32 [n], or ``None``."""
+    """Return an environment's answer to a response as if that were its first turn: int32 [n], or ``None``."""
     async with await entered([environment]):
         answer = await environment.answer(Turn(response.prompt, 0, response.tokens))
     return answer.tokens if isinstance(answer, Answer) else None

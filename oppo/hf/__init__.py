@@ -8,11 +8,11 @@ warn_of_untested()  # first: what is imported below may fail for it
 
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.teacher import BridgedTeacher
-from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
+from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward, load_encoder
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.devices import DeviceThread
 from oppo.hf.introspection import end_ids
-from oppo.hf.loading import load_causal, load_encoder, load_process, load_scalar, load_tokenizer
+from oppo.hf.loading import load_causal, load_process, load_scalar, load_tokenizer
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (

@@ -26,15 +26,13 @@ from oppo.errors import ConfigError, one_line, shortened, shown
 ToolSchema: TypeAlias = Mapping[str, Any]
 """``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates read it."""
 
-LAST_VALUE: Final = "SAID0BY0THE0POLICY"
-"""The text of the last argument in a probe."""
+LAST_VALUE: Final = "SAID0BY0THE0POLICY"  # the text of the last argument in a probe
 
 _PROBE: Final = {"FIRST0KEY": "FIRST0VALUE", "SECOND0KEY": LAST_VALUE}
 _NESTED: Final = [None, True, 0.5, {"k": "'\"\n"}]
 _NAME: Final = r"[\w.\-]+"
 _KEY: Final = r"[^\n]*?"
-_ID: Final = "call{:05}"
-"""Of nine letters and digits, as Mistral's templates ask for."""
+_ID: Final = "call{:05}"  # of nine letters and digits, as Mistral's templates ask for
 
 _JSON: Final = json.JSONDecoder()
 _JSON_WORDS: Final[Mapping[str, object]] = {"null": None, "true": True, "false": False}
@@ -180,8 +178,7 @@ def _one_of(known: Sequence[str], others: str) -> str:
     return "|".join([*map(re.escape, sorted(known, key=len, reverse=True)), others])
 
 
-Schemas: TypeAlias = Mapping[str, ToolSchema]
-"""The JSON schema of each tool's arguments."""
+Schemas: TypeAlias = Mapping[str, ToolSchema]  # the JSON schema of each tool's arguments
 
 
 def _read_name(text: str, at: int, schemas: Schemas) -> str:

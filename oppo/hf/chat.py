@@ -56,8 +56,7 @@ class ParsedTurn:
         return {"role": "assistant", "content": self.content, **{key: each for key, each in more.items() if each}}
 
 
-_OWN: Final = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Variables of a template that rendering sets."""
+_OWN: Final = frozenset({"messages", "tools", "add_generation_prompt"})  # variables of a template that rendering sets
 
 
 def chatting(
@@ -166,7 +165,7 @@ class ChatFormat:
     def answer(self, turn: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
         """Return the tokens that the policy reads after a turn: what closes it, messages, and the start of its next.
 
-        Special tokens are those of the template; one that a message spells is ordinary text.
+        Only the template writes special tokens; one that a message spells is ordinary text.
 
         Args:
             turn: the tokens of the turn; what closes it is left out where it did so itself.

@@ -1,7 +1,7 @@
 """Devices of models by name, cores of the CPU, the places of a run on them, and errors when their memory runs out.
 
-The actor decodes on half of the cores; reward, reference and critic take turns on the rest, those of each device in a
-place of their own; the update, which runs alone, has all of them. Each place is a thread or a process, or, for training
+The actor decodes on half of the cores; reward, reference and critic take turns on the rest, in a place
+for each device; the update, which runs alone, has all of them. Each place is a thread or a process, or, for training
 ranks, several processes. One more thread writes checkpoints and computes nothing. On a GPU each thread has a stream of
 its own. The core counts are the same for every schedule and every choice of places, so that runs can be compared bit
 for bit.
@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
@@ -201,8 +201,7 @@ Scorers: TypeAlias = Literal["auto"] | Home
 SCORED: Final = ("reference", "reward", "critic", "teacher", "proximal")
 """The models that read what the policy has written."""
 
-OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")
-"""The models that have one device each."""
+OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")  # the models that have one device each
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,43 +497,44 @@ def attributed(model: str, doing: str, remedy: str) -> Iterator[None]:
         raise ModelError(f"the {model} ran out of memory while {doing}: {remedy} ({first_line})") from error
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelPlace:
-    """A place that hosts one model, whose out-of-memory errors name it and a ``remedy``."""
+    """A place that hosts one model, whose out-of-memory errors name it and a ``remedy``; several may share one."""
 
-    def __init__(self, place: Hosting, model: str, remedy: str) -> None:
-        self._place = place
-        self._model = model
-        self._remedy = remedy
+    place: Hosting
+    model: str
+    remedy: str
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
-        with attributed(self._model, "it was given a home", self._remedy):
-            hosted = self._place.host(make, track=track or self._model)
-        return _Attributed(hosted, self._model, self._remedy)
+        with self.attributed("was given a home"):
+            return _Attributed(self.place.host(make, track=track or self.model), self)
+
+    def attributed(self, doing: str) -> AbstractContextManager[None]:
+        return attributed(self.model, f"it {doing}", self.remedy)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Attributed(Generic[T]):
-    def __init__(self, hosted: Hosted[T], model: str, remedy: str) -> None:
-        self._hosted = hosted
-        self._model = model
-        self._remedy = remedy
+    hosted: Hosted[T]
+    place: ModelPlace
 
     @property
     def time_slice(self) -> TimeSlice:
-        return self._hosted.time_slice
+        return self.hosted.time_slice
 
     @property
     def here(self) -> T:
-        return self._hosted.here
+        return self.hosted.here
 
     def at(self, priority: Priority) -> Hosted[T]:
-        return _Attributed(self._hosted.at(priority), self._model, self._remedy)
+        return _Attributed(self.hosted.at(priority), self.place)
 
     async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with attributed(self._model, f"it did {label!r}", self._remedy):
-            return await self._hosted.call(label, work, *args, **kwargs)
+        with self.place.attributed(f"did {label!r}"):
+            return await self.hosted.call(label, work, *args, **kwargs)
 
     async def load(
         self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
     ) -> None:
-        with attributed(self._model, "it did 'load'", self._remedy):
-            await self._hosted.load(work, weights, loaded)
+        with self.place.attributed("did 'load'"):
+            await self.hosted.load(work, weights, loaded)

@@ -29,10 +29,9 @@ from oppo.hf.introspection import backbone
 from oppo.losses import Input
 
 AGREEMENT = 1e-4
-"""Largest difference between an actor's logits and those of :class:`OwnHead`, in units of the largest logit."""
+"""Largest difference between logits of an actor and of its :class:`OwnHead`, in units of the largest logit."""
 
-LOGITS_BYTES: Final = 256 << 20
-"""The most that logits take in float32; more are computed a chunk of tokens at a time."""
+LOGITS_BYTES: Final = 256 << 20  # the most that logits take in float32; more are computed a chunk of tokens at a time
 
 CPU_LOGITS_BYTES: Final = 32 << 20
 """The same on a CPU, where a chunk that stays in its caches is faster: an update takes 0.7 to 1.05 of the time."""
@@ -109,7 +108,7 @@ class OwnHead:
     def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
         """Return what ``measure`` says of each token, [T] or [T, n], from hidden states [T, D].
 
-        The logits of a chunk are gone before those of the next, and are computed again in the backward pass. Gradients
+        The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients
         of weights are added up over chunks in float32.
         """
         chunks = [slice(at, min(at + self.chunk, len(hidden))) for at in range(0, len(hidden), self.chunk)]

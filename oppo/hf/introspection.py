@@ -12,8 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oppo.errors import ModelRefused
 from oppo.models import Passes
 
-UNLIMITED = 1 << 20
-"""The longest sequence of a model whose config names no limit."""
+UNLIMITED = 1 << 20  # the longest sequence of a model whose config names no limit
 
 FAILURES: Final = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """Errors of a model that cannot read its input."""

@@ -6,43 +6,49 @@ message that names the file.
 
 Pickles are refused unless they are allowed; then tensors are read from them, and no other objects are built.
 
-transformers chooses the attention implementation, SDPA for models that support it, unless eager attention is chosen.
-The probe finds the kind of attention (:mod:`oppo.hf.kv.attention`) that serves the model.
+A :class:`ModelRecipe` crosses to another process or machine in place of a model, which is loaded and probed there. A
+directory must be found under its path on each machine; a hub name is fetched there. No code and no weights cross.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, fields
 from functools import partial
-from pathlib import Path, PurePath
-from typing import Any, Final, Literal, TypedDict, Unpack, cast
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import torch
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from oppo.durable import read_text
-from oppo.errors import ConfigError, ModelRefused, OppoError, one_line
-from oppo.hf.as_text.whole import Encoder, Pooling, reach, reads_beside
-from oppo.hf.devices import CPU, ran_out
-from oppo.hf.introspection import only_whole
+from oppo.errors import ConfigError, OppoError, one_line
+from oppo.hf.devices import CPU, device_of, ran_out
+from oppo.hf.introspection import longest, only_whole, reach, vocabulary
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
-from oppo.hf.lora import Quantization, allow_threads, check_patterns, quantise_base, require_peft
+from oppo.hf.lora import (
+    Quantization,
+    add_lora,
+    allow_threads,
+    check_patterns,
+    load_lora,
+    quantise_base,
+    require_peft,
+)
 from oppo.hf.model_files import (
     CAUSAL,
-    CLASSIFIER,
     CONFIG,
-    EMBEDDER,
     MAKING,
-    MODULES,
     OBSOLETE,
     PROCESS,
     SCALAR,
@@ -52,16 +58,16 @@ from oppo.hf.model_files import (
     located,
     quiet,
     read_adapter,
-    read_object,
     require_adapter,
     require_data,
     require_json,
     require_no_code,
 )
 from oppo.hf.probe import probe
-from oppo.hf.shared_memory import ALIGNMENT
-from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.weights import ALIGNMENT, SharedModel
 from oppo.log import logger, routed
+
+T = TypeVar("T")
 
 DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
     "float32": torch.float32,
@@ -69,7 +75,7 @@ DTYPES: dict[str, torch.dtype | Literal["auto"]] = {
     "float16": torch.float16,
     "auto": "auto",
 }
-"""The types of weights, by their names in settings; ``auto``: that of the checkpoint."""
+"""The dtypes of weights, by their names in settings; ``auto``: the checkpoint's."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -112,7 +118,7 @@ def load_causal(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedM
 def load_scalar(path: str | Path, *, new_head: bool = False, **options: Unpack[LoadOptions]) -> PreTrainedModel:
     """Return the sequence-classification model with one label at a directory or hub name, in evaluation mode, probed.
 
-    A head for logits in the checkpoint is left out. The other arguments and errors are those of :func:`load_causal`.
+    A head for logits in the checkpoint is left out. Other arguments and errors as for :func:`load_causal`.
 
     Args:
         path: likewise.
@@ -129,7 +135,7 @@ def load_scalar(path: str | Path, *, new_head: bool = False, **options: Unpack[L
 def load_process(path: str | Path, **options: Unpack[LoadOptions]) -> PreTrainedModel:
     """Return the token-classification model at a directory or hub name, in evaluation mode, probed.
 
-    Arguments and errors are those of :func:`load_causal`.
+    Arguments and errors as for :func:`load_causal`.
 
     Raises:
         ModelRefused: also if the model has no linear head.
@@ -450,87 +456,126 @@ def require_supported(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-POOLINGS: Final[dict[str, Pooling]] = {
-    "cls": "cls",
-    "lasttoken": "last",
-    "max": "max",
-    "mean": "mean",
-    "mean_sqrt_len_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean",  # another length, and the same direction
+ModelKind: TypeAlias = Literal["causal", "scalar", "process"]
+
+LOADERS: Final[dict[ModelKind, Callable[..., PreTrainedModel]]] = {
+    "causal": load_causal,
+    "scalar": load_scalar,
+    "process": load_process,
 }
-"""How a pooling module says which states stand for a text: by one word, or by a key for each."""
 
 
-def load_encoder(path: str | Path, **options: Unpack[LoadOptions]) -> Encoder:
-    """Return the model at a directory or hub name, in evaluation mode, with its own tokenizer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecipe:
+    """How a model is loaded, wherever that is done; arguments as for :func:`oppo.hf.load_causal`.
 
-    A sequence classification model keeps its labels. Any other is a sentence encoder: ``modules.json`` says how its
-    states are pooled, as sentence-transformers writes it; without that it is their mean. Arguments and errors are those
-    of :func:`oppo.hf.load_causal`.
-
-    Raises:
-        ConfigError: also if the directory holds no tokenizer.
-        ModelRefused: a sentence encoder has other parts than a transformer, a pooling and a normalisation.
+    Attributes:
+        kind: ``causal`` (a policy, a reference), ``scalar`` (a reward model, a critic) or ``process``.
+        device: by name; ``auto`` is the first CUDA device of the process that loads it, or the CPU without one.
+        lora_rank: of adapters that are added (:func:`oppo.hf.lora.add_lora`); 0: none.
+        adapter: directory or hub name of one that is loaded and trained instead; empty: none.
     """
-    trusted = options.get("trust_remote_code", False)
-    directory = located(path, weights=False, trust_remote_code=trusted)
-    transformer, pooling = _parts(directory)
-    home = path if transformer == directory else transformer
-    architectures = read_object(transformer / CONFIG).get("architectures") if (transformer / CONFIG).is_file() else ()
-    classifies = pooling is None and str(architectures).find("ForSequenceClassification") >= 0
-    if pooling is None and not classifies:
-        logger.info(
-            f"{path} has no {MODULES}, which would say how a text becomes one vector: it is the mean of its states"
-        )
-        pooling = "mean"
-    model = load(CLASSIFIER if classifies else EMBEDDER, home, **options)
-    tokenizer = HfTokenizer(load_tokenizer(home, trust_remote_code=trusted))
-    limit = min(reach(model, tokenizer), _sentence_limit(transformer))
-    encoder = Encoder(model, tokenizer, limit, pooling)
-    if not reads_beside(encoder):
-        logger.info(f"{path} reads texts one by one: padding would change its outputs")
-        encoder = replace(encoder, beside=False)
-    return encoder
+
+    path: str
+    kind: ModelKind = "causal"
+    dtype: str = "float32"
+    device: str = "auto"
+    attention: Choice = "auto"
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    ignore_unused: bool = False
+    quantization: Quantization = "none"
+    new_head: bool = False
+    lora_rank: int = 0
+    lora_alpha: int = 32
+    lora_seed: int = 0
+    lora_experts: bool = False
+    lora: Mapping[str, object] = field(default_factory=dict, hash=False)
+    adapter: str = ""
+
+    def load(self) -> PreTrainedModel:
+        load = LOADERS[self.kind]
+        if self.new_head:
+            load = partial(load, new_head=True)
+        with routed():  # each place that loads it would say the same
+            model = load(
+                self.path,
+                dtype=self.dtype,
+                device=device_of(self.device),
+                trust_remote_code=self.trust_remote_code,
+                allow_pickle=self.allow_pickle,
+                ignore_unused=self.ignore_unused,
+                attention=self.attention,
+                quantization=self.quantization,
+            )
+        require_supported(model.dtype, model.device)
+        if self.lora_rank:
+            rank, alpha, seed, experts = self.lora_rank, self.lora_alpha, self.lora_seed, self.lora_experts
+            add_lora(model, rank, alpha, seed=seed, experts=experts, more=self.lora)
+        if self.adapter:
+            load_lora(model, located(self.adapter, weights=True))
+        return model
+
+    def config(self) -> PreTrainedConfig:
+        # Of an adapter its base's.
+        with routed():
+            directory = located(self.path, weights=False, trust_remote_code=self.trust_remote_code)
+            if (adapter := require_adapter(directory, allow_pickle=self.allow_pickle)) is not None:
+                directory = located(adapter.base, weights=False, trust_remote_code=self.trust_remote_code)
+        try:
+            found: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the model at {self.path!r} has no configuration that can be read: {error}") from error
+        return found
 
 
-def transformer_of(directory: Path) -> Path:
-    return _parts(directory)[0]
+Loadable: TypeAlias = PreTrainedModel | ModelRecipe  # a model, or how it is loaded where it lives
 
 
-def _parts(directory: Path) -> tuple[Path, Pooling | None]:
-    file = directory / MODULES
-    if not file.is_file():
-        return directory, None
-    try:
-        parts = json.loads(read_text(file, linked=True))
-        modules = [(PurePath(str(part["path"])), str(part["type"]).rpartition(".")[2]) for part in parts]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{file} is no list of modules with path and type: {error}") from error
-    names = [name for _, name in modules]
-    if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise ModelRefused(
-            f"{directory} is a sentence encoder of the modules {', '.join(names)}: expected Transformer, Pooling and, "
-            "maybe, Normalize; serve another as a reward function"
-        )
-    if any(path.is_absolute() or ".." in path.parts for path, _ in modules):
-        raise ConfigError(f"{file} names a module outside of its directory")
-    return directory / modules[0][0], _pooling(directory / modules[1][0])
+_resident: Final[WeakValueDictionary[str, PreTrainedModel]] = WeakValueDictionary()
+"""The models of this process that were loaded by a :class:`ResidentRecipe` and are in use, by key."""
+
+_loading: Final = threading.Lock()
 
 
-def _pooling(module: Path) -> Pooling:
-    chosen = read_object(module / CONFIG)
-    flags = [key for key, value in chosen.items() if value is True and key.startswith("pooling_mode")]
-    modes = [str(chosen["pooling_mode"])] if "pooling_mode" in chosen else flags
-    if len(modes) != 1 or modes[0] not in POOLINGS:
-        raise ModelRefused(f"{module} pools by {', '.join(modes) or 'nothing'}: expected one of {', '.join(POOLINGS)}")
-    return POOLINGS[modes[0]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentRecipe(ModelRecipe):
+    """The recipe of one model in each process: all that load it there by this recipe have the same."""
+
+    key: str = field(default_factory=lambda: uuid4().hex)
+
+    @classmethod
+    def of(cls, model: Loadable) -> Loadable:
+        if isinstance(model, PreTrainedModel | ResidentRecipe):
+            return model
+        return cls(**{each.name: getattr(model, each.name) for each in fields(model)})
+
+    def load(self) -> PreTrainedModel:
+        with _loading:
+            model = _resident.get(self.key)
+            if model is None:
+                model = _resident[self.key] = ModelRecipe.load(self)
+        return model
 
 
-def _sentence_limit(directory: Path) -> int:
-    file = directory / "sentence_bert_config.json"
-    limit = read_object(file).get("max_seq_length") if file.is_file() else None
-    return limit if isinstance(limit, int) else 1 << 30
+def name_of(model: Loadable) -> str:
+    if isinstance(model, ModelRecipe):
+        return str(next(iter(model.config().architectures or []), model.path))
+    return type(model).__name__
+
+
+def positions_of(model: Loadable) -> int:
+    return reach(model.config()) if isinstance(model, ModelRecipe) else longest(model)
+
+
+def vocabulary_of(model: Loadable) -> int:
+    return int(model.config().get_text_config().vocab_size) if isinstance(model, ModelRecipe) else vocabulary(model)
+
+
+def worker_maker(kind: Callable[..., T], model: Loadable, *args: object) -> Callable[[], T]:
+    """Return what makes ``kind(model, *args)`` in any process."""
+    return partial(_worker, kind, model if isinstance(model, ModelRecipe) else SharedModel(model), *args)
+
+
+def _worker(kind: Callable[..., T], source: ModelRecipe | SharedModel[PreTrainedModel], *args: object) -> T:
+    return kind(source.load(), *args)

@@ -35,14 +35,12 @@ from oppo.libraries import require
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-Quantization: TypeAlias = Literal["none", "nf4", "fp4"]
-"""The type of a base's weights: as they are, or 4 bits."""
+Quantization: TypeAlias = Literal["none", "nf4", "fp4"]  # the type of a base's weights: as they are, or 4 bits
 
 CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Ways to begin a LoRA adapter after which its base is not the model of that name any more."""
 
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
-"""The file of an adapter's matrices, beside its configuration."""
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"  # the file of an adapter's matrices, beside its configuration
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
@@ -257,8 +255,7 @@ def check_patterns(what: str, adapter: Mapping[str, Any], model: nn.Module) -> N
         )
 
 
-PATTERN_SECONDS = 10.0
-"""Seconds for the regular expressions of an adapter."""
+PATTERN_SECONDS = 10.0  # seconds for the regular expressions of an adapter
 
 _MATCHES: Final = (
     "import json, re, sys; patterns, names = json.load(sys.stdin); "
@@ -391,7 +388,7 @@ def _of_attention(name: str) -> bool:
 
 
 def require_peft(what: str) -> None:
-    """Check that PEFT is installed and that its version and that of transformers work together; ``what`` needs them."""
+    """Check that PEFT, which ``what`` needs, is installed in a version that works with transformers'."""
     require("lora", what, module="peft")
     try:
         check_peft_version(min_version=MIN_PEFT_VERSION)
@@ -458,7 +455,7 @@ def rounding_loss(state: Mapping[str, object], merged: Mapping[str, object], dty
 
 @torch.no_grad()
 def adapter_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """Return the matrices of a model's adapters by the names that PEFT gives them in files, those of B scaled."""
+    """Return the matrices of a model's adapters by their names in PEFT's files, each B scaled."""
     from peft.tuners.lora import Linear  # noqa: PLC0415 - an extra, installed if there are adapters
 
     found = dict[str, Tensor]()

@@ -109,8 +109,7 @@ def memory_of(device: torch.device, assumed: Hardware | None = None) -> tuple[in
     return there, torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else there
 
 
-_INTERVAL: Final = 0.02
-"""Seconds between two readings of the system's figures."""
+_INTERVAL: Final = 0.02  # seconds between two readings of the system's figures
 
 
 class Peak:

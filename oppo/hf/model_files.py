@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal, TypeAlias, cast
@@ -163,8 +163,8 @@ class Kind:
 
     autos: Mapping[AutoClass, Container[type[PreTrainedConfig]]]
     name: str
-    options: Mapping[str, Any]
-    require: Callable[[PreTrainedModel], object]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    require: Callable[[PreTrainedModel], object] = lambda model: None
     streamed: bool = True
     optional: tuple[str, ...] = ()
     on_any_trunk: bool = False
@@ -196,20 +196,13 @@ def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
-def _anything(model: PreTrainedModel) -> None:
-    del model
-
-
 CAUSAL: Final = Kind(
     {
         AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,  # whole, as it is to be saved
         AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     },
     "causal language model",
-    {},
-    _anything,
 )
-
 SCALAR: Final = Kind(
     {AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING},
     "sequence classification model with one label",
@@ -217,24 +210,13 @@ SCALAR: Final = Kind(
     score_head,
     on_any_trunk=True,
 )
-
 PROCESS: Final = Kind(
     {AutoModelForTokenClassification: MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING},
     "token classification model",
-    {},
-    token_head,
+    require=token_head,
 )
-
-CLASSIFIER: Final = Kind(
-    {AutoModelForSequenceClassification: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING},
-    "sequence classification model",
-    {},
-    _anything,
-    streamed=False,
-)
-
-EMBEDDER: Final = Kind({AutoModel: MODEL_MAPPING}, "text encoder", {}, _anything, streamed=False, optional=("pooler.",))
-
+CLASSIFIER: Final = Kind(SCALAR.autos, "sequence classification model", streamed=False)
+EMBEDDER: Final = Kind({AutoModel: MODEL_MAPPING}, "text encoder", streamed=False, optional=("pooler.",))
 
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 
@@ -250,11 +232,8 @@ OBJECTS = (
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 """Where transformers looks for weights, in this order; an index names the files that hold them."""
 
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Where it looks next, if pickles are allowed."""
-
-PICKLES = ("bin", "pt", "pth", "ckpt", "pkl")
-"""Suffixes of pickled weights."""
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")  # where transformers looks next, if pickles are allowed
+PICKLES = ("bin", "pt", "pth", "ckpt", "pkl")  # suffixes of pickled weights
 
 
 OBSOLETE = (".attn.bias", ".attention.bias", ".masked_bias", ".attn.embed_positions", "decoder.version")

@@ -62,14 +62,9 @@ A causal model's do not change by a bit, unless its kernels vary from run to run
 tolerance: the other token changes how many tokens an expert computes together, and so their rounding.
 """
 
-CLASSES = (16, 32, 64)
-"""Length classes of the probe: short, so that rows soon outgrow them."""
-
-TAIL = 48
-"""Last tokens of the longest row, which are read in small pieces and compared; the others are one chunk."""
-
-PAST_WINDOW = 40
-"""Tokens by which the longest row exceeds the sliding window."""
+CLASSES = (16, 32, 64)  # length classes of the probe: short, so that rows soon outgrow them
+TAIL = 48  # last tokens of the longest row, which are read in small pieces and compared; the others are one chunk
+PAST_WINDOW = 40  # tokens by which the longest row exceeds the sliding window
 
 LONG, MIDDLE, SHORT = 1, 2, 3
 CALLS: tuple[tuple[str, dict[int, int]], ...] = (
@@ -103,7 +98,7 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
 
     Args:
         model: any model with a causal backbone.
-        tolerance: replaces that of the model's dtype in :data:`TOLERANCES`.
+        tolerance: replaces the one of the model's dtype in :data:`TOLERANCES`.
         attention: the only kind to try; ``auto``: the fastest that agrees (:mod:`oppo.hf.kv.attention`), and whole
             sequences if none does.
 

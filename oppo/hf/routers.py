@@ -165,9 +165,9 @@ class RouterReplay:
     """Trains with the experts that the policy chose while it decoded ("R3": Ma et al. 2025, arXiv 2510.11370).
 
     A router that chooses anew may choose others, by rounding or under newer weights, so that importance ratios compare
-    two models. Replayed, its scores, its gate weights and their gradient are still those of the weights that are
-    trained. A critic on the actor's trunk reads replayed states in an update, while the values of the rollouts came
-    from routers that chose freely.
+    two models. Replayed, its scores, gate weights and gradients still belong to the weights that are trained. A critic
+    on the actor's trunk reads replayed states in an update, while the values of the rollouts came from routers that
+    chose freely.
     """
 
     layers: tuple[int, ...]

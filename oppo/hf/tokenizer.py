@@ -24,8 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from oppo.errors import ConfigError
 from oppo.log import logger
 
-Span: TypeAlias = tuple[int, int]
-"""The first character of a part of a text, and the one behind its last."""
+Span: TypeAlias = tuple[int, int]  # the first character of a part of a text, and the one behind its last
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Mark special tokens that data spells, while a template renders it: noncharacters, which text never contains."""
@@ -33,11 +32,8 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKED: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
 
 
-TEMPLATE_LINES: Final = 1_000_000
-"""Lines that a chat template executes at most for one conversation."""
-
-TEMPLATE_BYTES = 1 << 30
-"""Memory that it takes at most, as measured between lines."""
+TEMPLATE_LINES: Final = 1_000_000  # lines that a chat template executes at most for one conversation
+TEMPLATE_BYTES = 1 << 30  # memory that a template takes at most, as measured between lines
 
 TEMPLATE_PRODUCT: Final = 1 << 24
 """Characters that a product of constants, or of variables set to such, makes at most; and the bits of a power.
@@ -158,7 +154,7 @@ class HfTokenizer:
 
     Attributes:
         inner: the transformers tokenizer.
-        beside: files that belong to it, such as those of an image processor: their bytes by name.
+        beside: bytes of files that belong to it, such as an image processor's, by name.
         tools: the schemas of tools that the chat template shows.
         variables: of the chat template, such as ``enable_thinking``.
     """
@@ -244,8 +240,8 @@ class HfTokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, object]], *, last: int | None = None) -> list[int]:
         """Return the token ids of a conversation, up to the start of the assistant's turn.
 
-        A last message of the assistant is left open: the response continues it. Special tokens are those of the
-        template; one that a message spells is ordinary text.
+        A last message of the assistant is left open: the response continues it. Only the template writes
+        special tokens; one that a message spells is ordinary text.
 
         Args:
             messages: with all of their fields.

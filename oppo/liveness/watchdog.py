@@ -95,18 +95,14 @@ class StallLimits:
             require_real(name, value, 0, infinite=True)
 
     def end(self, *, calling: bool) -> tuple[str, float]:
-        """Return the setting that limits a stall, and its seconds.
-
-        Args:
-            calling: whether a call is in progress.
-        """
+        """Return the name of the setting that limits a stall, and its seconds; ``calling``: a call is in progress."""
         if calling and self.seconds and (not self.call_timeout or self.call_timeout > self.seconds):
             return self.names[1], self.call_timeout or math.inf
         return self.names[0], self.seconds or math.inf
 
     @property
     def longest_cancellation(self) -> float:
-        """Seconds after its cancellation at which a run is ended by force even while it moves."""
+        # A cancelled run is ended by force after so long even while it moves.
         return self.call_timeout or math.inf
 
 
@@ -254,7 +250,7 @@ class Heartbeat:
                 tasks.cancel_scope.cancel()
 
     def take(self) -> float:
-        """Return the worst delay since the last call in seconds, that of an overdue beat included, and reset it."""
+        """Return the worst delay since the last call in seconds, an overdue beat included, and reset it."""
         worst, self._worst = max(self._worst, self._late()), 0.0
         self._beat = self._clock()
         return worst
@@ -271,13 +267,6 @@ class Heartbeat:
 
 
 RolloutState: TypeAlias = Literal["in flight", "deferred", "finished"]
-
-
-class Watched(Protocol):
-    """A run, such as :class:`oppo.graph.Run`."""
-
-    def snapshots(self) -> Sequence[Snapshot]:
-        """Return which stage waits for which in each step that is alive, the oldest first; none between steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +313,7 @@ class Watchdog(Observer):
 
     A cancelled run that has neither moved nor saved for ``grace`` seconds is ended by force: first by ``vitals.free``,
     then by the last resort. A part of the watchdog that raises or hangs, such as a listener, is named in the report and
-    in the notes of the error, and the run is ended all the same.
+    in the notes of the error.
 
     Args:
         limits: of a stall.
@@ -358,7 +347,7 @@ class Watchdog(Observer):
         self._due = limits.notice
         self._rollouts: dict[int, RolloutState] = {}
         self._guarding = False
-        self._run: Watched | None = None
+        self._run: Run[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._scope: anyio.CancelScope | None = None
@@ -369,7 +358,6 @@ class Watchdog(Observer):
         self._thread = threading.Thread(target=self._watch, name="oppo-watchdog", daemon=True)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        """Count a move; keep the rollout's state."""
         del step, stage, at
         self._moves += 1
         if isinstance(item, Prompt | Chunk | ToolTokens):
@@ -382,12 +370,11 @@ class Watchdog(Observer):
             self._rollouts.pop(item.rollout, None)
 
     def on_span(self, span: Span) -> None:
-        """Count a move; safe to call from any thread, so it may listen to models too."""
+        # Safe to call from any thread, so it may listen to models too.
         del span
         self._moves += 1
 
     def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        """Count a move; forget the rollouts that ended."""
         del step, channels
         self._moves += 1
         if isinstance(result, StepReport):
@@ -395,11 +382,8 @@ class Watchdog(Observer):
                 self._rollouts.pop(rollout, None)
 
     @asynccontextmanager
-    async def guarding(self, run: Watched | None = None) -> AsyncIterator[None]:
-        """Watch while the context is open.
-
-        Args:
-            run: already open; otherwise :meth:`watch` names it later.
+    async def guarding(self, run: Run[Any] | None = None) -> AsyncIterator[None]:
+        """Watch while the context is open; ``run`` is open already, or named later by :meth:`watch`.
 
         Raises:
             HangError: nothing had moved for too long, so the body was cancelled.
@@ -422,7 +406,7 @@ class Watchdog(Observer):
         if self._hang is not None and scope.cancelled_caught:
             raise self._hang
 
-    def watch(self, run: Watched) -> None:
+    def watch(self, run: Run[Any]) -> None:
         self._run = run
 
     def look(self) -> Stall | None:
@@ -565,19 +549,18 @@ async def watched(
 ) -> AsyncIterator[None]:
     """Watch a run while the context is open, and end it when nothing moves.
 
-    Its reports have ``loop/worst_gap_s``, the longest that the event loop was blocked, but not in virtual time: what
-    measures it wakes every few milliseconds, and time would never jump.
+    Its reports have ``loop/worst_gap_s``, the longest time that the event loop was blocked, but not in virtual time.
 
     ``async with graph.open(prompts) as run, watched(run, decoding, scoring, reward): ...``
 
     Args:
         run: open; no step of it is running.
-        working: the places of its models, and scorers whose capabilities name their calls, as those of reward functions
-            do; one of their calls may last ``call_timeout``.
+        working: the places of its models, and scorers whose capabilities name their calls, such as reward functions;
+            one of their calls may last ``call_timeout``.
         seconds: without a move, after which the run is ended; 0: never.
         call_timeout: replaces ``seconds`` while a call is in progress, if it is longer; 0: no limit.
         notice: seconds without a move before a warning is logged, and again whenever they have doubled.
-        report: the file that records what every stage, task and thread was doing when the run is ended.
+        report: the file for the state of every stage, task and thread when the run is ended.
 
     Raises:
         HangError: nothing had moved for too long.

@@ -22,36 +22,22 @@ from oppo.placement.worker import heed_interrupts
 
 P = ParamSpec("P")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
 
 GRACE = 2.0
 """Seconds in which a call of a child that has been interrupted must end."""
 
 
-class Detached(Generic[R_co]):
-    """Runs ``work`` in a daemon thread, in the caller's context.
+async def run_detached(name: str, work: Callable[[], R]) -> R:
+    """Run ``work`` in a daemon thread, in the caller's context.
 
     A caller may give up: the thread then goes on, and keeps neither the run nor the process from ending.
     """
-
-    def __init__(self, name: str, work: Callable[[], R_co]) -> None:
-        loop, self._over = running_loop(), asyncio.Event()
-
-        def over(_: object) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nothing waits any more
-                loop.call_soon_threadsafe(self._over.set)
-
-        self._outcome = in_thread(name, work)
-        self._outcome.add_done_callback(over)
-
-    async def result(self) -> R_co:
-        await self._over.wait()
-        return self._outcome.result()
+    return await _result(in_thread(name, work))
 
 
 def in_thread(name: str, work: Callable[[], R]) -> Future[R]:
-    """Run ``work`` as :class:`Detached` does, for a caller on no event loop."""
+    """Run ``work`` as :func:`run_detached` does, for a caller on no event loop."""
     context, outcome = _context_without_loop(), Future[R]()
 
     def run() -> None:
@@ -64,8 +50,16 @@ def in_thread(name: str, work: Callable[[], R]) -> Future[R]:
     return outcome
 
 
-async def run_detached(name: str, work: Callable[[], R]) -> R:
-    return await Detached(name, work).result()
+async def _result(outcome: Future[R]) -> R:
+    loop, over = running_loop(), asyncio.Event()
+
+    def wake(_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nothing waits any more
+            loop.call_soon_threadsafe(over.set)
+
+    outcome.add_done_callback(wake)
+    await over.wait()
+    return outcome.result()
 
 
 def _context_without_loop() -> Context:
@@ -103,12 +97,12 @@ class DisposableProcess(Generic[T]):
         async with self._turn:
             child = await self._started()
             with self._disposed_of():
-                asked = Detached(f"oppo-{self._name}", partial(child.ask, packet))
+                asked = in_thread(f"oppo-{self._name}", partial(child.ask, packet))
                 with anyio.move_on_after(self._timeout):
-                    return cast("R", await asked.result())
+                    return cast("R", await _result(asked))
                 child.interrupt()
                 with anyio.move_on_after(GRACE) as grace, suppress(Exception):
-                    await asked.result()
+                    await _result(asked)
                 if grace.cancelled_caught or child.gone:
                     self.close()
                 raise TimeoutError

@@ -49,7 +49,7 @@ class Hosted(Protocol[T_co]):
         """
 
     def at(self, priority: Priority) -> Hosted[T_co]:
-        """Return a handle whose calls have this priority; those of other handles are made in order of arrival.
+        """Return a handle whose calls have this priority; calls of other handles are made in order of arrival.
 
         A place without a queue, such as :class:`~oppo.placement.Inline`, makes every call at once.
         """
@@ -64,14 +64,13 @@ class Hosted(Protocol[T_co]):
         Args:
             label: of the call in traces and errors.
             work: a method of the instance's class, or another function of it.
-            args: further arguments; a :class:`~oppo.placement.Callback` stays with the caller.
-            kwargs: the same, by name.
+            args, kwargs: its arguments; a :class:`~oppo.placement.Callback` stays with the caller.
 
         Raises:
             ModelLost: the place is closed, or its process died.
             SessionsLost: its process died, and another made the instance anew since the last call; this one was not
-                made, or not to its end.
-            Preempted: the priority is that of a preemptible call, which was not made.
+                made to its end.
+            Preempted: the call is preemptible and was not made.
             Exception: whatever ``work`` raised.
         """
 
@@ -85,7 +84,7 @@ class Hosted(Protocol[T_co]):
 
         Args:
             work: a method of the instance's class.
-            weights: tensors by name, for example; a :class:`~oppo.placement.wire.Bulk` where they are to be sent.
+            weights: tensors by name; a :class:`~oppo.placement.wire.Bulk` where they are to be sent.
             loaded: called when it is done, and before the next call is made.
 
         Raises:
@@ -98,12 +97,11 @@ class Hosting(Protocol):
     """Something that hosts instances."""
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
-        """Return the handle to an instance that is made where it lives: all use goes through this handle.
+        """Return the handle to an instance that is made where it lives.
 
         Args:
-            make: makes the instance, which is synchronous; it need not be thread-safe, as its calls are made one at a
-                time. What ``make`` holds crosses to where the instance lives: memory of this process
-                (:class:`~oppo.placement.shared_memory.Block`) is shared, the rest pickled.
+            make: makes the instance. It need not be thread-safe, as its calls are made one at a time. Memory that
+                ``make`` holds (:class:`~oppo.placement.shared_memory.Block`) is shared, the rest pickled.
             track: of its spans; the name of the place when empty.
 
         Raises:
@@ -126,11 +124,11 @@ class Closing(ABC):
 
 
 class Place(Closing, Hosting):
-    """A home for instances with an owner: it has a name, reports its calls, and is closed in the end.
+    """A home for instances: it has a name, reports its calls, and is closed in the end.
 
     Args:
         name: shown in traces and errors, and in the list of threads or processes.
-        listener: called with the span of each call, from the thread that made it or waited for its answer.
+        listener: called with the span of each call, in the thread that made it or waited for its answer.
         time_slice: how long a call in this place should last that nothing waits for.
 
     Attributes:
@@ -221,9 +219,7 @@ class LocalInstance(Generic[T]):
 
 
 class Inline(Place):
-    """The caller's own thread, for tests and for instances whose calls take no time worth mentioning.
-
-    A longer call holds up the event loop, and with it every other stage.
+    """The caller's own thread, for tests and for short calls: a longer one holds up the event loop.
 
     Example:
         >>> async def main() -> int:
@@ -235,7 +231,7 @@ class Inline(Place):
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run ``work`` at once, whatever its priority: there is no queue."""
+        # There is no queue: each call is made at once, whatever its priority.
         del priority
         self._require_open("place", label)
         await anyio.lowlevel.checkpoint()  # other tasks take a turn before the loop is held up
@@ -244,7 +240,7 @@ class Inline(Place):
 
 
 class Thread(Place):
-    """One thread, owned by one model or shared by several, one of which at a time works on the same cores.
+    """One thread, for one model or shared by several.
 
     Args:
         name, listener, time_slice: see :class:`Place`.
@@ -273,10 +269,9 @@ class Thread(Place):
         self._calls = CallQueue()
 
     async def call(self, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run ``work`` in the thread and return what it returns.
+        """Run ``work`` in the thread and return its result.
 
-        A call is waited for even when its caller is cancelled, by a scope or, as by Ctrl-C, without one: no state is
-        left half-changed.
+        A call is waited for even when its caller is cancelled: no state is left half-changed.
 
         Raises:
             ModelLost: the thread is closed.
@@ -286,7 +281,6 @@ class Thread(Place):
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Do the same with a priority, for one of several models that share the thread; see :meth:`Place.call_at`."""
         running_loop()
         self._require_open("thread of", label)
         future = self._queued(priority, track, label, with_route(lambda: work(*args, **kwargs)))

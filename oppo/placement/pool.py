@@ -41,8 +41,7 @@ from oppo.models import (
     Weights,
     require_count,
 )
-from oppo.placement.pool_members import Member, Members, Round, Start, is_refusal
-from oppo.placement.pool_rollout import PooledDecode
+from oppo.placement.pool_members import Member, Members, PooledDecode, Round, Start, is_refusal
 from oppo.turns import MultiTurnPolicy
 from oppo.weight_sync import ServesByReference
 
@@ -353,25 +352,23 @@ class _PooledDecoding(Round):
 
 
 class PolicyPool:
-    """Several engines of one model in the place of one policy.
+    """Several engines of one model as one policy.
 
     New rollouts go to the member with the most room, the samples of a prompt to one member where they fit. A rollout
-    stays on its member, across turns and steps. Room is what an engine says, by an attribute ``free_kv_tokens`` of its
-    policy, the tokens for which its KV cache has room; where one does not say it, the member with the fewest tokens
-    in its rollouts has the most.
+    stays on its member, across turns and steps. Room is the attribute ``free_kv_tokens`` of an engine's policy; where
+    one has none, the member with the fewest tokens in its rollouts has the most room.
 
     A member that raises, or takes longer than ``timeout``, is left out, and others go on with its rollouts from the
-    tokens that came of it: in a weight sync, while it decodes, or when it is used next. As an async context manager,
-    which :class:`oppo.Generate` opens for a run, a pool starts lost members again, by ``start``: again and again, with
-    pauses that grow up to ``timeout``.
+    tokens that came of it. As an async context manager, which :class:`oppo.Generate` opens for a run, a pool starts
+    lost members again, by ``start``, with pauses that grow up to ``timeout``.
 
-    What a pool can do is what each of its members can.
+    Its capabilities are those that all members have.
 
     Args:
-        policies: at least one, each with an engine of its own, which has the same model. Policies may have a
-            ``vocabulary``, the upper bound of token ids, and a ``model_name``, which are compared.
+        policies: at least one, each with an engine of its own, of the same model. Their ``vocabulary``, the upper bound
+            of token ids, and ``model_name`` are compared where they have them.
         start: starts the engine of a lost member again and returns its policy, with the weights that its model began
-            with; ``None``: what is lost is lost.
+            with; ``None``: lost members stay lost.
         timeout: seconds that a member has to take weights, to begin or stop to decode, to open or close rollouts, and,
             if it reports progress, to make some; and that a pool without living members waits for one.
 
@@ -416,7 +413,6 @@ class PolicyPool:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What each member can do."""
         found = [member.drawing(self._sampling).capabilities for member in self._members.all]
         return Capabilities(
             supports=all(each.supports for each in found),
@@ -431,7 +427,6 @@ class PolicyPool:
 
     @property
     def progress(self) -> int:
-        """The sum of what the members report."""
         return sum(cast("ReportsProgress", member.policy).progress for member in self._members.all)
 
     @property
@@ -447,7 +442,7 @@ class PolicyPool:
 
     @property
     def sync_metrics(self) -> Mapping[str, float]:
-        """Metrics of the last weight sync, by name: how many members have the weights, and what they measure."""
+        """The number of members with the weights of the last sync, and the metrics of these."""
         found = {"sync/members": float(len(self.living))}
         for policy in self.living:
             found |= getattr(policy, "sync_metrics", {})
@@ -472,15 +467,15 @@ class PolicyPool:
 
     @asynccontextmanager
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
-        """Decode ``live``, and what joins, while the context is open, until each has ended or ``cut`` returns true.
+        """Decode ``live``, and rollouts that join, until each has ended or ``cut`` returns true.
 
-        Each member calls ``cut`` as it does alone, one at a time; once it has returned true, what ends before the
-        others have stopped is reported first at the next decoding.
+        Members call ``cut`` one at a time; once it has returned true, rollouts that end before the others have stopped
+        are reported first at the next decoding.
 
         Raises:
             ProtocolError: a decode is of another policy, or was closed; or the pool decodes already.
             ModelLost: no member is left.
-            Exception: whatever ``cut`` raised, or every member would say of a rollout.
+            Exception: whatever ``cut`` raised, or every member would raise for a rollout.
         """
         members = self._members
         if members.round is not None:
@@ -498,7 +493,7 @@ class PolicyPool:
             raise round_.failure
 
     async def load(self, weights: Weights) -> None:
-        """Give all members the weights, at once; a member without them in the end is left out.
+        """Give all members the weights at once; a member without them in the end is left out.
 
         Tokens of the new weights, which a member may make before the others have them, are read when the version has
         moved. While no member serves, weights are given at any time.

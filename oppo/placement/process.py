@@ -239,17 +239,16 @@ class Instance:
 
 
 class Process(Place):
-    """One child process, owned by one model or shared by several, one of which at a time works on the same cores.
+    """One child process, for one model or shared by several.
 
-    An instance is made in the child at its first call; what it holds of :mod:`oppo.placement.shared_memory` is shared.
-    Its methods are called in one thread, in the order of their priorities (:mod:`oppo.scheduling`). Spans are timed by
-    the child, on the clock that both processes share. Errors come back as themselves. The child writes to the parent's
-    output, ignores Ctrl-C and dies with its parent.
+    An instance is made in the child at its first call; its :mod:`oppo.placement.shared_memory` is shared. Its methods
+    are called in one thread, in the order of their priorities (:mod:`oppo.scheduling`). Spans are timed by the child,
+    on the clock that both processes share. Errors come back as themselves. The child writes to the parent's output,
+    ignores Ctrl-C and dies with its parent.
 
     If the child dies, the call in progress and every later one raise :class:`~oppo.errors.ModelLost`. With ``restarts``
-    another child is started instead, in which the instances are made anew and get the last weights that they were
-    given. The next call of an instance that was called before raises :class:`~oppo.errors.SessionsLost`. What instances
-    have in shared memory survives.
+    another child is started instead, in which the instances are made anew and get their last weights. The next call of
+    an instance that was called before raises :class:`~oppo.errors.SessionsLost`. Shared memory survives.
 
     Args:
         name, listener, time_slice: see :class:`Place`.
@@ -306,15 +305,10 @@ class Process(Place):
     def pids(self) -> tuple[int, ...]:
         return self._child.pids
 
-    @property
-    def count(self) -> int:
-        """The number of child processes, more than 1 for ranks."""
-        return len(self._child.pids)
-
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
         """Return the handle to an instance in the child; see :meth:`Hosting.host`.
 
-        Where it shares memory with this process, another is made here over the same memory: see :attr:`Hosted.here`.
+        Where it shares memory with this process, another is made here over it: see :attr:`Hosted.here`.
         """
         number = len(self._instances)
         orders = self._child.orders(number, maker(make))
@@ -337,15 +331,6 @@ class Process(Place):
                 failure.result(self.name)
 
     async def call_in_child(self, priority: Priority, instance: Instance, label: str, call: Call) -> object:
-        """Return what a call returns in the child.
-
-        Raises:
-            ModelLost: the place is closed, or its child died once too often.
-            Preempted: the call is preemptible and was not made.
-            ProtocolError: the call has callbacks, and a dead child would be replaced.
-            SessionsLost: the instance was called before, and has been made anew since.
-            Exception: whatever the call raised.
-        """
         callbacks = Callbacks()
         stubbed = callbacks.extract(call)
         if callbacks and self._restarts:
@@ -369,7 +354,6 @@ class Process(Place):
     async def load_in_child(
         self, priority: Priority, instance: Instance, call: Call, loaded: Callable[[], object] | None
     ) -> None:
-        """Make a call with weights in the child; one that replaces it gets the last ones again."""
         packed: Callable[[], Packet] = partial(self._child.packed_load, call)
         if all(each.lasts for each in call.args if isinstance(each, Bulk)):
             packed = cache(packed)
@@ -403,7 +387,7 @@ class Process(Place):
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run ``work`` in this process while the child is idle; see :meth:`Place.call_at`."""
+        # The child is idle meanwhile.
         context = observe.work_context()
 
         def run() -> R:

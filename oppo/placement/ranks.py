@@ -41,7 +41,7 @@ class Member(Protocol):
         Args:
             rank: of this copy, from 0 on.
             size: number of ranks.
-            meeting: where they meet, as an ``init_method`` of ``torch.distributed.init_process_group``.
+            meeting: an ``init_method`` of ``torch.distributed.init_process_group``.
         """
 
 
@@ -196,11 +196,11 @@ class Ranks(Process):
     """Several child processes, the ranks, for an instance that shares its work out among its copies.
 
     Each rank makes the instance at its first call, and the copies meet (:class:`~oppo.placement.Member`). All ranks
-    make every call, with the same arguments; its result, its error and its span are those of rank 0. The ranks are
-    children like that of a :class:`~oppo.placement.Process`: they ignore Ctrl-C and die with their parent.
+    make every call, with the same arguments; its result, its error and its span are those of rank 0. The ranks ignore
+    Ctrl-C and die with their parent.
 
-    A rank that dies ends the others, which would wait for it forever: the call in progress and every later one raise
-    :class:`~oppo.errors.ModelLost`. So does a rank that fails alone. An error of all ranks leaves the place as it is.
+    A rank that dies, or fails alone, ends the others, which would wait for it forever: the call in progress and every
+    later one raise :class:`~oppo.errors.ModelLost`. An error of all ranks leaves the place as it is.
 
     Args:
         name, listener, time_slice: see :class:`Place`.

@@ -29,9 +29,9 @@ class TrainerCounts(Counts):
 
     Attributes:
         version: updates made.
-        restored: the part of them that was made before the trainer was restored.
+        restored: of these, the updates before the trainer was restored.
         episodes: rollouts trained.
-        micro_batches: those whose backward pass is done; this grows during an update.
+        micro_batches: whose backward pass is done; grows during an update.
     """
 
     version: int
@@ -74,14 +74,13 @@ R = TypeVar("R")
 class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
     """The trainer whose core works in ``place``; its methods raise ``ModelLost`` when the place is gone.
 
-    A place that is lost is not replaced: the optimizer's state is lost with it.
+    A lost place is not replaced: the optimizer's state is lost with it.
 
     Args:
         make: makes the core where it works.
-        place: hosts it.
 
     Attributes:
-        core: this process's, which shares counts and weights with the one that works.
+        core: of this process, which shares counts and weights with the one that works.
 
     Raises:
         ModelError: the core cannot live there.
@@ -102,7 +101,6 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
 
     @property
     def progress(self) -> int:
-        """The number of micro-batches so far, which grows during an update."""
         return self.core.counts.micro_batches
 
     async def update(self, batch: Batch) -> Trained:
@@ -110,7 +108,7 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
         return await self.given("update", type(self.core).update, batch)
 
     async def given(self, label: str, work: Callable[[C, Batch], R], batch: Batch) -> R:
-        """Return what a method of the core returns for a batch."""
+        """Return the result of a method of the core for a batch."""
         with _lost_for_good():
             return await self._hosted.call(label, work, _training_part(batch))
 
@@ -118,29 +116,14 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
         return self.core.weights()
 
     async def write(self, directory: Path) -> None:
-        """Write all that :meth:`restore` needs, and what :meth:`save` writes.
-
-        Raises:
-            OSError: it could not be written.
-        """
         with _lost_for_good():
             await self._hosted.call("write", type(self.core).write, directory)
 
     async def save(self, directory: Path) -> None:
-        """Write the trained models.
-
-        Raises:
-            OSError: they could not be written.
-        """
         with _lost_for_good():
             await self._hosted.call("save", type(self.core).save, directory)
 
     async def restore(self, directory: Path) -> None:
-        """Restore the state that ``directory`` holds; synced models get it with the next :meth:`sync_weights`.
-
-        Raises:
-            CheckpointError: it is of other models.
-        """
         with _lost_for_good():
             await self._hosted.call("restore", type(self.core).restore, directory)
 

@@ -3,7 +3,7 @@
 Each order has one answer, in order. Before the answer to a call the child may send requests for its callbacks; each
 has a reply, unless it is one-way. Messages are pickled, which is safe here and nowhere else: the socket has no name,
 only the child holds its other end, and no pickle is ever written to or read from a file. Blocks of shared memory travel
-beside the pickle, as file descriptors; where memory is not shared, what is large (:class:`Bulk`) travels beside it.
+beside the pickle, as file descriptors; where memory is not shared, large things (:class:`Bulk`) travel beside it.
 Packing a message that cannot go to another process raises a ``ModelError``.
 """
 
@@ -79,11 +79,10 @@ Outcome: TypeAlias = Answer | Failure
 class Callback(Generic[P, R]):
     """An argument of :meth:`Hosted.call` that the work may call until the call ends.
 
-    In :class:`~oppo.placement.Inline` and :class:`~oppo.placement.Thread` it is a plain call. In
-    :class:`~oppo.placement.Process`, or in a place on another machine, the child sends the arguments, and this process
-    runs the function, in the thread that waits for the answer of the call; arguments and results must be picklable. An
-    error of the function ends the call and is raised as itself. Callbacks have side effects here, so a place with
-    ``restarts`` refuses them.
+    In :class:`~oppo.placement.Inline` and :class:`~oppo.placement.Thread` it is a plain call. From another process the
+    child sends the arguments, and this process runs the function, in the thread that waits for the answer of the call;
+    arguments and results must be picklable. An error of the function ends the call and is raised as itself. A place
+    with ``restarts`` refuses callbacks.
 
     Args:
         function: safe to be called from another thread.

@@ -37,15 +37,15 @@ NONE_APPLIES = "none of its rewards applies"
 class Rewards(Scorer["float | Drop"]):
     """The weighted sum of several rewards.
 
-    A function that returns ``None`` for a rollout does not apply to it and adds nothing; the weights of the others stay
-    as they are. One that returns a ``Drop`` (:meth:`oppo.Drop.because`) drops the rollout, or leaves it to the others,
-    as ``on_drop`` says. The mean of each part, and the share of the rollouts that it applies to, are metrics of the
-    step: ``rewards/NAME/mean`` and ``rewards/NAME/share``.
+    A function that returns ``None`` for a rollout does not apply to it and adds nothing; the other weights stay. A
+    ``Drop`` (:meth:`oppo.Drop.because`) drops the rollout, or leaves it to the others, as ``on_drop`` says. The mean of
+    each part, and the share of the rollouts that it applies to, are the metrics ``rewards/NAME/mean`` and
+    ``rewards/NAME/share``.
 
     Args:
         parts: weight and reward of each, by name.
         decode: token ids to text, without special tokens; needed for functions.
-        on_drop: what a ``Drop`` by a part does, of all parts or by name.
+        on_drop: the effect of a ``Drop`` by a part, of all parts or by name.
         options: of the :class:`FunctionReward` of each function; ``process`` is for sync functions.
 
     Raises:
@@ -87,17 +87,15 @@ class Rewards(Scorer["float | Drop"]):
 
     @property
     def functions(self) -> list[FunctionReward]:
-        """The parts that are functions."""
         return [part.scorer for part in self._parts if isinstance(part.scorer, FunctionReward)]
 
     @property
     def version(self) -> int:
-        """The newest of the parts' versions; they do not follow the trainer."""
         return max(part.scorer.version for part in self._parts)
 
     @property
     def capabilities(self) -> ScorerCapabilities:
-        """Calls may overlap if calls of some part may; the time slice is the shortest of the parts that read."""
+        # Calls may overlap if those of some part may; the time slice is the shortest of the parts that read.
         parts = [part.capabilities for part in self._parts]
         slices = [part.capabilities.time_slice for part in self._readers]
         return ScorerCapabilities(
@@ -124,11 +122,7 @@ class Rewards(Scorer["float | Drop"]):
         return noted
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
-        """Have each part that reads growing responses read the events.
-
-        Raises:
-            Preempted: no part has read them.
-        """
+        # Raises Preempted where no part has read the events.
         preempted = list[_Part]()
 
         async def read(part: _Part) -> None:
@@ -143,8 +137,6 @@ class Rewards(Scorer["float | Drop"]):
         await self._have(read, preempted)  # the others have read the events; no call is withdrawn twice
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Have each part that reads growing responses forget the rollouts."""
-
         async def forget(part: _Part) -> None:
             await part.prioritised.forget(rollouts, priority=priority)
 
@@ -223,7 +215,6 @@ class Rewards(Scorer["float | Drop"]):
         await self._opened.pop().__aexit__(kind, error, tb)
 
     def close(self) -> None:
-        """End the processes of functions; idempotent."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.callback(part.capabilities.close)
@@ -283,10 +274,9 @@ def load_reward(
 ) -> Scorer[float | Drop]:
     """Return the reward that ``file.py:name`` names, as a scorer.
 
-    The name is that of a reward function, of a scorer, of a function that makes a scorer, or of a dictionary ``{name:
-    (weight, one of these)}``. A function that makes a scorer has an argument ``place``, where the scorer hosts what
-    computes; it may also have ``decode``. A scorer that is ready works where it wants, beside the run's
-    models.
+    The name is of a reward function, of a scorer, of a function that makes a scorer, or of a dictionary ``{name:
+    (weight, one of these)}``. A function that makes a scorer has an argument ``place``, where the scorer hosts its
+    work; it may also have ``decode``. A scorer that is ready works where it wants, beside the run's models.
 
     Args:
         spec: file and name.
@@ -299,7 +289,7 @@ def load_reward(
 
     Raises:
         ConfigError: a weight is no number.
-        RewardError: there is no such file or name, or it names nothing that is a reward.
+        RewardError: there is no such file or name, or it names no reward.
     """
     found = user_code.load_object(spec, RewardError)
     if place is not None:

@@ -56,7 +56,7 @@ class ByCharacter:
 
 
 Placed: TypeAlias = TokenRewards | ByCharacter | Mapping[int, float]
-"""Rewards of tokens, by the position of a character, or by that of a token."""
+"""Rewards by token, by the position of a character, or by the position of a token."""
 
 
 def is_placed(item: object) -> bool:
@@ -151,11 +151,11 @@ ReturnedScore: TypeAlias = float | Placed | Drop | None
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """How far a run is, by TRL's names.
+    """The progress of a run, by TRL's names.
 
     Attributes:
-        global_step: updates behind the weights that sampled the newest of the completions.
-        max_steps: updates that the run makes; 0 if that is not known.
+        global_step: version of the weights that sampled the newest of the completions.
+        max_steps: updates of the run; 0 if not known.
     """
 
     global_step: int
@@ -201,7 +201,7 @@ def _json(item: object) -> object:
 
 
 def text_of(completion: str | Sequence[Message]) -> str:
-    """Return the text of a completion; of chat messages that of the last one.
+    """Return the text of a completion; of chat messages, of the last one.
 
     Example:
         >>> text_of([{"role": "assistant", "content": "4"}])
@@ -449,7 +449,6 @@ class FunctionReward(
 
     @property
     def capabilities(self) -> ScorerCapabilities:
-        """Calls may overlap; a watchdog sees them."""
         return ScorerCapabilities(
             concurrent=self._calls.concurrent,
             samples=self._measured,
@@ -468,7 +467,6 @@ class FunctionReward(
 
     @property
     def version(self) -> int:
-        """Always 0: a function does not change."""
         return 0
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
@@ -478,11 +476,10 @@ class FunctionReward(
         """Do nothing: there are no sessions."""
 
     async def finish(self, finished: Sequence[Finish]) -> list[float | Drop]:
-        """Return the function's score of each rollout, or a ``Drop`` with the reason that there is none.
+        """Return the function's score of each rollout, or a ``Drop`` with its reason.
 
         Raises:
-            RewardError: the function raised, or did not return one finite number for each rollout, and failures are not
-                dropped.
+            RewardError: the function failed, and failures are not dropped.
         """
         if self._each and len(finished) > 1:
             return await self._apart(self.finish, finished)
@@ -588,7 +585,7 @@ class FunctionReward(
         """Return the data's columns that are arguments of the function, sorted.
 
         Raises:
-            RewardError: one bears the name of another argument, or one that the function asks for is not there.
+            RewardError: one bears the name of another argument, or a required one is missing.
         """
         columns = sorted({*names} - {self._inputs.prompt_column})
         if clash := [name for name in columns if name in {*ARGUMENTS[:2], *self._given}]:

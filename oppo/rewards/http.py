@@ -69,13 +69,11 @@ class _Session:
 class HttpReward:
     """An async reward function that posts JSON to a service and reads the scores from its answer.
 
-    Give it to :class:`oppo.FunctionReward` as any other function, or name it in a file, as the source of a reward:
-    ``source = "rewards.py:judge"``. A transport error, silence for longer than ``timeout`` and the status codes 408,
-    429 and 5xx are asked again after a growing pause, or after what the header ``Retry-After`` says; any other failure
-    is final.
+    Give it to :class:`oppo.FunctionReward`, or name it in a file, as the source of a reward: ``source =
+    "rewards.py:judge"``. Transport errors, timeouts and the status codes 408, 429 and 5xx are retried after a growing
+    pause, or after the header ``Retry-After``; any other failure is final.
 
-    It is an async context manager, entered by a run: connections are kept from then on. Outside of a run each call has
-    its own.
+    As an async context manager, which a run enters, it keeps its connections. Outside of a run each call has its own.
 
     Attributes:
         url: of the service.
@@ -83,7 +81,7 @@ class HttpReward:
         timeout: seconds for a request, from connecting to the end of the answer.
         attempts: for a call, the first included.
         pause: seconds before the second attempt; doubled before each further one, and up to a quarter longer.
-        longest_pause: seconds, also for what ``Retry-After`` asks for.
+        longest_pause: seconds, also for ``Retry-After``.
         concurrency: requests at a time, in a run.
         most_bytes: of an answer; a longer one is a failure.
         request: makes the JSON of a request of prompts, completions and columns.

@@ -40,10 +40,10 @@ def columns_of(template: str) -> frozenset[str]:
 
 
 def key_of(variable: str) -> str:
-    """Return the key that an environment variable holds; empty where none is named.
+    """Return the key in an environment variable; empty where none is named.
 
     Raises:
-        ConfigError: it holds none.
+        ConfigError: the variable is not set.
     """
     if not variable:
         return ""
@@ -81,10 +81,10 @@ def judge(
         model: its name there.
         template: the user message: ``{prompt}``, ``{response}``, and columns of the data by their names.
         system: the message before it.
-        score: how the score is read, see :func:`reading_of`; an answer without one is a failure.
+        score: see :func:`reading_of`; an answer without one is a failure.
         temperature, max_tokens: of its sampling.
         api_key: sent with each request.
-        service: how its service is asked, see :class:`~oppo.rewards.http.HttpReward`.
+        service: see :class:`~oppo.rewards.http.HttpReward`.
 
     Raises:
         ConfigError: the URL is none, or the template has a brace that is no field.
@@ -136,10 +136,10 @@ _RATING: Final = re.compile(r"(\d{1,3})-(\d{1,3})")
 
 
 def reading_of(text: str) -> Read:
-    r"""Return what reads a score as ``number``, ``regex:PATTERN``, ``json:FIELD`` or ``rating:1-10`` say.
+    r"""Return a function that reads a score as ``number``, ``regex:PATTERN``, ``json:FIELD`` or ``rating:1-10``.
 
     Raises:
-        ValueError: it is none of these, a pattern is none, or a rating has no range.
+        ValueError: it is none of these, the pattern is none, or the rating has no range.
 
     Example:
         >>> reading_of("regex:grade: (\d+)")({"message": {"content": "A good one. grade: 7"}})

@@ -33,7 +33,7 @@ from oppo.rewards.function import Message, text_of
 Completion: TypeAlias = str | Sequence[Message]
 
 LIBRARY: Final = "reasoning-gym"
-"""Its name, and in settings that of its verifiers as a reward."""
+"""The name of the library, and of its verifiers as a reward in settings."""
 
 INSTRUCTION: Final = (
     "Answer the question. Put your final answer, and nothing else, between <answer> and </answer> tags."
@@ -45,7 +45,7 @@ APART: Final = 1_000_000
 
 
 def task_rows(task: str, *, size: int = 1000, seed: int = 0, **config: object) -> list[dict[str, object]]:
-    """Return the prompts of a task with what its verifier needs, the same for the same arguments.
+    """Return the prompts of a task and the columns that its verifier needs, the same for the same arguments.
 
     The columns of a row are ``prompt``, the question as text; ``chat``, the question as chat messages, with a request
     to put the answer between ``<answer>`` tags; ``question``, ``answer`` and ``metadata``, for :func:`verify`.
@@ -53,7 +53,7 @@ def task_rows(task: str, *, size: int = 1000, seed: int = 0, **config: object) -
     Args:
         task: a dataset's name in reasoning-gym.
         size: how many, at most a million.
-        seed: of what is random in them; two seeds have no entry in common but by chance.
+        seed: two seeds have no entry in common but by chance.
         config: fields of the dataset's config, such as ``max_digits=2``.
 
     Raises:
@@ -219,12 +219,12 @@ runpy.run_path(file, run_name="__main__")
 class CodeChecker:
     r"""Runs tests against the Python in a response: 1 if all pass, else 0.
 
-    The code is that of the last block between lines of three backticks; without one the score is 0. Each test runs in a
-    process of its own, in an empty folder, without this program's input and environment variables, within limits of
-    time, memory and output. **That is no sandbox**: the code may read and write what the user may, and use the network.
-    Run it in a container that holds nothing of worth.
+    The code is the last block between lines of three backticks; without one the score is 0. Each test runs in a process
+    of its own, in an empty folder, without this program's input and environment variables, within limits of time,
+    memory and output. **That is no sandbox**: the code may read and write what the user may, and use the network. Run
+    it in a container without secrets.
 
-    The metric ``code/tests_passed`` is the mean share of the tests that passed.
+    The metric ``code/tests_passed`` is the mean share of passed tests.
 
     Args:
         seconds: of CPU time for a test; four times as many by the clock.

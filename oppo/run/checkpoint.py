@@ -111,12 +111,12 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         for path in reversed(self._paths()):
             try:
-                found = _usable(path)
+                checkpoint = _usable(path)
             except CheckpointError as error:
                 self._unusable.add(path)
                 logger.warning(f"{error}; the one before it is tried")
             else:
-                return found
+                return checkpoint
         return None
 
     @property
@@ -138,8 +138,8 @@ class Checkpoints:
             raise CheckpointError(f"there is a checkpoint {path} already: each step has one at most")
 
     def _paths(self) -> list[Path]:
-        found = [path for path in self._directory.glob("step-*") if _NAME.match(path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        paths = [path for path in self._directory.glob("step-*") if _NAME.match(path.name)]
+        return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
     def _prune(self, newest: Path) -> None:
         paths = self._paths()
@@ -152,10 +152,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _best(self, past: Sequence[Path], newest: Path) -> Checkpoint | None:
-        sealed = [found for found in map(_sealed, past) if found is not None]
-        measure = next((each.measure for each in sealed if each.path == newest), "")
-        scored = [each for each in sealed if each.measure == measure and not math.isnan(each.score)]
-        return max(scored, key=lambda each: each.score, default=None)
+        sealed = [checkpoint for checkpoint in map(_sealed, past) if checkpoint is not None]
+        measure = next((checkpoint.measure for checkpoint in sealed if checkpoint.path == newest), "")
+        same = [checkpoint for checkpoint in sealed if checkpoint.measure == measure]
+        scored = [checkpoint for checkpoint in same if not math.isnan(checkpoint.score)]
+        return max(scored, key=lambda checkpoint: checkpoint.score, default=None)
 
 
 def write_state(directory: Path, state: State) -> None:
@@ -187,18 +188,18 @@ def verified(path: Path) -> Checkpoint:
             f"{path} is no complete checkpoint: its file {COMPLETE} is missing, unreadable or of another step"
         )
     expected = _digests(json.loads(read_text(path / COMPLETE)))
-    found = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_symlink() or not each.is_dir()}
-    wrong = sorted(expected.keys() ^ (found - {COMPLETE}))
-    wrong += [name for name in sorted(expected.keys() & found) if digest(path / name, linked=False) != expected[name]]
+    there = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
+    wrong = sorted(expected.keys() ^ (there - {COMPLETE}))
+    wrong += [name for name in sorted(expected.keys() & there) if digest(path / name, linked=False) != expected[name]]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)} missing, unexpected or changed since written")
     return sealed
 
 
 def _usable(path: Path) -> Checkpoint:
-    found = verified(path)
-    found.state()
-    return found
+    checkpoint = verified(path)
+    checkpoint.state()
+    return checkpoint
 
 
 def _sealed(path: Path) -> Checkpoint | None:
@@ -245,11 +246,11 @@ def _split(value: object, path: str, arrays: dict[str, Array]) -> object:
             if not isinstance(key, str):
                 raise CheckpointError(f"a key of a state is text; at {path!r} came {key!r}")
         return {  # a key that could be taken for the mark of an array is escaped
-            f"${key}" if key.startswith("$") else key: _split(each, f"{path}/{key}", arrays)
-            for key, each in value.items()
+            f"${key}" if key.startswith("$") else key: _split(held, f"{path}/{key}", arrays)
+            for key, held in value.items()
         }
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_split(each, f"{path}/{at}", arrays) for at, each in enumerate(value)]
+        return [_split(held, f"{path}/{at}", arrays) for at, held in enumerate(value)]
     raise CheckpointError(
         f"a state holds plain values, arrays, lists and mappings; at {path!r} came {type(value).__name__}"
     )
@@ -260,10 +261,10 @@ def _joined(plain: object, arrays: Mapping[str, Array]) -> object:
         if _ARRAY in plain:
             return arrays[plain[_ARRAY]]
         return {
-            key.replace("$$", "$", 1) if key[:2] == "$$" else key: _joined(each, arrays) for key, each in plain.items()
+            key.replace("$$", "$", 1) if key[:2] == "$$" else key: _joined(held, arrays) for key, held in plain.items()
         }
     if isinstance(plain, list):
-        return [_joined(each, arrays) for each in plain]
+        return [_joined(held, arrays) for held in plain]
     if plain is None or isinstance(plain, bool | int | float | str):
         return plain
     raise CheckpointError(f"a state cannot hold {type(plain).__name__}")
@@ -339,7 +340,7 @@ def require_continued(
 def fingerprints(settings: Settings) -> dict[str, str]:
     """Return a digest of every setting, by ``section.key`` and ``rewards.0.key``; a value may hold a secret."""
     flat = {f"{name}.{key}": value for name, values in settings.tables().items() for key, value in values.items()}
-    flat["rewards"] = sorted(each.name or "" for each in settings.rewards)
+    flat["rewards"] = sorted(reward.name or "" for reward in settings.rewards)
     return {name: fingerprint(value) for name, value in flat.items()}
 
 
@@ -352,8 +353,8 @@ def digest(path: Path, *, linked: bool = True) -> str:
     # a pipe may never end, and is not opened
     try:
         if path.is_dir():
-            found = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
-            return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+            digests = {file.relative_to(path).as_posix(): digest(file) for file in path.rglob("*") if file.is_file()}
+            return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
         if not (path.is_file() if linked else is_plain(path)):
             return "no regular file"
         with path.open("rb") as file:
@@ -453,8 +454,8 @@ def locked(directory: Path) -> Lock:
 
 def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkpoint | None:
     """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew."""
-    found = checkpoints.newest()
-    if found is None:
+    checkpoint = checkpoints.newest()
+    if checkpoint is None:
         if not checkpoints.begun and is_young(directory, run.checkpoint_every):
             return None
         advice = "a run is resumed from one, and writes them if run.checkpoint_every is set"
@@ -470,7 +471,7 @@ def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkp
             f"the run has made all of its {made} steps: with a constant learning rate, raise run.steps (--set "
             "run.steps=...) to go on"
         )
-    return found
+    return checkpoint
 
 
 def is_young(directory: Path, every: int) -> bool:

@@ -69,6 +69,11 @@ class Deployment:
         models = _with_types(settings.models, self.devices, self.assumed)
         return replace(self, settings=settings, models=models, trainer=settings.trainer)
 
+    def spanning(self, steps: int) -> Self:
+        """Return the deployment of a run whose learning-rate schedule spans ``steps``."""
+        settings = self.settings.spanning(steps)
+        return replace(self, settings=settings, trainer=settings.trainer)
+
     @property
     def gpus(self) -> int | None:
         """GPUs of the machine that is assumed."""
@@ -104,6 +109,11 @@ class Deployment:
     @property
     def reference_is_apart(self) -> bool:
         return self.devices.reference != self.devices.actor or "reference" in self.devices.apart
+
+    @property
+    def trains_elsewhere(self) -> bool:
+        """Whether training ranks are on other machines."""
+        return "trainer" in self.devices.remote
 
     @property
     def engine_workers(self) -> int:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")
 
-_PARTS: Final = [each.name for each in fields(Bytes)]
+_PARTS: Final = [field.name for field in fields(Bytes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +69,27 @@ class Diagnosis:
             total, memory = at_worst(models), memory_of(device, self.assumed)
             there = "" if memory is None else f", {decimal(memory[0])} {'free' if self.assumed is None else 'assumed'}"
             yield f"{device}: {decimal(total)} needed{there}; {_largest(models)}"
-        for share in {each.share for each in self.needs} - {None}:
+        for share in {need.share for need in self.needs} - {None}:
             yield f"vLLM takes {share} of its GPUs' memory (vllm.{SHARE}); what its weights leave is the KV cache"
-        if any(each.sleeps for each in self.needs):
+        if any(need.sleeps for need in self.needs):
             yield "vLLM sleeps during an update (placement.share = 'sleep'): not both need their memory at once"
         yield "PyTorch itself, the work space of kernels, and what an allocator keeps come on top."
         yield from (f"too little memory: {fault}" for fault in self.faults)
 
 
-def examine(settings: Settings, assumed: Hardware | None = None) -> Diagnosis:
-    """Return the diagnosis of a run; prompts and tokenizer are read, weights are not.
-
-    Args:
-        assumed: the hardware that is meant; ``None``: this machine.
-    """
+def examine(deployment: Deployment) -> Diagnosis:
+    """Return the diagnosis of a run; prompts and tokenizer are read, weights are not."""
+    settings, assumed = deployment.settings, deployment.assumed
     if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
-    deployment = Deployment.of(settings, assumed)
     with routed():
         tokenizer = policy_tokenizer(settings)
         environment = environment_of(settings, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment))
         load = load_of(settings, supply.longest)
     needs = expected(deployment, load)
-    found = crowded(needs, assumed, spread=settings.placement.spread)
-    return Diagnosis(needs, load, [*found, advice(deployment, load)] if found else (), assumed)
+    faults = crowded(needs, assumed, spread=settings.placement.spread)
+    return Diagnosis(needs, load, [*faults, advice(deployment, load)] if faults else (), assumed)
 
 
 def versions() -> str:
@@ -108,9 +104,9 @@ def versions() -> str:
 
 def _table(needs: Sequence[Expected]) -> Iterator[str]:
     rows = [("model", "device", *(name.replace("_", ", ") for name in _PARTS), "total")]
-    for each in needs:
-        parts = (decimal(getattr(each.bytes, name)) if getattr(each.bytes, name) else "-" for name in _PARTS)
-        rows.append((each.model, each.where, *parts, decimal(each.bytes.total)))
+    for need in needs:
+        parts = (decimal(getattr(need.bytes, name)) if getattr(need.bytes, name) else "-" for name in _PARTS)
+        rows.append((need.model, need.where, *parts, decimal(need.bytes.total)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         names = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
@@ -119,7 +115,7 @@ def _table(needs: Sequence[Expected]) -> Iterator[str]:
 
 
 def _largest(models: Sequence[Expected]) -> str:
-    size, model, part = max((getattr(each.bytes, part), each.model, part) for each in models for part in _PARTS)
+    size, model, part = max((getattr(need.bytes, part), need.model, part) for need in models for part in _PARTS)
     return f"most of it {'KV cache' if part == 'keys_values' else part} of the {model} ({decimal(size)})"
 
 
@@ -127,7 +123,7 @@ def attempt(settings: Settings) -> Iterator[str]:
     if settings.agents.program:
         raise ConfigError("a longest step has no agents: train a step, or try one without agents.program")
     # every response as long as it may be, and no evaluation
-    longest = {
+    longest: dict[str, dict[str, object]] = {
         "sampling": {"min_new_tokens": settings.sampling.max_new_tokens, "stop_strings": ()},
         "environment": {"source": ""},
         "eval": {"prompts": ""},
@@ -193,7 +189,7 @@ async def rehearse(session: PreparedRun) -> list[str]:
             if tried.answer is not None
             else []
         ),
-        _scored([each.source for each in session.settings.rewards], tried),
+        _scored([reward.source for reward in session.settings.rewards], tried),
     ]
     return [harmless(line) for line in lines]
 
@@ -211,11 +207,11 @@ async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
     numbered = [replace(prompt, rollout=at, admission=at) for at, prompt in enumerate(prompts)]
     finished = await respond(drawing, numbered, Answering(environment=generate.environment))
     environment = generate.environment
-    asked = any(each.reason != "length" or not each.response.sampled.all() for each in finished)
+    asked = any(finish.reason != "length" or not finish.response.sampled.all() for finish in finished)
     answer = None if environment is None or asked else await first_answer(environment, finished[0].response)
     start = anyio.current_time()
     await assembly.reward.extend(
-        [event for each in finished for event in (each.response.prompt, *each.response.pieces())]
+        [event for finish in finished for event in (finish.response.prompt, *finish.response.pieces())]
     )
     scores = await assembly.reward.finish(finished)
     seconds = anyio.current_time() - start

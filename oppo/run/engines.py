@@ -22,9 +22,9 @@ from oppo.durable import make
 from oppo.errors import ConfigError, ModelRefused, OppoError
 from oppo.hf.devices import DeviceLayout, ModelPlace, acting_share
 from oppo.hf.introspection import longest
+from oppo.hf.loading import Loadable, ModelRecipe, positions_of
 from oppo.hf.lora import adapter_matrices, rank_of
 from oppo.hf.model_files import RewardKind, located
-from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.weights import SentWeights
@@ -56,7 +56,7 @@ from oppo.vllm.processes import ServerProcess
 from oppo.vllm.reward import SCALAR, RewardServer
 from oppo.vllm.scorers import ScoringServer, VllmScorer
 from oppo.vllm.server import ServerSettings
-from oppo.vllm.sync import HostedFile, WrittenFile
+from oppo.vllm.sync import HostedFiles
 
 S = TypeVar("S", bound="VllmScorer[Any, Any]")
 E = TypeVar("E", bound=ScoringServer)
@@ -130,8 +130,10 @@ def require_engines(deployment: Deployment) -> None:
     On hardware that is assumed they need not be installed here.
     """
     settings, assumed = deployment.settings, deployment.assumed
-    rewards = {key: each for key, each in settings.reward_tables.items() if isinstance(each, VllmRewardSection)}
-    for key, on in {**rewards, **{f"scorers.{name}": each for name, each in settings.on_vllm.items()}}.items():
+    rewards = {
+        key: section for key, section in settings.reward_tables.items() if isinstance(section, VllmRewardSection)
+    }
+    for key, on in {**rewards, **{f"scorers.{name}": section for name, section in settings.on_vllm.items()}}.items():
         try:
             _check_scoring(key, on, deployment)
         except ConfigError as error:
@@ -344,7 +346,7 @@ class _StartedServers:
         remote = "policy" in request.deployment.devices.remote
         url, path = anyio.run(partial(hosted.call, "start", ServerProcess.whereabouts, writes=remote))
         self._hosted[number] = hosted
-        return _server(url, request, api_key=self._key, file=None if path is None else HostedFile(path, load))
+        return _server(url, request, api_key=self._key, files=None if path is None else HostedFiles(path, load))
 
     def end(self) -> None:
 
@@ -383,7 +385,7 @@ def _server(
     *,
     api_key: str | None,
     weights_directory: str | None = None,
-    file: WrittenFile | None = None,
+    files: HostedFiles | None = None,
     timeout: float = 60.0,
 ) -> VllmServer:
 
@@ -395,7 +397,7 @@ def _server(
         api_key=api_key,
         adapters=_adapter_rank(request),
         weights_directory=weights_directory,
-        file=file,
+        files=files,
         timeout=timeout,
         trust_remote_code=models.trust_remote_code,
     )
@@ -454,11 +456,11 @@ class ScorersOnVllm:
         source, name = reward.source, named_reward(reward)
         with self.load.attributed(name, key):
             model = self.load.recipe(name, "scalar", source, self.deployment.devices.reward)
-            found = self.load.reward_kind(source)
-            if found == "scalar" and model.config().num_labels != 1:
-                found = "classifier"
-            if found != "scalar":
-                raise ConfigError(f"{source} {NOT_ON_VLLM[found]}: leave {key}.engine out, and transformers serves it")
+            kind = self.load.reward_kind(source)
+            if kind == "scalar" and model.config().num_labels != 1:
+                kind = "classifier"
+            if kind != "scalar":
+                raise ConfigError(f"{source} {NOT_ON_VLLM[kind]}: leave {key}.engine out, and transformers serves it")
             self.load.check_tokens(source, model)
             engine = self._engine(RewardServer, reward, model, "reward", SCALAR)
             scorer = self._kept(key, engine, partial(VllmReward, engine, key=key))
@@ -480,8 +482,8 @@ class ScorersOnVllm:
         return scorer
 
     def close(self) -> None:
-        for each in self.scorers:
-            each.engine.close()
+        for scorer in self.scorers:
+            scorer.engine.close()
 
     def _engine(
         self,
@@ -494,7 +496,7 @@ class ScorersOnVllm:
         if not on.url:
             return self._started(on, model, role, arguments)
         trusted = self.deployment.models.trust_remote_code
-        found = server(
+        reached = server(
             on.url,
             located(model.path, weights=False, trust_remote_code=trusted),
             api_key=key_of(on.api_key_env) or None,
@@ -502,9 +504,11 @@ class ScorersOnVllm:
             attempts=on.attempts,
             trust_remote_code=trusted,
         )
-        if Path(found.served).name != Path(model.path).name:
-            logger.warning(f"the server at {found.url} calls its model {found.served!r}, and it is to be {model.path}")
-        return found
+        if Path(reached.served).name != Path(model.path).name:
+            logger.warning(
+                f"the server at {reached.url} calls its model {reached.served!r}, and it is to be {model.path}"
+            )
+        return reached
 
     def _started(self, on: OnVllm, model: ModelRecipe, role: str, arguments: Mapping[str, object]) -> VllmEngine:
         if self.log is not None:
@@ -516,7 +520,7 @@ class ScorersOnVllm:
             **arguments,
             "dtype": models.dtype,
             "trust_remote_code": models.trust_remote_code,
-            "max_model_len": min(model.positions(), reach),
+            "max_model_len": min(positions_of(model), reach),
         }
         return VllmEngine.start(
             located(model.path, weights=True, allow_pickle=models.allow_pickle),

@@ -221,8 +221,8 @@ async def evaluate_first(graph: Graph[StepReport], running: Run[StepReport]) -> 
     stage = _stage(graph)
     if stage is not None:
         with noted("in the evaluation before the first step"):
-            found = await stage.evaluation.measure(BEFORE, stage.progress)
-        running.tell(STAGE, found)
+            evaluated = await stage.evaluation.measure(BEFORE, stage.progress)
+        running.tell(STAGE, evaluated)
 
 
 def judged(section: EvalSection, provenance: Provenance, report: StepReport) -> tuple[float, str]:

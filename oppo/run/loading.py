@@ -12,10 +12,21 @@ from transformers import PreTrainedModel
 
 from oppo.config.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.as_text.whole import Encoder
-from oppo.hf.devices import Devices, attributed
+from oppo.hf.as_text.whole import Encoder, load_encoder
+from oppo.hf.devices import attributed
 from oppo.hf.introspection import require_pieces
-from oppo.hf.loading import LoadOptions, load_causal, load_encoder, load_scalar, load_tokenizer, require_supported
+from oppo.hf.loading import (
+    LOADERS,
+    Loadable,
+    LoadOptions,
+    ModelKind,
+    ModelRecipe,
+    load_causal,
+    load_scalar,
+    load_tokenizer,
+    require_supported,
+    vocabulary_of,
+)
 from oppo.hf.lora import Quantization
 from oppo.hf.model_files import (
     ADAPTER,
@@ -26,9 +37,9 @@ from oppo.hf.model_files import (
     require_adapter,
     reward_kind,
 )
-from oppo.hf.recipe import LOADERS, Loadable, ModelKind, ModelRecipe, vocabulary_of
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
+from oppo.run.deployment import Deployment
 
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
@@ -68,16 +79,16 @@ def _same_model(*names: str) -> bool:
 class RoleLoader:
     """Loads the models of a run; errors name the setting of the model and the remedy."""
 
-    def __init__(self, models: ModelsSection, tokenizer: HfTokenizer, devices: Devices) -> None:
-        self._models = models
+    def __init__(self, deployment: Deployment, tokenizer: HfTokenizer) -> None:
+        self._models, self._devices = deployment.models, deployment.devices
+        self._decodes = not deployment.has_engine
         self._tokenizer = tokenizer
-        self._devices = devices
 
     def policy(self) -> PreTrainedModel:
         path = self._models.policy
         with self.attributed("policy"):
             actor = self._loaded("policy", load_causal, path)
-            if self._models.engine == "transformers":
+            if self._decodes:
                 require_pieces(actor)
             if self._tokenizer.size > (known := vocabulary_of(actor)):
                 raise ConfigError(
@@ -205,8 +216,8 @@ class RoleLoader:
         return self._models.quantization if of_base else "none"
 
     def _device(self, model: str) -> torch.device:
-        found: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
-        return self._devices.trainer[0] if model in self._devices.apart - {"policy"} else found
+        device: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
+        return self._devices.trainer[0] if model in self._devices.apart - {"policy"} else device
 
     def _located(self, path: str) -> Path:
         return located(path, weights=False, trust_remote_code=self._models.trust_remote_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,10 @@ from oppo.config.scorers import OnVllm
 from oppo.config.sections import SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ConfigError, ModelError, ModelRefused
+from oppo.hf.as_text.whole import transformer_of
 from oppo.hf.devices import CPU, Devices
-from oppo.hf.loading import outline, transformer_of
+from oppo.hf.loading import outline
 from oppo.hf.lora import Quantization, add_lora, load_lora
 from oppo.hf.memory import (
     Bytes,
@@ -189,6 +191,17 @@ def load_of(settings: Settings, prompt: int) -> Load:
     return Load(rollouts, prompt, response, chunk if isinstance(chunk, int) else response)
 
 
+def fitted(deployment: Deployment) -> Deployment:
+    """Check that the models fit, and choose what memory decides: tokens of a micro-batch, the share of an engine."""
+    _require_memory(deployment)
+    load = load_of(deployment.settings, deployment.settings.data.max_prompt_tokens)
+    if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
+        logger.info("counting memory, for trainer.micro_batch_tokens")
+    with routed(), suppress(ConfigError, ModelError):  # loading says what is wrong
+        deployment = with_micro_batches(deployment, replace(load, chunk=load.response))
+    return _with_share(deployment, load)
+
+
 def expected(deployment: Deployment, load: Load | None) -> list[Expected]:
     """Return what each model needs under a load; ``None``: weights, optimizer states, states of rollouts."""
     return _planned(deployment, load)[1]
@@ -329,9 +342,9 @@ def _workers(
     stored = make().dtype
     served = getattr(torch, dtype, stored)
     replicas = int(str(arguments.get("data_parallel_size") or 1))
-    each = at_rest(make).weights * served.itemsize // stored.itemsize * replicas // workers_of(arguments)
+    weights = at_rest(make).weights * served.itemsize // stored.itemsize * replicas // workers_of(arguments)
     if on.type == "cpu":
-        return [Expected(model, CPU, Bytes(each, keys_values=int(str(arguments.get(CACHE) or GIB))), remote)]
+        return [Expected(model, CPU, Bytes(weights, keys_values=int(str(arguments.get(CACHE) or GIB))), remote)]
     gpus = [on] * workers_of(arguments)
     if not remote:
         gpus = [torch.device("cuda", gpu) for gpu in gpus_of(arguments, None if assumed is None else assumed.gpus)]
@@ -339,9 +352,9 @@ def _workers(
     for number, device in enumerate(gpus):
         memory = None if remote else memory_of(device, assumed)
         taken = int(share * memory[1]) if memory is not None and share is not None else 0
-        cache = int(str(arguments[CACHE])) if arguments.get(CACHE) else max(LEAST_CACHE, taken - each)
+        cache = int(str(arguments[CACHE])) if arguments.get(CACHE) else max(LEAST_CACHE, taken - weights)
         name = model if len(gpus) == 1 else f"{model}, worker {number}"
-        needs.append(Expected(name, device, Bytes(each, keys_values=cache), remote, share=share))
+        needs.append(Expected(name, device, Bytes(weights, keys_values=cache), remote, share=share))
     return needs
 
 
@@ -421,12 +434,12 @@ def _sampling(section: SamplingSection) -> Sampling:
 
 
 def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
-    found: dict[torch.device, list[Expected]] = {}
-    for each in needs:
-        if each.remote:
+    needs_of: dict[torch.device, list[Expected]] = {}
+    for need in needs:
+        if need.remote:
             continue
-        found.setdefault(each.device, []).append(each)
-    return found
+        needs_of.setdefault(need.device, []).append(need)
+    return needs_of
 
 
 def is_of_training(need: Expected) -> bool:
@@ -435,9 +448,9 @@ def is_of_training(need: Expected) -> bool:
 
 def at_worst(models: Sequence[Expected]) -> int:
     """Return the bytes that models need on their device at once: either an update, or what sleeps meanwhile."""
-    total, asleep = sum(each.bytes.total for each in models), sum(each.bytes.total for each in models if each.sleeps)
-    trained = [each for each in models if is_of_training(each)]
-    return total - min(asleep, sum(each.bytes.total - each.at_rest().bytes.total for each in trained))
+    total, asleep = sum(need.bytes.total for need in models), sum(need.bytes.total for need in models if need.sleeps)
+    trained = [need for need in models if is_of_training(need)]
+    return total - min(asleep, sum(need.bytes.total - need.at_rest().bytes.total for need in trained))
 
 
 def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, spread: bool = False) -> list[str]:
@@ -457,15 +470,15 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, sprea
 
 def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bool) -> Iterator[str]:
     actors: dict[str, list[Expected]] = {}
-    ranks = sum(each.remote and each.model.startswith(RANK) for each in needs)
+    ranks = sum(need.remote and need.model.startswith(RANK) for need in needs)
     if spread and ranks > assumed.machines - 1:
         yield (
             f"placement.spread puts {ranks} training ranks on as many machines beside this one, and "
             f"{assumed.machines - 1} are assumed"
         )
-    for each in needs:
-        if each.remote and each.device.type == "cuda":
-            actors.setdefault(each.model.partition(".")[0], []).append(each)
+    for need in needs:
+        if need.remote and need.device.type == "cuda":
+            actors.setdefault(need.model.partition(".")[0], []).append(need)
     there = (assumed.machines - 1) * assumed.gpus
     if len(actors) > there:
         yield (
@@ -473,13 +486,12 @@ def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bo
             f"GPUs are assumed ({assumed})"
         )
     for models in actors.values():
-        if sum(each.bytes.total for each in models) > assumed.bytes:
+        if sum(need.bytes.total for need in models) > assumed.bytes:
             held = ", ".join(map(str, models))
             yield f"a GPU of the cluster has {decimal(assumed.bytes)}, and an actor would hold {held}"
 
 
-def with_share(deployment: Deployment) -> Deployment:
-    """Choose the share of its GPUs' memory that the policy's engine takes beside other models, before any is loaded."""
+def _with_share(deployment: Deployment, load: Load) -> Deployment:
     settings, devices = deployment.settings, deployment.devices
     # vLLM's own default is most of an empty GPU, which is refused where others have a part.
     if (
@@ -494,23 +506,23 @@ def with_share(deployment: Deployment) -> Deployment:
     if not any(device.type == "cuda" and device.index in gpus for device in devices.distinct()):
         return deployment
     with routed():
-        needs = expected(deployment, load_of(settings, settings.data.max_prompt_tokens))
-    if found := crowded([need for need in needs if need.device.type == "cuda" and need.device.index in gpus]):
+        needs = expected(deployment, load)
+    if faults := crowded([need for need in needs if need.device.type == "cuda" and need.device.index in gpus]):
         raise ConfigError(
-            f"{'; '.join(found)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
+            f"{'; '.join(faults)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
         )
     return replace(deployment, share=next(need.share for need in needs if need.share is not None))
 
 
-def require_memory(deployment: Deployment) -> None:
-    """Check, before anything is loaded, that all weights, what training keeps, and a policy's states fit."""
+def _require_memory(deployment: Deployment) -> None:
+    # Before anything is loaded: all weights, what training keeps, and a policy's states.
     try:
         with routed():
-            found = crowded(expected(deployment, None))
+            faults = crowded(expected(deployment, None))
     except (ConfigError, ModelRefused):
         return
-    if found:
-        raise ConfigError(f"{'; '.join(found)}: {advice(deployment, None)}")
+    if faults:
+        raise ConfigError(f"{'; '.join(faults)}: {advice(deployment, None)}")
 
 
 def advice(deployment: Deployment, load: Load | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -32,10 +32,9 @@ from oppo.hf.calls import ToolSchema
 from oppo.hf.chat import chatting
 from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
 from oppo.hf.introspection import end_ids, passes_at, vocabulary
-from oppo.hf.loading import load_tokenizer
+from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
-from oppo.hf.recipe import Loadable, ModelRecipe, positions_of
 from oppo.hf.serve.scorers import (
     ProximalLogprobs,
     RecomputedLogprobs,
@@ -46,7 +45,7 @@ from oppo.hf.serve.scorers import (
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
-from oppo.log import logger, routed
+from oppo.log import logger
 from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Thread
@@ -55,7 +54,7 @@ from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.loading import RoleLoader, adapter_of, critic_source
-from oppo.run.memory import load_of, require_memory, with_micro_batches, with_share
+from oppo.run.memory import fitted
 from oppo.run.rewards import (
     AnyEnvironment,
     RewardModels,
@@ -70,15 +69,6 @@ from oppo.user_code import UserFunction
 from oppo.vllm.scorers import VllmScorer
 
 _TRAINING = "lower trainer.micro_batch_tokens"
-
-
-def _with_micro_batches(deployment: Deployment) -> Deployment:
-    load = load_of(deployment.settings, deployment.settings.data.max_prompt_tokens)
-    if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
-        logger.info("counting memory, for trainer.micro_batch_tokens")
-    with routed(), suppress(ConfigError, ModelError):  # loading says what is wrong
-        return with_micro_batches(deployment, replace(load, chunk=load.response))
-    return deployment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +116,7 @@ class Assembly:
 
     @property
     def _workers(self) -> tuple[Worker, ...]:
-        return *self.places, *self.serving.workers, *(each.reporter for each in self.scoring)
+        return *self.places, *self.serving.workers, *(scorer.reporter for scorer in self.scoring)
 
     def progress(self) -> tuple[object, ...]:
         """Return a value that changes while models work and when a call begins, even if no item is sent."""
@@ -147,15 +137,15 @@ class Assembly:
     def abort(self) -> None:
         """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread."""
         self.serving.abort()
-        for each in self.scoring:
-            each.engine.abort()
+        for scorer in self.scoring:
+            scorer.engine.abort()
         self.places.abort()
 
     def close(self) -> None:
         """End engines, places and the processes of user code, also if one of them fails to end."""
         with ExitStack() as stack:
-            for each in self.scoring:
-                stack.callback(each.engine.close)
+            for scorer in self.scoring:
+                stack.callback(scorer.engine.close)
             stack.callback(self.places.close)
             stack.callback(self.serving.close)  # while the places of its servers live
             stack.callback(capabilities_of(self.reward).close)
@@ -164,14 +154,14 @@ class Assembly:
 
 
 def policy_tokenizer(settings: Settings) -> HfTokenizer:
-    found, data = _own_tokenizer(settings.models), settings.data
+    own, data = _own_tokenizer(settings.models), settings.data
     template = data.chat_template
     if "data.chat_template" in data.files:
         template = _read("data.chat_template", template)
     called = [UserFunction.of(spec, None, EnvironmentFailure).function for spec in settings.environment.tools]
     if isinstance(factory := settings.environment.factory, str) and factory:
         called = class_tools("environment.factory", factory)
-    return chatting(found, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
+    return chatting(own, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
 
 
 def _read(key: str, path: str) -> str:
@@ -185,10 +175,10 @@ def _schemas(path: str) -> Sequence[ToolSchema]:
     if not path:
         return ()
     try:
-        found: Any = json.loads(_read("data.tools", path))
+        schemas: Any = json.loads(_read("data.tools", path))
     except ValueError as error:
         raise ConfigError(f"data.tools: {path} is no JSON: {error}") from error
-    tools: list[Any] = found if isinstance(found, list) else [found]
+    tools: list[Any] = schemas if isinstance(schemas, list) else [schemas]
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -229,7 +219,7 @@ def _own_tokenizer(models: ModelsSection) -> HfTokenizer:
 
 @quiet()
 def assemble(
-    settings: Settings,
+    deployment: Deployment,
     tokenizer: HfTokenizer,
     *,
     columns: Iterable[Collection[str]] = (),
@@ -243,9 +233,8 @@ def assemble(
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
         environment: of :func:`oppo.run.rewards.environment_of`; ``None``: it is made here.
     """
-    deployment = Deployment.of(settings)
-    require_memory(deployment)
-    deployment = with_share(_with_micro_batches(deployment))
+    settings = deployment.settings
+    deployment = fitted(deployment)
     places = places_of(deployment)
     with ExitStack() as stack:
         stack.callback(places.close)
@@ -260,7 +249,7 @@ def assemble(
             stack.callback(serving.close)
             return serving
 
-        load = RoleLoader(deployment.models, tokenizer, deployment.devices)
+        load = RoleLoader(deployment, tokenizer)
         on_vllm = ScorersOnVllm(deployment, load, engine_log)
         stack.callback(on_vllm.close)
         assembly = _assembled(deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm)
@@ -296,10 +285,10 @@ def _assembled(
         "policy": [actor],
         "reference": [reference],
         "teacher": [model for model, _ in teachers.values()],
-        "reward": [each.model for each in rewards.values()],
+        "reward": [reward.model for reward in rewards.values()],
         "critic": [critic.trained],
     }
-    read = [positions_of(model) for each in models.values() for model in each if model is not None]
+    read = [positions_of(model) for loaded in models.values() for model in loaded if model is not None]
     sampling = _sampling(settings.sampling, tokenizer, actor)
     _check_ends(code.environment, sampling, tokenizer)
     if settings.step.most_overcommit and not sampling.varies:
@@ -311,7 +300,7 @@ def _assembled(
     if not settings.shares_weights:
         trained = trained.copied(devices.weights)
     copies = (
-        _copies(chosen, load, critic, device=devices.trainer[-1], seed=seed) if "trainer" in devices.remote else None
+        _copies(chosen, load, critic, device=devices.trainer[-1], seed=seed) if deployment.trains_elsewhere else None
     )
     trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
     served = _actor_recipe(chosen, load, devices.policy, seed) if "policy" in devices.apart else actor
@@ -327,7 +316,7 @@ def _assembled(
         serving=serving,
         reference=_reference(deployment, reference, sampling, places, on_vllm),
         teacher=teacher,
-        reward=code.reward({key: each.scorer for key, each in rewards.items()}),
+        reward=code.reward({key: reward.scorer for key, reward in rewards.items()}),
         critic=value,
         proximal=_proximal(deployment, actor, sampling, places) if settings.algorithm.corrects else None,
         environment=code.environment,
@@ -335,7 +324,7 @@ def _assembled(
         saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
         tokenizer=tokenizer,
         sampling=sampling,
-        positions=min(serving.positions, *read, *(each.longest for each in on_vllm.scorers)),
+        positions=min(serving.positions, *read, *(scorer.longest for scorer in on_vllm.scorers)),
         places=places,
         served_apart=critic.is_apart
         or served is not actor
@@ -410,12 +399,12 @@ def _ideal(deployment: Deployment, models: Mapping[str, Sequence[Loadable | None
     # Of models that are here and read the policy's tokens; a head on the actor's trunk takes hardly any time.
     epochs, cores, known = deployment.trainer.epochs, deployment.cores, dict[str, Passes]()
     trained = [*models["policy"], *([] if deployment.models.shared_trunk else filter(None, models["critic"]))]
-    for role, each in {**models, "trainer": trained}.items():
-        here = [model for model in each if isinstance(model, PreTrainedModel)]
-        several = role == "teacher" and len(each) > 1  # each reads a share
+    for role, loaded in {**models, "trainer": trained}.items():
+        here = [model for model in loaded if isinstance(model, PreTrainedModel)]
+        several = role == "teacher" and len(loaded) > 1  # each reads a share
         if (
             here
-            and len(here) == len(each)
+            and len(here) == len(loaded)
             and not several
             and (speed := deployment.devices.speed(role, here[0].dtype, cores, gpus))
         ):
@@ -577,7 +566,9 @@ def load_critic(
     if models.shared_trunk:
         trunk = value_model_on(actor)
         return Critic(trunk, trunk)
-    source = critic_source(models, settings.reward_models, [each.source for each in rewards if each.may_be_critic])
+    source = critic_source(
+        models, settings.reward_models, [reward.source for reward in rewards if reward.may_be_critic]
+    )
     if source != models.critic:
         logger.info(
             f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "

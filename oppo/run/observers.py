@@ -144,7 +144,7 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 
 @contextmanager
 def tracking(
-    run: RunSection, path: Path, config: Mapping[str, object], first: int, decode: Detokenize
+    run: RunSection, path: Path, config: Mapping[str, Mapping[str, object]], first: int, decode: Detokenize
 ) -> Iterator[Sequence[Observer]]:
     """Yield the trackers of a run whose first step here is ``first``, and complete them."""
     with ExitStack() as stack:
@@ -168,7 +168,9 @@ def _complete(
         logger.warning(f"{type(tracker).__name__} could not be completed: {type(error).__name__}: {error}")
 
 
-def _begun(name: TrackerName, path: Path, called: str, config: Mapping[str, object], first: int) -> Tracker:
+def _begun(
+    name: TrackerName, path: Path, called: str, config: Mapping[str, Mapping[str, object]], first: int
+) -> Tracker:
     match name:
         case "tensorboard":
             return TensorBoard(path / EVENTS, first=first)

@@ -75,7 +75,7 @@ def supplied(
     data, prompts, held_out = settings.data, rows.prompts, rows.held_out
     named_by = {"prompts": (prompts, data.prompts), "eval_prompts": (held_out, settings.eval.prompts)}
     for argument, (given, chosen) in named_by.items():
-        if given is None and ROWS in [each.path for each in sources(chosen)]:
+        if given is None and ROWS in [source.path for source in sources(chosen)]:
             raise ConfigError(
                 f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
             )
@@ -123,11 +123,11 @@ def _pools(
     encoding: Mapping[str, Any],
     rows: Rows | None,
 ) -> dict[str, list[Prompt]]:
-    return {name: read(each, encoding, rows) for name, each in named(key, chosen).items()}
+    return {name: read(source, encoding, rows) for name, source in named(key, chosen).items()}
 
 
 def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
-    weights = [each.weight for each in sources(data.prompts) if each.weight is not None]
+    weights = [source.weight for source in sources(data.prompts) if source.weight is not None]
     if weights:
         return PromptStream.mixed(list(zip(weights, pools, strict=True)), seed=data.seed, epochs=data.epochs)
     return PromptStream([prompt for pool in pools for prompt in pool], seed=data.seed, epochs=data.epochs)
@@ -138,9 +138,9 @@ def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = 
         logger.info(f"reading {source.path}")
     if rows is None and source.taskset:
         rows = verifiers(source.taskset, **(source.config or {}))
-    found = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
+    of = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
     own = {} if source.column is None else {"column": source.column}
-    return read_prompts(found, split=source.split, subset=source.subset, **{**encoding, **own})
+    return read_prompts(of, split=source.split, subset=source.subset, **{**encoding, **own})
 
 
 def _encoding(data: DataSection, *, read_by: str) -> dict[str, Any]:
@@ -149,11 +149,11 @@ def _encoding(data: DataSection, *, read_by: str) -> dict[str, Any]:
 
 
 def content_digest(prompts: Sequence[Prompt]) -> str:
-    found = hashlib.sha256()
+    content = hashlib.sha256()
     for prompt in prompts:
         columns = json.dumps(prompt.columns, sort_keys=True, default=lambda value: type(value).__name__)
-        found.update(f"{prompt.tokens.tolist()} {columns}\n".encode())
-    return found.hexdigest()
+        content.update(f"{prompt.tokens.tolist()} {columns}\n".encode())
+    return content.hexdigest()
 
 
 def require_unfinished(directory: Path, lasts: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oppo.config.load import load
 from oppo.config.sections import PromptSource, sources
-from oppo.config.settings import Settings, keys_of
+from oppo.config.settings import Settings
 from oppo.data.datasets_library import is_hub_name
 from oppo.durable import put
 from oppo.errors import ConfigError, one_line
@@ -75,10 +75,10 @@ def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, 
     if dry_run:
         return str(written)
     hub = api or HfApi(library_name="oppo")
-    files = sorted(each for each in actor.rglob("*") if each.is_file() and each.name != "README.md")
+    files = sorted(file for file in actor.rglob("*") if file.is_file() and file.name != "README.md")
     try:
         hub.create_repo(repo, private=private or None, exist_ok=True)
-        operations = [CommitOperationAdd(each.relative_to(actor).as_posix(), each) for each in files]
+        operations = [CommitOperationAdd(file.relative_to(actor).as_posix(), file) for file in files]
         operations.append(CommitOperationAdd("README.md", written))
         hub.create_commit(repo, operations, commit_message=f"{settings.run.name}, trained with oppo")
     except Exception as error:
@@ -100,7 +100,7 @@ def card(run: Path, settings: Settings, repo: str) -> ModelCard:
     if not facts.get("complete"):
         logger.warning(f"{run} has not reached its end: the card says so")
     adapter = (actor / "adapter_config.json").exists()
-    base, data = settings.models.policy, [each.path for each in sources(settings.data.prompts) if _of_hub(each)]
+    base, data = settings.models.policy, [source.path for source in sources(settings.data.prompts) if _of_hub(source)]
     about = ModelCardData(
         base_model=base if is_hub_name(base) and not Path(base).exists() else None,
         datasets=data or None,
@@ -119,25 +119,25 @@ def _read(file: Path) -> dict[str, Any]:
     # the object in a JSON file, or the first of a file with one a line
     try:
         text = file.read_text(encoding="utf-8")
-        found, _ = json.JSONDecoder().raw_decode(text)
+        held, _ = json.JSONDecoder().raw_decode(text)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return held if isinstance(held, dict) else {}
 
 
 def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -> Iterator[str]:
     algorithm = settings.step.algorithm.rpartition(":")[2]
     learnt_from = {
-        "Prompts": [each.path for each in sources(settings.data.prompts)],
+        "Prompts": [source.path for source in sources(settings.data.prompts)],
         "Agent": [settings.agents.program],
-        "Rewards": [each.source for each in settings.rewards],
+        "Rewards": [reward.source for reward in settings.rewards],
         "Teacher": [*settings.models.teachers.values()],
     }
     yield f"# {repo.rpartition('/')[2]}\n"
     yield (
         f"{_named(settings.models.policy)}, trained with [oppo](https://github.com/oppo-rlhf/oppo): `{algorithm}`, "
         "scored while responses are written. "
-        + " ".join(f"{what}: {', '.join(map(_named, each))}." for what, each in learnt_from.items() if any(each))
+        + " ".join(f"{what}: {', '.join(map(_named, names))}." for what, names in learnt_from.items() if any(names))
         + "\n"
     )
     if not facts.get("complete"):
@@ -147,7 +147,7 @@ def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -
         if isinstance(value := facts.get(name), int | float):
             yield f"| {words} | {value:.6g} |"
     yield "\n## Settings that are not at their defaults\n\n```toml"
-    tables, known = settings.tables(), keys_of(type(settings.algorithm), settings.kinds)
+    tables, known = settings.tables(), settings.keys
     for section in TOLD:
         for key, value in tables[section].items():
             if value is not None and value != known[section][key].default and key not in {"loss", "admission"}:

@@ -37,8 +37,8 @@ from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
 from oppo.hf.chat import ChatFormat, ChatMessage, chatting
 from oppo.hf.devices import available_cores
+from oppo.hf.loading import Loadable, ModelRecipe
 from oppo.hf.model_files import RewardKind
-from oppo.hf.recipe import Loadable, ModelRecipe
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.libraries import require
@@ -108,12 +108,12 @@ class UserCode:
             return load_reward(reward.source, decode, place=place, on_drop=reward.on_drop, **options)
 
         tables, rewards = settings.reward_tables, dict[str, Scorer[float | Drop]]()
-        for key, each in tables.items():
-            if isinstance(each, FunctionRewardSection):
-                rewards[key] = loaded(key, each)
-            elif isinstance(each, JudgeRewardSection):
-                rewards[key] = _judge(key, each, tokenizer.decode, settings.data.column)
-            elif isinstance(each, EnvironmentRewardSection) and classes is not None:
+        for key, reward in tables.items():
+            if isinstance(reward, FunctionRewardSection):
+                rewards[key] = loaded(key, reward)
+            elif isinstance(reward, JudgeRewardSection):
+                rewards[key] = _judge(key, reward, tokenizer.decode, settings.data.column)
+            elif isinstance(reward, EnvironmentRewardSection) and classes is not None:
                 try:
                     rewards[key] = classes.reward
                 except ConfigError as error:
@@ -143,11 +143,11 @@ class UserCode:
         if not self.settings:
             return Unscored()
         scorers = {**self.rewards, **models}
-        named = {each.name: (each, scorers[key]) for key, each in self.settings.items() if each.name is not None}
+        named = {part.name: (part, scorers[key]) for key, part in self.settings.items() if part.name is not None}
         if not named:
             return next(iter(scorers.values()))
-        parts = {name: (each.weight, scorer) for name, (each, scorer) in named.items()}
-        return Rewards(parts, on_drop={name: each.on_drop for name, (each, _) in named.items()})
+        parts = {name: (part.weight, scorer) for name, (part, scorer) in named.items()}
+        return Rewards(parts, on_drop={name: part.on_drop for name, (part, _) in named.items()})
 
 
 def _leave_retries_to_our_log() -> None:
@@ -277,10 +277,10 @@ def _conversation(environment: AnyEnvironment | None) -> Callable[[Finish], Sequ
 def begin_of(environment: AnyEnvironment | None) -> Begin | None:
     if not isinstance(environment, EnvironmentClass | Environments):
         return None
-    found = environment
+    narrowed = environment
 
     def begin(row: Mapping[str, object], column: str) -> tuple[Mapping[str, object], HfTokenizer]:
-        one = found.of(row) if isinstance(found, Environments) else found
+        one = narrowed.of(row) if isinstance(narrowed, Environments) else narrowed
         return one.begun(row, column), one.chat.tokenizer
 
     return begin
@@ -302,16 +302,16 @@ def track_of(reward: RewardSection) -> str:
     return "reward model" if reward.name is None else f"reward model {reward.name!r}"
 
 
-def kind_of(key: str, reward: ModelRewardSection, found: RewardKind) -> RewardKind:
+def kind_of(key: str, reward: ModelRewardSection, kind: RewardKind) -> RewardKind:
     """Return the kind that a model is served as, which its settings may change from what its architecture says."""
-    if found == "scalar" and (reward.reading == "whole" or reward.label):
-        found = "classifier"
-    if found != "similarity" and reward.column:
+    if kind == "scalar" and (reward.reading == "whole" or reward.label):
+        kind = "classifier"
+    if kind != "similarity" and reward.column:
         raise ConfigError(
             f"{reward.source} is no sentence encoder, which would compare a response with the column that {key}.column "
             f"= {reward.column!r} names: leave it out"
         )
-    return found
+    return kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)

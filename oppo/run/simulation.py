@@ -69,7 +69,7 @@ class Simulation:
         if steps is None:
             least, most = STEPS
             steps = max(least, min(most, ROLLOUTS // (self.workload.batch * self.workload.samples)))
-        found = study(
+        standings = study(
             self.system,
             self.workload,
             self.schedules,
@@ -77,13 +77,13 @@ class Simulation:
             steps=steps,
             seeds=range(seeds),
         )
-        return replace(found, refused=self.refused)
+        return replace(standings, refused=self.refused)
 
     def verdict(self, found: Study) -> str:
         if self.measured is None:
             return ""
         own = found.standings[self.baseline]
-        simulated = sum(each.per_token for each in own.outcomes) / len(own.outcomes)
+        simulated = sum(outcome.per_token for outcome in own.outcomes) / len(own.outcomes)
         seconds = self.measured * own.seconds.mean / simulated
         off = simulated / self.measured - 1
         said = f"as it ran, a step of as many tokens took {seconds:.3g} s; simulated it takes {off:+.0%}"
@@ -146,7 +146,7 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
         {AS_IT_RAN: own, **rungs},
         AS_IT_RAN,
         _measured(record.steps),
-        {name: why for name, each in rungs.items() if (why := refusal(settings, each))},
+        {name: why for name, schedule in rungs.items() if (why := refusal(settings, schedule))},
     )
 
 

@@ -187,10 +187,14 @@ def prepare(
         lock, checkpoint = _resumed(chosen, settings.run_directory, checkpoints, stack) if resume else (None, None)
         if not resume and not dry_run:
             require_unused(settings.run_directory)
-        from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - torch takes seconds to import
-        from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415
+        from oppo.run.deployment import Deployment  # noqa: PLC0415 - torch takes seconds to import
+        from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
+        from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - likewise
+        from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415 - likewise
 
-        require_installed(settings)
+        deployment = Deployment.of(settings)
+        require_engines(deployment)
+        require_trackers(chosen.track)
         tokenizer = policy_tokenizer(settings)
         environment = environment_of(settings, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin_of(environment))
@@ -200,7 +204,7 @@ def prepare(
             require_unfinished(settings.run_directory, supply.steps)
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(
-            settings.spanning(supply.steps),
+            deployment.spanning(supply.steps),
             tokenizer,
             columns=supply.columns,
             engine_log=None if dry_run else settings.run_directory / ENGINE_LOG,
@@ -227,15 +231,6 @@ def _resumed(
     if checkpoint is None:
         logger.info(f"the run in {directory} ended before its first checkpoint, so it begins anew")
     return lock, checkpoint
-
-
-def require_installed(settings: Settings) -> None:
-    """Check that the engine and the trackers that the settings name are installed."""
-    from oppo.run.deployment import Deployment  # noqa: PLC0415 - torch takes seconds to import
-    from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
-
-    require_engines(Deployment.of(settings))
-    require_trackers(settings.run.track)
 
 
 async def run(

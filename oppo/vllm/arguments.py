@@ -149,11 +149,8 @@ def require_arguments(
 ) -> None:
     """Check arguments of the engine before anything is loaded.
 
-    Args:
-        arguments: by the names of vLLM's ``AsyncEngineArgs``.
-        of: arguments that are not taken beside :data:`OWNED`, and why: :data:`SETTINGS` for the table ``[vllm]``,
-            :data:`OF_REWARDS` or :data:`OF_LOGPROBS` for that of a scorer.
-        planned: they are for another machine, so that vLLM need not be installed here, which alone knows their names.
+    ``of``: arguments that are not taken beside :data:`OWNED`, and why. ``planned``: they are for another machine, so
+    vLLM, which alone knows their names, need not be installed here.
     """
     if not planned:
         require_installed("models.engine = 'vllm'" if of in ({}, SETTINGS) else "engine = 'vllm'")
@@ -221,18 +218,7 @@ def check_sleep(*, on_cpu: bool) -> None:
 def engine_arguments(
     model: str, given: Mapping[str, object], *, on_cpu: bool, backend: str, sleeps: bool = False
 ) -> dict[str, Any]:
-    """Return all arguments of an engine.
-
-    Its weights have the type in which they are stored, unless one is chosen; vLLM by itself would round those in
-    float32.
-
-    Args:
-        model: a directory or hub name.
-        given: those that were chosen; they come before the defaults.
-        on_cpu: whether vLLM computes on a CPU.
-        backend: of the weight transfer.
-        sleeps: whether the engine may sleep.
-    """
+    """Return all arguments of an engine; those that were chosen come before the defaults."""
     if sleeps:
         check_sleep(on_cpu=on_cpu)
     if on_cpu and given.get("enable_chunked_prefill"):
@@ -273,13 +259,7 @@ SIZES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How weights reach the workers.
-
-    Attributes:
-        workers: their number.
-        trainer: the device that the weights come from.
-        address: of this machine, as the workers reach it.
-    """
+    """How weights reach the workers; ``address`` is this machine's, as they reach it."""
 
     backend: Backend
     workers: int
@@ -299,16 +279,9 @@ def placed(arguments: Mapping[str, object], device: torch.device) -> dict[str, o
 
 
 def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: bool, gpus: int | None = None) -> Route:
-    """Return the way of weights to an engine with these arguments.
+    """Return the way of weights to an engine with these arguments; several workers need NCCL, which shares no GPU.
 
-    An engine with several workers needs NCCL, which takes no two processes on one GPU.
-
-    Args:
-        arguments: of the engine; ``device_ids`` are the GPUs that it has, by number among those that are visible or by
-            UUID. Without it they are the first ones.
-        trainer: the device that the weights come from.
-        on_cpu: whether vLLM computes on a CPU.
-        gpus: how many GPUs there are on the machine that is meant; ``None``: this one.
+    ``gpus``: how many the machine has that is meant; ``None``: this one.
     """
     workers = workers_of(arguments)
     used = () if on_cpu else gpus_of(arguments, gpus)

@@ -1,86 +1,178 @@
-"""An engine of vLLM: started, watched and ended by the process that uses it."""
+"""The engine that a policy decodes on, in this process tree or over HTTP: its facts, its calls and its death."""
 
 from __future__ import annotations
 
-import signal
-import threading
 from abc import abstractmethod
 from asyncio import AbstractEventLoop
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
 
+import anyio
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from oppo.errors import ConfigError, ModelRefused, OppoError, ProtocolError, running_loop
-from oppo.log import logger, with_route
-from oppo.observe import now
+from oppo.errors import (
+    ConfigError,
+    ModelError,
+    ModelLost,
+    ModelRefused,
+    OppoError,
+    ProtocolError,
+    as_itself,
+    one_line,
+    running_loop,
+)
 from oppo.placement.place import Closing
-from oppo.signals import SIGNALS
-from oppo.vllm.arguments import (
-    computes_on_cpu,
-    engine_arguments,
-    lora_arguments,
-    require_arguments,
-    route_of,
-)
-from oppo.vllm.plugin import register, transfer_of
-from oppo.vllm.processes import (
-    Children,
-    EngineFiles,
-    cores_of,
-    environment,
-    failure,
-    guarded,
-    last_line,
-    logging_to,
-)
-from oppo.vllm.surface import answered
-from oppo.vllm.sync import AdapterSender, DeviceSender, FileSender, ServedWeights, WeightSender
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    from oppo.vllm.surface import AsyncEngine
+GRACE: Final = 20.0
+"""Seconds for which a cancellation waits while an engine takes weights."""
+
+LOOK: Final = 0.1
+"""Seconds between two looks at whether an engine is dead that owes an answer."""
 
 
-TOLD_EVERY: Final = 10.0
-"""Seconds between two messages about an engine that is starting."""
+class Logprob(Protocol):
+    @property
+    def logprob(self) -> float:
+        """Natural logarithm of the probability."""
 
-PATIENCE: Final = 10.0
-"""Seconds that an engine's processes have to end."""
 
-Part: TypeAlias = Literal["weights", "kv_cache"]
-"""What a sleeping engine has no memory of a GPU for."""
+@dataclass(slots=True)
+class NewTokens:
+    """What is new of a request.
+
+    Attributes:
+        logprobs: of each token: log-probs by id, its own among them.
+        reason: what ended the request; ``None`` while it goes on.
+        starts: versions behind the request's tokens so far, each with the index of its first token.
+        steps: experts of each decode step of the request so far, [positions, layers, top_k].
+        routed: experts of the whole request, when it has ended.
+    """
+
+    tokens: list[int]
+    logprobs: list[Mapping[int, Logprob]]
+    reason: str | None = None
+    starts: Sequence[tuple[str, int]] = ()
+    steps: Sequence[NDArray[Any]] = ()
+    routed: NDArray[Any] | None = None
+
+
+class Collector(Protocol):
+    def get_nowait(self) -> NewTokens | None:
+        """Take what is new of a request, if anything."""
+
+    async def get(self) -> NewTokens:
+        """Wait for something, and take it; safe to cancel."""
+
+
+class WeightSender(Protocol):
+    async def send(self, engine: Engine, tensors: Mapping[str, Tensor], version: str) -> None:
+        """Have every worker serve ``tensors``, by their names in transformers; the engine is paused meanwhile."""
+
+
+SHOWN = 3
+"""Names that an error lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """Names and shapes of a model's weights.
+
+    Attributes:
+        needed: names of parameters; of those that are tied to one another, one is enough.
+        outline: transformers' model of the same config, without weights, if a checkpoint has them in another form.
+    """
+
+    model: str
+    shapes: Mapping[str, tuple[int, ...]]
+    needed: tuple[frozenset[str], ...]
+    outline: PreTrainedModel | None = None
+
+    @classmethod
+    def known(cls, model: str | Path, config: PretrainedConfig, trust_remote_code: bool) -> Self | None:
+        """Return them where transformers can train the model."""
+        try:
+            return cls.of(Path(model).name, config, trust_remote_code=trust_remote_code)
+        except (ModelRefused, ValueError):
+            return None
+
+    @classmethod
+    def of(cls, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - it takes seconds
+        from transformers.core_model_loading import Transpose, revert_weight_conversion  # noqa: PLC0415 - likewise
+
+        from oppo.hf.model_files import CAUSAL  # noqa: PLC0415 - likewise
+
+        with torch.device("meta"):
+            made = CAUSAL.made(config, trust_remote_code=trust_remote_code)
+        conversions = get_model_conversion_mapping(made, add_legacy=False)
+        if any(isinstance(each, Transpose) for one in conversions for each in getattr(one, "operations", ())):
+            raise ConfigError(
+                f"checkpoints of {type(made).__name__} ({model}) have matrices transposed, and vLLM has not been seen "
+                "to take those in a weight sync: set models.engine = 'transformers'"
+            )
+        tied: dict[int, set[str]] = {}
+        for name, parameter in made.named_parameters(remove_duplicate=False):
+            tied.setdefault(id(parameter), set()).add(name)
+        state = made.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        outline = None if revert_weight_conversion(made, state).keys() == state.keys() else made
+        return cls(model, shapes, tuple(frozenset(names) for names in tied.values()), outline)
+
+    def require(self, tensors: Mapping[str, Tensor]) -> None:
+        missing = [min(names) for names in self.needed if not names & tensors.keys()]
+        unknown = [name for name in tensors if name not in self.shapes]
+        other = [
+            f"{name} {list(tensors[name].shape)}, not {list(shape)}"
+            for name, shape in self.shapes.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ]
+        faults = {"missing": missing, "unknown": unknown, "of another shape": other}
+        said = [f"{len(names)} {what} ({_some(names)})" for what, names in faults.items() if names]
+        if said:
+            raise ModelError(
+                f"these are not the weights of {self.model}, which vLLM serves: {', '.join(said)}; it goes on with "
+                "those that it has: sync the model that the engine was started with, or start it with the model "
+                "that is trained"
+            )
+
+    def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights in the form of checkpoints, which vLLM reads: experts, one tensor here, are many there."""
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - it takes seconds
+
+        return dict(tensors) if self.outline is None else revert_weight_conversion(self.outline, dict(tensors))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
 
 
 class Engine(Closing):
-    """What a policy decodes on: an engine of this process, or a server.
+    """What a policy decodes on. Between two decodings it is paused; paused, it takes weights.
 
     Attributes:
-        llm: vLLM's ``AsyncLLM``, or what stands for it.
-        sender: gives it the weights of an update.
-        adapters: the same, where it gives the adapters alone; ``None`` where it gives all weights.
-        name: of its model.
-        vocabulary: upper bound of token ids.
-        longest: the longest sequence, prompt and response, in tokens.
-        dtype: of the weights that it serves.
+        adapts: the weights of an update are adapters alone; ``adapter``: the label of the newest.
+        vocabulary: upper bound of token ids; ``longest``: of prompt and response together.
         dtype_chosen: its arguments say so; else the model does.
         kv_tokens: the tokens for which its KV cache has room; ``None`` where it does not say.
         requests: ids of the requests that policies have open.
-        weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
+        weights: names and shapes; ``None`` for a model that transformers cannot train, or that pools.
         sleeps: while nothing is decoded, so that others have its GPUs' memory.
         asleep: the parts that have no memory now, in the order in which they wake.
-        defers: how requests go on after a pause, as :class:`oppo.models.Capabilities` has it.
-        advice: what to do when it is lost.
     """
 
     sleeps: bool = False
-    asleep: tuple[Part, ...] = ()
+    asleep: tuple[str, ...] = ()
+    adapts: bool = False
+    adapter: str = ""
     defers: Literal["with the same tokens", "with other tokens"] = "with the same tokens"
-    llm: AsyncEngine
     sender: WeightSender
     name: str
     vocabulary: int
@@ -90,10 +182,6 @@ class Engine(Closing):
     kv_tokens: int | None
     weights: ServedWeights | None
 
-    @property
-    def adapters(self) -> AdapterSender | None:
-        return self.sender if isinstance(self.sender, AdapterSender) else None
-
     def __init__(self) -> None:
         self.requests: set[str] = set()
         self._closed = False
@@ -102,43 +190,79 @@ class Engine(Closing):
             self._loop = running_loop()
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     @abstractmethod
     def advice(self) -> str:
         """What to do when it is lost."""
 
     @property
-    def closed(self) -> bool:
-        return self._closed
-
     @abstractmethod
-    def params(self, keywords: Mapping[str, object]) -> object:
-        """Return the settings of a request; outputs hold what is new."""
-
-    def streaming(self) -> AbstractAsyncContextManager[None]:
-        """Have outputs come for as long as the context is open."""
-        return nullcontext()
+    def errored(self) -> bool:
+        """Whether it is dead."""
 
     def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
         """Raise ``ConfigError`` unless a policy can be served so."""
 
+    @abstractmethod
+    def abort(self) -> None:
+        """Give it up; safe to call from any thread."""
+
+    def streaming(self) -> AbstractAsyncContextManager[None]:
+        """Have tokens come for as long as the context is open."""
+        return nullcontext()
+
+    @abstractmethod
+    async def submit(self, request: str, tokens: list[int], salt: str, params: Mapping[str, Any]) -> Collector:
+        """Begin a request; a paused engine holds it. ``salt`` keeps it from the KV cache of other weights."""
+
+    @abstractmethod
+    async def discard(self, requests: Sequence[str]) -> None:
+        """End requests; those that are over are ignored."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop between two decode steps; requests stay."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on."""
+
+    @abstractmethod
+    async def recompute(self) -> bool:
+        """Forget the KV cache, and return whether it has; requests compute theirs again."""
+
+    @abstractmethod
+    async def agree(self, info: dict[str, Any]) -> None:
+        """Agree with the workers on how weights travel."""
+
+    @abstractmethod
+    async def start_update(self) -> None:
+        """Begin an update of the weights."""
+
+    @abstractmethod
+    async def update(self, info: dict[str, Any]) -> None:
+        """Load weights."""
+
+    @abstractmethod
+    async def finish_update(self, version: str | None = None) -> None:
+        """End the update; later tokens are of this version."""
+
+    @abstractmethod
+    async def name_version(self, version: str) -> None:
+        """Name the version of the weights that are served."""
+
+    @abstractmethod
+    async def load_adapter(self, version: str, path: str) -> None:
+        """Load an adapter in the place of the last one, for requests in progress too."""
+
     async def fall_asleep(self) -> None:
         """Free the memory of weights and KV cache; requests stay, and compute their KV cache again when it wakes."""
-        async with answered(self, shield=True):
-            await self._sleep()
-        self.asleep = ("weights", "kv_cache")
 
-    async def wake(self, *parts: Part) -> None:
+    async def wake(self, *parts: str) -> None:
         """Take the memory of parts again; with the last that is asleep the engine goes on, as if it were resumed."""
-        for part in [each for each in self.asleep if each in parts]:
-            async with answered(self, shield=True):
-                await self._wake(part)
-            self.asleep = tuple(each for each in self.asleep if each != part)
-
-    async def _sleep(self) -> None:
-        raise ProtocolError(f"{type(self).__name__} does not sleep")
-
-    async def _wake(self, part: Part) -> None:
-        raise ProtocolError(f"{type(self).__name__} does not sleep, so {part} does not wake")
 
     def require_usable(self) -> None:
         if self._closed:
@@ -151,253 +275,56 @@ class Engine(Closing):
                 "all its calls within one anyio.run, or start an engine for each"
             )
 
-
-class VllmEngine(Engine):
-    """vLLM's ``AsyncLLM`` and its processes; a context manager that ends them.
-
-    The processes take no signal from the terminal, write to a log, and end with this process however that ends.
-
-    Attributes:
-        config: vLLM's own.
-
-    Example:
-        >>> with VllmEngine.start("models/actor", arguments={"max_num_seqs": 64}) as engine:  # doctest: +SKIP
-        ...     policy = VllmPolicy(engine, sampling=Sampling(max_new_tokens=128))
-    """
-
-    def __init__(
-        self,
-        llm: Any,
-        sender: WeightSender,
-        children: Children,
-        stack: ExitStack,
-        *,
-        files: EngineFiles,
-        weights: ServedWeights | None = None,
-        dtype_chosen: bool = True,
-        sleeps: bool = False,
-    ) -> None:
-        super().__init__()
-        self.sleeps = sleeps
-        self.llm: Any = llm
-        self.sender = sender
-        self.config: VllmConfig = llm.vllm_config
-        self.name = Path(str(self.config.model_config.model)).name
-        self.vocabulary = int(self.config.model_config.get_vocab_size())
-        self.longest = int(self.config.model_config.max_model_len)
-        self.dtype: torch.dtype = self.config.model_config.dtype
-        self.dtype_chosen = dtype_chosen
-        self.kv_tokens = getattr(self.config.cache_config, "kv_cache_size_tokens", None)
-        self.weights = weights
-        self._children = children
-        self._stack = stack
-        self._files = files
-
-    @classmethod
-    def start(
-        cls,
-        model: str | Path,
-        *,
-        arguments: Mapping[str, object] | None = None,
-        trainer: torch.device | str = "cuda",
-        cores: int | slice | None = None,
-        adapters: int = 0,
-        log: Path | None = None,
-        sleeps: bool = False,
-    ) -> Self:
-        """Start an engine and wait until it is ready; blocks, so call it before the event loop or in the main thread.
-
-        Its processes import the main module, so a program needs ``if __name__ == "__main__":``.
-
-        Args:
-            model: a directory or hub name, as transformers loads it.
-            arguments: of vLLM's engine, by the names of its ``AsyncEngineArgs``.
-            trainer: the device of the weights that will be synced; for an engine on a CPU it does not matter.
-            adapters: rank of the adapters that will be synced, without the weights that they are added to; 0: all
-                weights are synced.
-            cores: CPU cores that it computes on, the first ones of this process, or a slice of its cores; ``None``: as
-                vLLM chooses.
-            log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
-            sleeps: while nothing is decoded, so that the trainer has its GPUs' memory.
-
-        Raises:
-            ConfigError: vLLM is not installed, an argument is unknown or refused, weights cannot go from the trainer to
-                the engine, or it could not be started.
-        """
-        require_arguments(arguments or {})
-        on_cpu = computes_on_cpu()
-        began = now()
-        logger.info(f"starting vLLM with {Path(model).name}")
-        children = Children()
-        with ExitStack() as stack:
-            files = stack.enter_context(EngineFiles(log))
-            stack.callback(children.join, 0.0)
-            stack.enter_context(logging_to(files.log))
-            chosen = environment(files, cores_of(cores), on_cpu=on_cpu)
-            with _progress_logged(began, files.log), guarded(), chosen:
-                try:
-                    with heeded():
-                        llm, sender = _async_llm(
-                            str(model), arguments or {}, trainer, on_cpu=on_cpu, adapters=adapters, sleeps=sleeps
-                        )
-                except (KeyboardInterrupt, SystemExit, ConfigError):
-                    raise
-                except BaseException as error:
-                    files.keep()
-                    raise ConfigError(failure(model, error, files.log)) from error
-            children.keep()
-            logger.info(f"vLLM is ready after {now() - began:.0f} s")
-            return cls(
-                llm,
-                sender,
-                children,
-                stack.pop_all(),
-                files=files,
-                weights=served_by(llm.vllm_config),
-                dtype_chosen="dtype" in (arguments or {}),
-                sleeps=sleeps,
-            )
-
-    def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
-        del routed_experts
-        if self.sleeps and keeps_kv:
-            raise ConfigError(
-                "an engine that sleeps has no KV cache that could be kept over a weight sync: set kv_on_sync = "
-                "'recompute', or start it with sleeps=False"
-            )
-
-    async def _sleep(self) -> None:
-        await self.llm.sleep(level=1, mode="keep")
-
-    async def _wake(self, part: Part) -> None:
-        await self.llm.wake_up(tags=[part])
-
-    def params(self, keywords: Mapping[str, object]) -> object:
-        """Return vLLM's ``SamplingParams``."""
-        from vllm import SamplingParams  # noqa: PLC0415 - takes seconds to import
-        from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
-
-        return SamplingParams(**keywords, output_kind=RequestOutputKind.DELTA)
-
-    @property
-    def pids(self) -> list[int]:
-        """Ids of the processes that this one has started for the engine and that live."""
-        return self._children.pids
-
-    def abort(self) -> None:
-        """Kill the engine; safe to call from any thread."""
-        self._children.kill()
-
-    @property
-    def log(self) -> Path:
-        return self._files.log
-
-    @property
-    def advice(self) -> str:
-        """What to do when it is lost."""
-        return (
-            "start another engine, or go on from the newest checkpoint (oppo resume); "
-            f"what the engine wrote is in {self.log}"
-        )
-
-    def close(self) -> None:
-        """End the engine and all its processes; idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        with self._stack:
-            if not self.pids:  # it has died
-                self._files.keep()
-            self.llm.shutdown(timeout=PATIENCE)
-            self.llm.shutdown = _nothing  # called again when it is collected, maybe while the interpreter ends
-
-
-def _nothing(timeout: float | None = None) -> None:
-    del timeout
-
-
-def _async_llm(
-    model: str, given: Mapping[str, object], trainer: torch.device | str, *, on_cpu: bool, adapters: int, sleeps: bool
-) -> tuple[Any, WeightSender]:
-    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
-    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
-
-    register()
-    sender: WeightSender
-    if adapters:
-        given, backend, sender = {**given, **lora_arguments(adapters)}, "file", AdapterSender(_adapter)
-    else:
-        route = route_of(given, torch.device(trainer), on_cpu=on_cpu)
-        backend, sender = route.backend, FileSender() if route.backend == "file" else DeviceSender(route)
-    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=transfer_of(backend), sleeps=sleeps)
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender
-
-
-def _adapter(name: str, path: str, replaces: bool) -> object:
-    # Requests in progress go on with an adapter of the same number.
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - takes seconds to import
-
-    return LoRARequest(name, 1, path, load_inplace=replaces)
-
-
-def served_by(config: VllmConfig) -> ServedWeights | None:
-    model = config.model_config
-    if model.runner_type != "generate":
-        return None
-    try:
-        return ServedWeights.of(Path(model.model).name, model.hf_config, trust_remote_code=model.trust_remote_code)
-    except (ModelRefused, ValueError):
-        return None
-
-
-@contextmanager
-def _progress_logged(began: float, log: Path) -> Iterator[None]:
-    over = threading.Event()
-
-    def work() -> None:
-        while not over.wait(TOLD_EVERY):
-            last = last_line(log)
-            logger.info(f"starting vLLM: {now() - began:.0f} s{f', {last}' if last else ''}")
-
-    thread = threading.Thread(target=with_route(work), name="vLLM's start", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-class _Heard(BaseException):
-    """A signal came; no ``KeyboardInterrupt``, so that nothing takes it for one."""
-
-    def __init__(self, number: int, frame: FrameType | None) -> None:
-        super().__init__(number)
-        self.number = number
-        self.frame = frame
-
-
-@contextmanager
-def heeded() -> Iterator[None]:
-    """Let a signal end the body, and only then call its handler.
-
-    Handlers of Python are replaced meanwhile; off the main thread there are none.
-    """
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in SIGNALS if on_main_thread}
-    handlers = {number: handler for number, handler in before.items() if callable(handler)}
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        raise _Heard(number, frame)
-
-    for number in handlers:
-        signal.signal(number, hear)
-    try:
+    @contextmanager
+    def as_lost(self) -> Iterator[None]:
+        """Turn whatever a call of vLLM raises into ``ModelLost``, with what to do."""
         try:
             yield
+        except OppoError:
+            raise
+        except Exception as error:
+            raise ModelLost(
+                f"vLLM has failed, and its rollouts are lost with it ({one_line(error)}): {self.advice}"
+            ) from error
+
+    @asynccontextmanager
+    async def answered(self, *, shield: bool = False) -> AsyncIterator[None]:
+        """Give up the body, calls of the engine, when the engine dies: it would never answer them.
+
+        ``shield``: a cancellation from outside waits for the end of the body.
+        """
+        self.require_usable()
+        died = False
+
+        async def watch() -> None:
+            nonlocal died
+            while not self.errored:  # noqa: ASYNC110 - nothing announces it
+                await anyio.sleep(LOOK)
+            died = True
+            calls.cancel_scope.cancel()
+
+        with self.as_lost(), as_itself(), anyio.CancelScope(shield=shield):
+            async with anyio.create_task_group() as calls:
+                calls.start_soon(watch, name="watch for the engine's death")
+                yield
+                calls.cancel_scope.cancel()
+        if died:
+            raise ModelLost(f"vLLM has died, and its rollouts are lost with it: {self.advice}")
+
+
+@asynccontextmanager
+async def cancelled_after(seconds: float) -> AsyncIterator[None]:
+    """Give the body so many more seconds when it is cancelled from outside."""
+
+    async def outside() -> None:
+        try:
+            await anyio.sleep_forever()
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-    except _Heard as heard:
-        handlers[signal.Signals(heard.number)](heard.number, heard.frame)
-        raise KeyboardInterrupt from None
+            body.deadline = min(body.deadline, anyio.current_time() + seconds)
+
+    with as_itself():
+        async with anyio.create_task_group() as tasks:
+            with anyio.CancelScope(shield=True) as body:
+                tasks.start_soon(outside, name="watch for a cancellation")
+                yield
+            tasks.cancel_scope.cancel()

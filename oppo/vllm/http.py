@@ -1,28 +1,43 @@
-"""The calls of vLLM's engine over HTTP, to a server in development mode: what the policy asks of an engine.
+"""A vLLM server by its URL, in development mode, as the engine of a policy.
 
 A request of the policy is a stream of tokens. The server ends it at each pause, and what follows is a new request that
 reads the tokens so far: a server names the weights that made a token only when a request ends, and a stream that went
 on over a weight sync could not tell, token by token, which weights it comes from.
-
-It needs the extra ``http``.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from types import SimpleNamespace
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import anyio
-import httpx
+import torch
 from anyio.abc import TaskGroup
 
-from oppo.errors import as_itself, one_line, shortened
+from oppo.errors import ConfigError, as_itself, one_line, shortened
+from oppo.libraries import require
+from oppo.log import logger
+from oppo.vllm.arguments import Route
+from oppo.vllm.engine import Engine, Logprob, NewTokens, ServedWeights, WeightSender
+from oppo.vllm.plugin import transfer_of
+from oppo.vllm.server import LOAD, Inspection, ServerSettings, address_of, config_of
+from oppo.vllm.sync import DeviceSender, FileSender, HostedFiles, WeightFiles
+
+if TYPE_CHECKING:
+    import httpx
+
+LOCAL: Final = ("localhost", "127.0.0.1", "::1")
+
+UNSYNCED: Final = "default"
+"""What a server calls the weights that it was started with."""
 
 GENERATE: Final = "/inference/v1/generate"
 
@@ -43,73 +58,43 @@ class ServerFault(Exception):  # noqa: N818 - it says what happened
     """A server is gone, or answered what it should not; to users it comes as :class:`~oppo.errors.ModelLost`."""
 
 
-class Logprob(NamedTuple):
-    """vLLM's ``Logprob``."""
-
+class ServedLogprob(NamedTuple):
     logprob: float
 
 
-class Span(NamedTuple):
-    """vLLM's ``WeightVersionSpan``."""
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclass(slots=True)
-class Completion:
-    """vLLM's ``CompletionOutput``."""
-
-    token_ids: list[int]
-    logprobs: list[Mapping[int, Logprob]]
-    finish_reason: str | None = None
-    weight_versions: Sequence[Span] | None = None
-
-
-@dataclass(slots=True)
-class Output:
-    """vLLM's ``RequestOutput``."""
-
-    outputs: Sequence[Completion]
-
-
 class Inbox:
-    """vLLM's ``RequestOutputCollector``: what is new of a request, until it is taken."""
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self._new: Completion | None = None
+    def __init__(self) -> None:
+        self._new: NewTokens | None = None
         self._error: Exception | None = None
         self._ready = anyio.Event()
 
-    def put(self, new: Completion) -> None:
+    def put(self, new: NewTokens) -> None:
         if self._new is None:
             self._new = new
         else:
-            self._new.token_ids += new.token_ids
+            self._new.tokens += new.tokens
             self._new.logprobs += new.logprobs
-            self._new.finish_reason, self._new.weight_versions = new.finish_reason, new.weight_versions
+            self._new.reason, self._new.starts = new.reason, new.starts
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
         self._error = error
         self._ready.set()
 
-    def get_nowait(self) -> Output | None:
+    def get_nowait(self) -> NewTokens | None:
         if self._new is not None:
             new, self._new = self._new, None
             if self._error is None:
                 self._ready = anyio.Event()
-            return Output([new])
+            return new
         if self._error is not None:
             raise self._error
         return None
 
-    async def get(self) -> Output:
-        while (output := self.get_nowait()) is None:
+    async def get(self) -> NewTokens:
+        while (new := self.get_nowait()) is None:
             await self._ready.wait()
-        return output
+        return new
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +103,7 @@ class Stream:
 
     Attributes:
         made: tokens so far.
-        weight_version_starts: the versions behind them, each with the index of its first token.
+        starts: the versions behind them, each with the index of its first token.
         parts: requests that the server has had for it.
         part: the one that is open, if any; cancelling it gives it up.
         over: set when there is none.
@@ -129,7 +114,7 @@ class Stream:
     params: Mapping[str, Any]
     inbox: Inbox
     made: list[int] = field(default_factory=list)
-    weight_version_starts: list[tuple[str, int]] = field(default_factory=list)
+    starts: list[tuple[str, int]] = field(default_factory=list)
     parts: int = 0
     part: anyio.CancelScope | None = None
     over: anyio.Event = field(default_factory=anyio.Event)
@@ -157,65 +142,145 @@ class Stream:
 
     def name_weights(self, version: str, start: int) -> None:
         """Have tokens from an index on be of a version."""
-        starts = [each for each in self.weight_version_starts if each[1] < start]
-        self.weight_version_starts = starts if starts and starts[-1][0] == version else [*starts, (version, start)]
-
-    def spans(self) -> list[Span]:
-        ends = [start for _, start in self.weight_version_starts[1:]] + [len(self.made)]
-        return [Span(label, start, end) for (label, start), end in zip(self.weight_version_starts, ends, strict=True)]
+        starts = [each for each in self.starts if each[1] < start]
+        self.starts = starts if starts and starts[-1][0] == version else [*starts, (version, start)]
 
 
-class HttpEngine:
-    """A server as :class:`oppo.vllm.surface.AsyncEngine`; :meth:`streaming` must be open for tokens to come.
+class VllmServer(Engine):
+    """A vLLM server, which others start and end, as the engine of a policy.
+
+    Tokens come by its route ``/inference/v1/generate``; weights go by its routes of reinforcement learning, through a
+    file, or by NCCL if it was started so. One run uses it at a time; the next one has to load its weights first.
 
     Args:
-        url: of the server.
-        model: as it is served.
-        headers: of each request.
-        timeout: seconds for a call that moves no weights.
-        synced: whether its weights are those that a run begins with: nobody has synced others since it was started.
-        transport: of httpx, for tests.
+        model: the one that is trained, a directory or hub name, which the server's is compared with; ``None``: weights
+            of another model are noticed at the first weight sync.
+        trainer: the device of the weights that will be synced.
+        api_key: what it was started with, as ``--api-key``.
+        adapters: rank of the adapters that will be synced alone; 0: all weights are synced.
+        weights_directory: where the files of weights are, for a server on another machine that has it too.
+        files: carry the weights, or the adapters, to where the server reads them; ``None``: in that directory, or in
+            this machine's memory.
+        timeout: seconds for each call that moves no weights.
+        trust_remote_code: the config of ``model`` may come with code.
+        transport: of httpx, for tests; it is used for blocking calls too.
 
-    Attributes:
-        error: why the server counts as lost; ``None`` while it does not.
-        output_processor: as that of ``AsyncLLM``.
+    Raises:
+        ConfigError: there is no such server, or it lacks something: what was expected, what came, what to do.
+
+    Example:
+        >>> server = VllmServer("http://localhost:8000", model="models/actor")  # doctest: +SKIP
+        >>> policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=128))  # doctest: +SKIP
     """
+
+    defers = "with other tokens"
 
     def __init__(
         self,
         url: str,
-        model: str,
         *,
-        headers: Mapping[str, str],
-        timeout: float,
-        synced: bool,
-        transport: httpx.AsyncBaseTransport | None = None,
+        model: str | Path | None = None,
+        trainer: torch.device | str = "cpu",
+        api_key: str | None = None,
+        adapters: int = 0,
+        weights_directory: str | Path | None = None,
+        files: WeightFiles | HostedFiles | None = None,
+        timeout: float = 60.0,
+        trust_remote_code: bool = False,
+        transport: Any = None,
     ) -> None:
-        self.error: ServerFault | None = None
-        self.output_processor = SimpleNamespace(request_states={})
-        self._url = url
-        self._model = model
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            headers=headers,
+        require("http", "a vLLM server", module="httpx")
+        import httpx  # noqa: PLC0415 - an extra
+
+        super().__init__()
+        self.url = address_of(url)
+        self.adapts = adapters > 0
+        self.error: ServerFault | None = None  # why it counts as lost
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._timeout, self._transport = timeout, transport
+        with self._client() as client:
+            found = Inspection(self.url, client, model or "MODEL", api_key is not None, adapters=adapters)
+            config = found.config()
+            self.vocabulary = found.vocabulary()
+            found.settle()
+            served = found.asked("GET", "/v1/models").get("data") or [{}]
+            version = found.asked("GET", "/weight_info").get("weight_version")
+            device = torch.device(trainer)
+            if found.backend == "nccl":
+                found.expect("the device of a trainer that sends by NCCL", "cuda", device.type)
+                workers = int(found.asked("GET", "/get_world_size").get("world_size", 1))
+                self.sender: WeightSender = DeviceSender(_route(self.url, device, workers))
+            else:
+                files = files or _weight_files(self.url, weights_directory, adapters=self.adapts)
+                found.agree(files.probe, model, trust_remote_code=trust_remote_code)
+                self.sender = FileSender(files, adapts=self.adapts)
+            found.settle()
+        described = config["model_config"]
+        self.name = Path(str(model or described["model"])).name
+        self.longest = int(described["max_model_len"])
+        self.dtype = getattr(torch, str(described["dtype"]).removeprefix("torch."))
+        self.dtype_chosen = True
+        self.kv_tokens = config.get("cache_config", {}).get("kv_cache_size_tokens")
+        self.weights = None
+        if model is not None:
+            trained = config_of(model, trust_remote_code=trust_remote_code)
+            self.weights = ServedWeights.known(model, trained, trust_remote_code)
+        self._model = str(served[0].get("id", ""))
+        self._synced = version == UNSYNCED  # nobody has synced others since it was started
+        self._version = ""
+        self._open: dict[str, Stream] = {}
+        self._tasks: TaskGroup | None = None
+        self._paused = self._pausing = False
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=self._headers,
             timeout=timeout,
             # No connection outlives its request, so that the client has nothing to close.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            verify=ssl.create_default_context() if url.startswith("https") else False,
+            verify=ssl.create_default_context() if self.url.startswith("https") else False,
             transport=transport,
         )
-        self._open: dict[str, Stream] = {}
-        self._tasks: TaskGroup | None = None
-        self._synced = synced
-        self._version = self._adapter = ""
-        self._paused = self._pausing = False
+        logger.info(f"the vLLM server at {self.url} serves {described['model']} in {self.dtype}")
+
+    def _client(self) -> httpx.Client:
+        import httpx  # noqa: PLC0415 - an extra
+
+        return httpx.Client(base_url=self.url, headers=self._headers, timeout=self._timeout, transport=self._transport)
+
+    def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
+        ServerSettings.check_options(keeps_kv=keeps_kv, routed_experts=routed_experts)
+
+    @property
+    def advice(self) -> str:
+        cause = "" if self.error is None else f"{self.error}; "
+        return (
+            f"{cause}start the server at {self.url} again, or go on from the newest checkpoint (oppo resume) with "
+            "another; its own output says what happened"
+        )
+
+    def abort(self) -> None:
+        """Wait for the server no longer; safe to call from any thread."""
+        if self._loop is None:
+            self.die("the run has given it up")
+            return
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self.die, "the run has given it up")
+
+    def close(self) -> None:
+        """Leave the server, which goes on with the weights that it has; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.errored:
+            with suppress(Exception), self._client() as client:  # it may have ended meanwhile
+                client.post("/resume", timeout=5.0)
 
     @property
     def errored(self) -> bool:
         return self.error is not None
 
     def die(self, reason: str) -> ServerFault:
-        self.error = self.error or ServerFault(f"{self._url} is lost: {reason}")
+        self.error = self.error or ServerFault(f"{self.url} is lost: {reason}")
         for stream in self._open.values():
             stream.inbox.fail(self.error)
         return self.error
@@ -240,19 +305,18 @@ class HttpEngine:
             except ServerFault as error:
                 self.die(one_line(error))
 
-    async def add_request(self, request_id: str, prompt: Any, params: Any, *, lora_request: Any = None) -> Inbox:
-        """Open a stream, with the adapter that was loaded last; a server that is paused gets it when it is resumed."""
-        del lora_request
-        stream = Stream(request_id, prompt["prompt_token_ids"], params, Inbox(request_id))
-        self._open[request_id] = self.output_processor.request_states[request_id] = stream
+    async def submit(self, request: str, tokens: list[int], salt: str, params: Mapping[str, Any]) -> Inbox:
+        """Open a stream; a server that is paused gets it when it is resumed. Its salt is the version of its weights."""
+        del salt
+        stream = self._open[request] = Stream(request, tokens, params, Inbox())
         if not self._paused:
             self._begin(stream)
         return stream.inbox
 
-    async def abort(self, request_id: Sequence[str]) -> None:
-        found = [stream for each in request_id if (stream := self._closed(each)) is not None]
+    async def discard(self, requests: Sequence[str]) -> None:
+        found = [stream for each in requests if (stream := self._open.pop(each, None)) is not None]
         for stream in found:
-            stream.inbox.put(Completion([], [], "abort"))
+            stream.inbox.put(NewTokens([], [], "abort"))
         await self._give_up([stream for stream in found if stream.part is not None])
 
     async def _give_up(self, streams: Sequence[Stream]) -> None:
@@ -264,12 +328,11 @@ class HttpEngine:
             names = [f"generate-tokens-{stream.part_name}" for stream in streams]
             await self._call("POST", "/abort_requests", body={"request_ids": names})
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause(self) -> None:
         """Stop the server; requests stay as they are here, while their streams end."""
-        del mode
         self._pausing = True
         try:
-            await self._call("POST", "/pause", {"mode": "abort", "clear_cache": clear_cache})
+            await self._call("POST", "/pause", {"mode": "abort", "clear_cache": False})
             running = [stream for stream in self._open.values() if stream.part is not None]
             with anyio.move_on_after(DRAIN):
                 for stream in running:
@@ -281,12 +344,12 @@ class HttpEngine:
             self._pausing = False
         self._paused = True
 
-    async def resume_generation(self) -> None:
+    async def resume(self) -> None:
         """Have the server go on, if it still serves the weights that were synced last."""
         await self._check_version()
         if not self._synced:
             raise ServerFault(
-                f"{self._url} has the weights of an earlier run: load those that are trained before the first step, as "
+                f"{self.url} has the weights of an earlier run: load those that are trained before the first step, as "
                 "oppo train does (policy.load)"
             )
         await self._call("POST", "/resume")
@@ -294,26 +357,23 @@ class HttpEngine:
         for stream in self._open.values():
             self._begin(stream)
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        parameters = {"reset_running_requests": reset_running_requests}
+    async def recompute(self) -> bool:
+        parameters = {"reset_running_requests": True}
         return bool((await self._call("POST", "/reset_prefix_cache", parameters)).get("success"))
 
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        await self._call(
-            "POST", "/init_weight_transfer_engine", body={"init_info": request.init_info}, seconds=DEADLINE
-        )
+    async def agree(self, info: dict[str, Any]) -> None:
+        await self._call("POST", "/init_weight_transfer_engine", body={"init_info": info}, seconds=DEADLINE)
 
-    async def add_lora(self, lora_request: Any) -> bool:
+    async def load_adapter(self, version: str, path: str) -> None:
         """Load an adapter for all streams that begin from now on, and unload the one before."""
-        name = str(lora_request["lora_name"])
-        await self._call("POST", "/v1/load_lora_adapter", body=lora_request, seconds=DEADLINE, reads=False)
-        if self._adapter:
-            await self._call("POST", "/v1/unload_lora_adapter", body={"lora_name": self._adapter}, reads=False)
-        self._model = self._adapter = name
+        named = {"lora_name": version, "lora_path": path}
+        await self._call("POST", LOAD, body=named, seconds=DEADLINE, reads=False)
+        if self.adapter:
+            await self._call("POST", "/v1/unload_lora_adapter", body={"lora_name": self.adapter}, reads=False)
+        self._model = self.adapter = version
         self._synced = True
-        return True
 
-    async def start_weight_update(self) -> None:
+    async def start_update(self) -> None:
         try:
             await self._call("POST", "/start_weight_update", seconds=DEADLINE)
         except ServerFault as fault:
@@ -323,27 +383,27 @@ class HttpEngine:
             await self._call("POST", "/finish_weight_update", body={}, seconds=DEADLINE)
             await self._call("POST", "/start_weight_update", seconds=DEADLINE)
 
-    async def update_weights(self, request: Any) -> None:
-        await self._call("POST", "/update_weights", body={"update_info": request.update_info}, seconds=DEADLINE)
+    async def update(self, info: dict[str, Any]) -> None:
+        await self._call("POST", "/update_weights", body={"update_info": info}, seconds=DEADLINE)
 
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        body = {} if weight_version is None else {"weight_version": weight_version}
+    async def finish_update(self, version: str | None = None) -> None:
+        body = {} if version is None else {"weight_version": version}
         await self._call("POST", "/finish_weight_update", body=body, seconds=DEADLINE)
         self._synced = True
-        if weight_version is not None:
-            self._version = weight_version
+        if version is not None:
+            self._version = version
             await self._check_version()
 
-    async def update_weight_version(self, new_version: str) -> None:
-        await self._call("POST", "/update_weight_version", body={"new_version": new_version})
-        self._version = new_version
+    async def name_version(self, version: str) -> None:
+        await self._call("POST", "/update_weight_version", body={"new_version": version})
+        self._version = version
         await self._check_version()
 
     async def _check_version(self) -> None:
         served = (await self._call("GET", "/weight_info")).get("weight_version")
         if served != self._version:
             raise ServerFault(
-                f"{self._url} serves weights {served!r}, and {self._version!r} were synced to it: it has not taken "
+                f"{self.url} serves weights {served!r}, and {self._version!r} were synced to it: it has not taken "
                 "them, was started again, or another run uses it too"
             )
 
@@ -357,13 +417,15 @@ class HttpEngine:
         seconds: float | None = None,
         reads: bool = True,
     ) -> dict[str, Any]:
-        timeout = self._client.timeout if seconds is None else httpx.Timeout(seconds)
+        import httpx  # noqa: PLC0415 - an extra
+
+        timeout = self._http.timeout if seconds is None else httpx.Timeout(seconds)
         try:
-            answer = await self._client.request(method, path, params=parameters, json=body, timeout=timeout)
+            answer = await self._http.request(method, path, params=parameters, json=body, timeout=timeout)
         except httpx.HTTPError as error:
             raise self.die(f"{path}: {one_line(error)}") from error
         if not answer.is_success:
-            raise ServerFault(f"{self._url}{path} answered {said(answer)}")
+            raise ServerFault(f"{self.url}{path} answered {said(answer)}")
         if not reads:
             return {}
         try:
@@ -371,73 +433,71 @@ class HttpEngine:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise ServerFault(f"{self._url}{path} answered no JSON object: {shortened(answer.text, 200)!r}")
+            raise ServerFault(f"{self.url}{path} answered no JSON object: {shortened(answer.text, 200)!r}")
         return found
 
     def _begin(self, stream: Stream) -> None:
         if self._tasks is None:
-            raise ServerFault(f"{self._url} streams tokens while a policy decodes, and none does")
+            raise ServerFault(f"{self.url} streams tokens while a policy decodes, and none does")
         stream.part, stream.over = anyio.CancelScope(), anyio.Event()
         self._tasks.start_soon(self._read, stream, stream.part, name=f"stream of request {stream.name}")
 
     async def _read(self, stream: Stream, part: anyio.CancelScope) -> None:
+        import httpx  # noqa: PLC0415 - an extra
+
         try:
             with part:
                 await self._follow(stream)
         except httpx.HTTPError as error:
             self.die(one_line(error))
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the tokens
+        except Exception as error:  # noqa: BLE001 - raised where the tokens are awaited
             stream.inbox.fail(error)
         finally:
             stream.part = None
             stream.over.set()
 
     async def _follow(self, stream: Stream) -> None:
+        import httpx  # noqa: PLC0415 - an extra
+
         stream.parts += 1
         stream.name_weights(self._version, start := len(stream.made))
-        body, timeout = stream.body(self._model, self._version), httpx.Timeout(self._client.timeout.connect, read=None)
-        async with self._client.stream("POST", GENERATE, json=body, timeout=timeout) as answer:
+        body, timeout = stream.body(self._model, self._version), httpx.Timeout(self._http.timeout.connect, read=None)
+        async with self._http.stream("POST", GENERATE, json=body, timeout=timeout) as answer:
             if not answer.is_success:
                 await answer.aread()
-                raise ServerFault(f"{self._url}{GENERATE} answered {said(answer)}")
+                raise ServerFault(f"{self.url}{GENERATE} answered {said(answer)}")
             ended = False
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     ended = self._take(stream, start, json.loads(line.removeprefix("data: "))) or ended
         if not ended:
-            raise ServerFault(f"{self._url} ended a stream of tokens without saying why")
+            raise ServerFault(f"{self.url} ended a stream of tokens without saying why")
 
     def _take(self, stream: Stream, start: int, chunk: Mapping[str, Any]) -> bool:
         """Take what is new; return whether the server has ended the request."""
         if failure := chunk.get("error"):
-            raise ServerFault(f"{self._url} could not go on: {shortened(str(failure), 200)}")
+            raise ServerFault(f"{self.url} could not go on: {shortened(str(failure), 200)}")
         try:
             (choice,) = chunk["choices"]
             logprobs: list[Mapping[int, Logprob]] = [
-                {each["token_id"]: Logprob(_finite(each["logprob"])) for each in (one, *one["top_logprobs"])}
+                {each["token_id"]: ServedLogprob(_finite(each["logprob"])) for each in (one, *one["top_logprobs"])}
                 for one in (choice["logprobs"] or {"content": []})["content"]
             ]
             tokens, reason = list(choice["token_ids"]), choice["finish_reason"]
-            spans = [Span(each["version"], each["start"], each["end"]) for each in choice["weight_versions"] or ()]
+            starts = [(str(each["version"]), int(each["start"])) for each in choice["weight_versions"] or ()]
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFault(
-                f"{self._url} streamed something else than tokens ({one_line(error)}): "
+                f"{self.url} streamed something else than tokens ({one_line(error)}): "
                 f"{shortened(json.dumps(chunk), 200)}"
             ) from error
         stream.made += tokens
-        for span in spans:
-            stream.name_weights(span.version, start + span.start)
-        if reason == "abort" and self._pausing:
-            stream.inbox.put(Completion(tokens, logprobs))
-            return True
-        if reason is not None:
-            self._closed(stream.name)
-        stream.inbox.put(Completion(tokens, logprobs, reason, None if reason is None else stream.spans()))
+        for version, first in starts:
+            stream.name_weights(version, start + first)
+        paused = reason == "abort" and self._pausing
+        if reason is not None and not paused:
+            self._open.pop(stream.name, None)
+        stream.inbox.put(NewTokens(tokens, logprobs, None if paused else reason, stream.starts))
         return reason is not None
-
-    def _closed(self, name: str) -> Stream | None:
-        self.output_processor.request_states.pop(name, None)
-        return self._open.pop(name, None)
 
 
 def _finite(logprob: float) -> float:
@@ -446,3 +506,26 @@ def _finite(logprob: float) -> float:
 
 def said(answer: httpx.Response) -> str:
     return f"{answer.status_code} {answer.reason_phrase}: {shortened(' '.join(answer.text.split()), 300)}"
+
+
+def _weight_files(url: str, directory: str | Path | None, *, adapters: bool) -> WeightFiles:
+    host = urlsplit(url).hostname
+    if directory or host in LOCAL:
+        return WeightFiles(Path(directory) if directory else None, adapters=adapters)
+    raise ConfigError(
+        f"the vLLM server at {url} gets its weights through a file, and {host} is another machine: name a directory "
+        "that both have by vllm.weights_directory (in a program: weights_directory=), or start it with the backend "
+        f"{transfer_of('nccl')}, for a trainer on a GPU"
+    )
+
+
+def _route(url: str, trainer: torch.device, workers: int) -> Route:
+    require("vllm", "a trainer that sends weights by NCCL")
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
+    kind = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((host, port))
+        address = str(probe.getsockname()[0])
+    number = trainer.index or 0
+    return Route("nccl", workers, torch.device("cuda", number) if trainer.type == "cuda" else trainer, address)

@@ -1,8 +1,8 @@
 """Log-probs of growing responses on vLLM: a reference or a teacher, by the log-probs of prompts, read incrementally.
 
 vLLM computes the log-prob of each token of a prompt that its prefix cache does not hold, so a request that may read the
-cache gives those of the new tokens. The log-prob of a token comes from the hidden state before it: a rollout that goes
-on is read one token past a whole block, which the next request reads again.
+cache gives the log-probs of the new tokens. The log-prob of a token comes from the hidden state before it: a rollout
+that goes on is read one token past a whole block, which the next request reads again.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from oppo.errors import ConfigError, ModelLost, ModelRefused, RewardError, as_it
 from oppo.events import FloatArray, IntArray
 from oppo.models import Sampling, SamplingSettings
 from oppo.returns import TopLogprobs
+from oppo.vllm.async_llm import VllmEngine
 from oppo.vllm.scorers import (
     Asked,
-    EngineRequests,
     ReadRollout,
-    ScoringEngine,
     ScoringModel,
     ScoringServer,
     VllmScorer,
 )
 from oppo.vllm.server import Inspection
-from oppo.vllm.surface import answered
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +38,15 @@ Rows: TypeAlias = tuple[IntArray, FloatArray]
 
 LOGPROBS: Final[Mapping[str, object]] = MappingProxyType({"worker_extension_cls": "oppo.vllm.logprobs.LogitsOfPrompts"})
 """Arguments of the engine of a model whose log-probs are at a temperature, or over a part of its table of ids."""
+
+READING: Final[Mapping[str, object]] = {
+    "max_tokens": 1,
+    "temperature": 0,
+    "skip_reading_prefix_cache": False,
+    "flat_logprobs": True,
+    "detokenize": False,
+}
+"""Keywords of the ``SamplingParams`` with which a prompt is read."""
 
 LISTED: Final = 20
 """Likeliest ids that a server lists unless ``--max-logprobs`` says otherwise."""
@@ -67,7 +74,7 @@ def check_log_probs(sampling: SamplingSettings, *, server: bool) -> None:
 
 
 class LogitsOfPrompts:
-    """What a worker of vLLM can do besides: its logits are those of ids that may be sampled, at a temperature."""
+    """An extension of vLLM's workers: logits of the ids that may be sampled, at a temperature."""
 
     model_runner: Any
 
@@ -90,16 +97,9 @@ class LogitsOfPrompts:
 class LogprobServer(ScoringServer):
     """A vLLM server that gives the log-probs of whole sequences by its route ``/v1/completions``.
 
-    It reads each rollout when that has ended, since it does not say what its cache held.
-
-    Args:
-        top_k: as :class:`VllmLogprobs` has it; the server needs ``--max-logprobs`` of as many.
-        vocabulary: ids of the policy; 0: all of the server's model. A server cannot leave the others out (rows that pad
-            its table), so it is asked for the likeliest of them behind each response.
-        given: as for :class:`~oppo.vllm.scorers.ScoringServer`.
-
-    Example:
-        >>> teacher = VllmLogprobs(LogprobServer("http://host:8000", "large"), sampling=sampling)  # doctest: +SKIP
+    It reads each rollout when that has ended, since it does not say what its cache held. ``top_k``: the server needs
+    ``--max-logprobs`` of as many. ``vocabulary``: ids of the policy; a server cannot leave the others out (rows that
+    pad its table), so it is asked for the likeliest of them behind each response.
     """
 
     ROUTE = "/v1/completions"
@@ -198,7 +198,7 @@ def _listed(places: Any, tokens: Sequence[int], k: int) -> Rows:
 class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
-    Up to rounding they are those of :class:`oppo.hf.serve.scorers.ReferenceLogprobs`, and with ``top_k`` those of
+    Up to rounding they equal :class:`oppo.hf.serve.scorers.ReferenceLogprobs`, and with ``top_k``
     :class:`oppo.hf.serve.scorers.TeacherLogprobs`. An engine has its logits over the ids that may be sampled; a server
     over all ids of its model's table, and is refused where those beyond the policy's are likely. The probability of all
     ids that ``top_k`` leaves out is what the others, in float32, leave of 1, and at least 1e-7. See
@@ -220,7 +220,7 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
     """
 
     def __init__(
-        self, engine: ScoringEngine | LogprobServer, *, sampling: Sampling, top_k: int = 0, key: str = ""
+        self, engine: VllmEngine | LogprobServer, *, sampling: Sampling, top_k: int = 0, key: str = ""
     ) -> None:
         server = isinstance(engine, LogprobServer)
         check_log_probs(sampling, server=server)
@@ -239,29 +239,18 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
         block = cache.block_size if cache.enable_prefix_caching else 0
         model = ScoringModel(engine.name, size, config.model_config.max_model_len - 1, block)
         super().__init__(engine, model, self._rows, key=key, track="log-probs")
-        from vllm import SamplingParams  # noqa: PLC0415 - an extra that takes seconds to import
-
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0,
-            prompt_logprobs=top_k,
-            skip_reading_prefix_cache=False,
-            flat_logprobs=True,
-            detokenize=False,
-        )
-        self._requests = EngineRequests(engine, params)
+        self._params = engine.sampling({**READING, "prompt_logprobs": top_k})
         self._tempers = (sampling.temperature or 1.0, known)
         self._tempered = self._tempers == (1.0, size)
 
     async def _rows(self, asked: Sequence[Asked]) -> list[tuple[Rows, int | None]]:
         # What others have left in the cache would give no log-probs, so each session has a cache of its own.
-        llm: Any = self.engine
+        engine: Any = self.engine
         if not self._tempered:
-            async with answered(llm):
-                await llm.llm.collective_rpc("oppo_temper", args=self._tempers)
+            await engine.call_workers("oppo_temper", *self._tempers)
             self._tempered = True
         prompts = [{"prompt_token_ids": each.tokens, "cache_salt": each.salt} for each in asked]
-        answers = await self._requests.answered(prompts)
+        answers = await engine.answers(prompts, self._params)
         return [
             (self._of_the_last(each, answer.prompt_logprobs), answer.num_cached_tokens)
             for each, answer in zip(asked, answers, strict=True)

@@ -1,6 +1,6 @@
 """The first code that vLLM's processes run: the plugin that the entry point ``vllm.general_plugins`` names.
 
-It makes our weight transfers known in every one of them, those of a server included. The rest it does only in processes
+It registers our weight transfers in every one of them, a server's included. The rest it does only in processes
 that a :class:`~oppo.vllm.engine.VllmEngine` has started, which it knows by :data:`PARENT` in their environment.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from oppo.placement.lifeline import die_with
+from oppo.placement.worker import die_with
 
 PARENT: Final = "OPPO_VLLM_PARENT"
 """Environment variable: id of the process that started the engine."""
@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def starter() -> int:
-    """Return the id of the process that started this one; unlike that of its parent it stays when that has ended."""
+    # Unlike the id of its parent it stays when that has ended.
     started = multiprocessing.parent_process()
     return os.getppid() if started is None or started.pid is None else started.pid
 
@@ -73,12 +73,10 @@ def register_transfers() -> None:
 
 
 def spin_briefly() -> None:
-    """Let the engine's processes sleep while they wait for one another, after a short spin.
-
-    As shipped they spin for a second, on a core that the trainer may need. Without any spin decoding with a small model
-    takes a half longer, since waking up takes milliseconds. A sleeping reader can also miss the notice of a message,
-    and would look again after five seconds.
-    """
+    """Let the engine's processes sleep while they wait for one another, after a short spin."""
+    # As shipped they spin for a second, on a core that the trainer may need. Without any spin decoding with a small
+    # model takes a half longer, since waking up takes milliseconds. A sleeping reader can also miss the notice of a
+    # message, and would look again after five seconds.
     from vllm.distributed.device_communicators import shm_broadcast  # noqa: PLC0415 - an extra
 
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK
@@ -93,10 +91,7 @@ def spin_briefly() -> None:
 
 
 def leave_terminal() -> None:
-    """Take no signal from the terminal, and write to the log.
-
-    A Ctrl-C is for the run, which ends the engine itself when the step is over.
-    """
+    """Take no signal from the terminal: a Ctrl-C is for the run, which ends the engine. Write to the log."""
     with suppress(PermissionError):  # it leads a session already
         os.setsid()
     if log := os.environ.get(LOG):
@@ -107,10 +102,8 @@ def leave_terminal() -> None:
 
 
 def end_with_parent() -> None:
-    """Kill this process when the one that started it is dead, if ``multiprocessing`` did; safe to call repeatedly.
-
-    It has left its child the end to read of a pipe, and holds the other end as long as the child lives.
-    """
+    """Kill this process when the one that started it is dead, if ``multiprocessing`` did; safe to call repeatedly."""
+    # It has left its child the end to read of a pipe, and holds the other end as long as the child lives.
     started = multiprocessing.parent_process()
     if started is not None and isinstance(lifeline := started.sentinel, int):
         die_with(lifeline)

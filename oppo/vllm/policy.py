@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 from uuid import uuid4
 
 import anyio
@@ -37,9 +37,8 @@ from oppo.models import Capabilities, Cut, Decode, Decoding, Detokenize, Samplin
 from oppo.observe import Reporter
 from oppo.rollout_buffer import raise_first, response_to, unfinished
 from oppo.turns import StopCriteria
-from oppo.vllm.engine import Engine
+from oppo.vllm.engine import GRACE, Engine, NewTokens, cancelled_after
 from oppo.vllm.requests import Request, VllmDecode, reports_supports
-from oppo.vllm.surface import GRACE, Output, answered, cancelled_after, engine_calls
 from oppo.vllm.sync import untied
 
 TOLERATED: Final = 0.01
@@ -49,8 +48,8 @@ TOLERATED: Final = 0.01
 class VllmPolicy:
     """A causal language model of vLLM as :class:`oppo.models.Policy`.
 
-    Tokens of a rollout depend on the seed, its admission number and its sample, and, by rounding, on what is decoded
-    beside it. A rollout that is deferred, or that the engine preempts, keeps its noise. One that is opened
+    Tokens of a rollout depend on the seed, its admission number and its sample, and, by rounding, on the
+    rollouts beside it. A rollout that is deferred, or that the engine preempts, keeps its noise. One that is opened
     half-written, in a resumed run, or that is deferred on a server, goes on with other draws of the same distribution.
 
     Args:
@@ -132,7 +131,7 @@ class VllmPolicy:
 
     @property
     def free_kv_tokens(self) -> int | None:
-        """Tokens for which the KV cache has room beside those of its requests; ``None`` if the engine does not say."""
+        """Free tokens of the KV cache; ``None`` if the engine does not say how many it holds."""
         if self.engine.kv_tokens is None:
             return None
         return self.engine.kv_tokens - sum(len(each.prompt.tokens) + each.written for each in self._submitted)
@@ -146,17 +145,15 @@ class VllmPolicy:
         """Return a policy on the same engine, with the same weights, that draws so.
 
         While it decodes, the engine discards the requests of rollouts that are deferred; they go on later with other
-        draws, as those of a resumed run do.
+        draws, as in a resumed run.
         """
         return VllmSampling(self, sampling, StopCriteria(sampling, self._decode))
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.
 
-        A response continues after its tokens: the model reads them, and the decode does not return them.
-
-        Raises:
-            ModelError: a prompt is empty, leaves no room for a response, or holds an id outside of the vocabulary.
+        A response continues after its tokens: the model reads them, and the decode does not return them. A prompt that
+        the model cannot read is a ``ModelError``.
         """
         return [self.opened(rollout, self.sampling, self._stopping) for rollout in rollouts]
 
@@ -170,11 +167,7 @@ class VllmPolicy:
     def opened(
         self, rollout: Prompt | Response, sampling: Sampling, stopping: StopCriteria, *, turns: bool = False
     ) -> VllmDecode:
-        """Return the decode of a rollout that is sampled so.
-
-        Raises:
-            ModelError: the model cannot read the prompt.
-        """
+        """Return the decode of a rollout that is sampled so."""
         engine = self.engine
         response = response_to(rollout, engine.name, vocabulary=engine.vocabulary, longest=engine.longest)
         room = engine.longest - len(response.prompt.tokens)
@@ -198,11 +191,10 @@ class VllmPolicy:
         Raises:
             ProtocolError: a decode is of another policy, was closed or has failed; or the policy decodes already.
             ModelLost: the engine died.
-            Exception: whatever else ended decoding, with a note that names the rollouts.
         """
         if self._loop is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
-        if self.engine.adapters is not None and self.engine.adapters.adapter is None:
+        if self.engine.adapts and not self.engine.adapter:
             raise ProtocolError(
                 f"{self.model_name} was started for adapters and has none yet: load those that are trained first, as "
                 "oppo train does (policy.load)"
@@ -225,39 +217,24 @@ class VllmPolicy:
                     await self.engine.fall_asleep()
 
     def unfinished(self, live: Sequence[Decode]) -> list[Request]:
-        """Return the requests of rollouts that have not ended.
-
-        Raises:
-            ProtocolError: a decode is of another policy, was closed or has failed.
-        """
+        """Return the requests of rollouts that have not ended."""
         return [rollout.row for rollout in unfinished(live, self)]
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Have the engine, which is paused, hold these requests and no other.
-
-        Raises:
-            ModelLost: the engine is dead.
-        """
+        """Have the engine, which is paused, hold these requests and no other."""
         await self.abort([each for each in self._submitted if each not in requests or each.collector is None])
         for request in requests:
             if not request.idle and not request.id:
                 await self.request(request)
 
     async def request(self, request: Request) -> None:
-        """Have the engine go on with a response.
-
-        Raises:
-            ModelLost: the engine is dead.
-        """
+        """Have the engine go on with a response."""
         request.id = f"{self._nonce}-{next(self._numbers)}"
         self._submitted[request] = None
         self.engine.requests.add(request.id)
-        prompt = request.sequence(self._label(self.version))
-        params = self.engine.params(request.params(self.engine.vocabulary))
-        adapters = self.engine.adapters
-        named = {} if adapters is None else {"lora_request": adapters.adapter}
-        async with answered(self.engine, shield=True):
-            request.submitted(await self.engine.llm.add_request(request.id, prompt, params, **named))
+        salt, params = self._label(self.version), request.params(self.engine.vocabulary)
+        async with self.engine.answered(shield=True):
+            request.submitted(await self.engine.submit(request.id, request.sequence, salt, params))
 
     def collect(self) -> None:
         """Do nothing: pumps put tokens into the buffers as they come."""
@@ -283,9 +260,9 @@ class VllmPolicy:
         ids = [request.id for request in requests if request.id]
         for request in requests:
             self._forget(request)
-        if ids and not self.engine.closed and not self.engine.llm.errored:
-            async with answered(self.engine, shield=True):
-                await self.engine.llm.abort(ids)
+        if ids and not self.engine.closed and not self.engine.errored:
+            async with self.engine.answered(shield=True):
+                await self.engine.discard(ids)
 
     def _forget(self, request: Request) -> None:
         self.engine.requests.discard(request.id)
@@ -293,12 +270,7 @@ class VllmPolicy:
         self._submitted.pop(request, None)
 
     async def prepare(self) -> None:
-        """Pause the engine; before its first use, discard what an earlier policy has left in it.
-
-        Raises:
-            ModelLost: the engine is dead, or serves unknown weights.
-            ProtocolError: the engine is closed, or works on another event loop.
-        """
+        """Pause the engine; before its first use, discard what an earlier policy has left in it."""
         async with self._gate:
             await self._prepare()
 
@@ -308,35 +280,27 @@ class VllmPolicy:
         await self._pause()
         if self._prepared:
             return
-        async with answered(self.engine, shield=True):
+        async with self.engine.answered(shield=True):
             if left := sorted(self.engine.requests):
                 self.engine.requests.clear()
-                await self.engine.llm.abort(left)
-            await self.engine.llm.update_weight_version(self._label(self.version))
+                await self.engine.discard(left)
+            await self.engine.name_version(self._label(self.version))
         self._prepared = True
 
     async def pause(self) -> None:
-        """Stop the engine between two decode steps, and drain what it made; it may be paused already.
-
-        Raises:
-            ModelLost: the engine is dead, or serves unknown weights.
-        """
+        """Stop the engine between two decode steps, and drain what it made; it may be paused already."""
         async with self._gate:
             await self._pause()
 
     async def resume(self) -> None:
-        """Let the engine go on, unless decoding has ended meanwhile.
-
-        Raises:
-            ModelLost: the engine is dead.
-        """
+        """Let the engine go on, unless decoding has ended meanwhile."""
         async with self._gate:
             await self._resume()
 
     async def _pause(self) -> None:
         if not self._paused:
-            async with answered(self.engine, shield=True):
-                await self.engine.llm.pause_generation(mode="keep", clear_cache=False)
+            async with self.engine.answered(shield=True):
+                await self.engine.pause()
             self._paused = True
         self._drain()
 
@@ -344,38 +308,29 @@ class VllmPolicy:
         if self._lost or self._loop is None or not self._loop.wants_tokens or not self._paused:
             return
         await self.abort([request for request in self._submitted if request.idle])
-        if not self.engine.llm.errored:
+        if not self.engine.errored:
             await self.engine.wake("weights", "kv_cache")
-            async with answered(self.engine, shield=True):
-                await self.engine.llm.resume_generation()
+            async with self.engine.answered(shield=True):
+                await self.engine.resume()
             self._paused = False
 
     def _drain(self) -> None:
         for request in list(self._submitted):
             if request.collector is not None and not request.idle and not request.error:
                 try:
-                    with engine_calls(self.engine):
-                        output = request.collector.get_nowait()
-                    if output is not None:
-                        self.take(request, output)
+                    with self.engine.as_lost():
+                        new = request.collector.get_nowait()
+                    if new is not None:
+                        self.take(request, new)
                 except Exception as error:  # noqa: BLE001 - raised by the decoding that it spoils
                     request.error = error
                     self.notice()
 
-    def take(self, request: Request, output: Output) -> None:
-        """Take what is new of a rollout.
-
-        Each token is counted to the weights that the engine names: its output may come when others are served already.
-
-        Raises:
-            ModelError: a log-prob is not finite, or the engine ended the request for a reason of its own.
-            ProtocolError: the engine says that other weights made a token.
-        """
+    def take(self, request: Request, new: NewTokens) -> None:
+        """Take what is new of a rollout, which may come when other weights are served already."""
         before = request.written
         try:
-            state = self._state(request)
-            starts = self._starts(state, output)
-            if request.take(output, partial(self._version_at, starts), getattr(state, "routed_experts_chunks", ())):
+            if request.take(new, partial(self._version_at, new.starts)):
                 self._forget(request)
         finally:
             self.tokens += request.written - before
@@ -383,22 +338,21 @@ class VllmPolicy:
                 self.notice()
 
     async def load(self, weights: Weights) -> None:
-        """Serve the actor's weights from the next decode step on, adapters merged or alone; the engine is paused.
+        """Serve the actor's weights from the next decode step on, adapters merged or alone.
 
         An empty ``weights.actor`` changes the version only: the actor was not trained. A cancellation waits
         :data:`GRACE` seconds for the engine to have the weights.
 
         Raises:
-            ModelError: the weights are not those of the engine's model, or could not be sent; the old ones are served.
+            ModelError: the weights are of another model, or could not be sent; the old ones are served.
             ModelLost: it is not known which weights are served, or the engine is dead; nothing is decoded any more.
-            ProtocolError: the engine is closed, or works on another event loop.
         """
         with self.reporter.reported("load"):
-            by_adapters = self.engine.adapters is not None or weights.merge is not None
+            by_adapters = self.engine.adapts or weights.merge is not None
             adapted = bool(weights.actor) and by_adapters
             actor = await anyio.to_thread.run_sync(self._adapted, weights) if adapted else weights.actor
             tensors = cast("Mapping[str, Tensor]", actor)
-            if tensors and self.engine.weights is not None and self.engine.adapters is None:
+            if tensors and self.engine.weights is not None and not self.engine.adapts:
                 self.engine.weights.require(tensors)
                 if self.engine.weights.outline is not None:
                     tensors = await anyio.to_thread.run_sync(self.engine.weights.as_saved, tensors)
@@ -418,7 +372,7 @@ class VllmPolicy:
         from oppo.hf.lora import adapter_rounding_loss, rounding_loss  # noqa: PLC0415
 
         engine = self.engine
-        if engine.adapters is None:
+        if not engine.adapts:
             actor = weights.standalone()
             lost = rounding_loss(weights.actor, actor, engine.dtype)
         elif weights.adapters is None:
@@ -430,7 +384,7 @@ class VllmPolicy:
             actor = weights.adapters()
             lost = adapter_rounding_loss(cast("Mapping[str, Tensor]", actor), engine.dtype)
         self._synced["sync/rounding_loss"] = lost
-        if lost and engine.adapters is None and not engine.dtype_chosen:
+        if lost and not engine.adapts and not engine.dtype_chosen:
             raise ModelError(
                 f"adapters are merged into the weights of {engine.name}, which vLLM has in {engine.dtype}, and that "
                 f"rounds {lost:.0%} of what they add away: start the engine with dtype = 'float32', or, if "
@@ -446,43 +400,36 @@ class VllmPolicy:
 
     async def _send(self, tensors: Mapping[str, Tensor], version: int) -> None:
         # Unless it is known which weights the engine serves afterwards, it is lost.
-        self._lost = ModelLost(
-            f"syncing version {version} was cancelled before vLLM had its weights, so which it serves is unknown: "
-            f"{self.engine.advice}"
-        )
         try:
             await self._transfer(tensors, version)
-            self._lost = None
         except ModelLost as error:
-            self._lost = error
+            self._lose(error)
             raise
         except ModelError:  # the old ones are served
-            self._lost = None
             raise
-        finally:
-            if self._lost is not None and self._loop is not None:
-                self._loop.fail(self._lost)
+        except BaseException:
+            self._lose(
+                ModelLost(
+                    f"syncing version {version} was cancelled before vLLM had its weights, so which it serves is "
+                    f"unknown: {self.engine.advice}"
+                )
+            )
+            raise
+
+    def _lose(self, error: ModelLost) -> None:
+        self._lost = error
+        if self._loop is not None:
+            self._loop.fail(error)
 
     async def _transfer(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        llm = self.engine.llm
-        async with answered(self.engine):
+        async with self.engine.answered():
             if tensors:
-                await self.engine.sender.send(llm, tensors, self._label(version))
+                await self.engine.sender.send(self.engine, tensors, self._label(version))
             else:
-                await llm.update_weight_version(self._label(version))
+                await self.engine.name_version(self._label(version))
             self.version = version
-            if tensors and self._recompute and not await llm.reset_prefix_cache(reset_running_requests=True):
+            if tensors and self._recompute and not await self.engine.recompute():
                 raise ModelLost(f"vLLM has kept the KV cache of the weights before version {version}")
-
-    def _state(self, request: Request) -> Any:
-        states = self.engine.llm.output_processor.request_states
-        return None if request.collector is None else states.get(request.collector.request_id)
-
-    @staticmethod
-    def _starts(state: Any, output: Output) -> Sequence[tuple[str, int]]:
-        if spans := getattr(output.outputs[0], "weight_versions", None):
-            return [(span.version, span.start) for span in spans]
-        return () if state is None else cast("Sequence[tuple[str, int]]", state.weight_version_starts)
 
     def _version_at(self, starts: Sequence[tuple[str, int]], index: int) -> int:
         label = next((label for label, start in reversed(starts) if start <= index), self._label(self.version))
@@ -535,10 +482,7 @@ class VllmSampling:
 class DecodingLoop:
     """Decodes rollouts until the cut returns true or its context is left.
 
-    Args:
-        policy: has the engine.
-        requests: of rollouts that have not ended; the engine may have finished some in the overrun of an earlier cut.
-        cut: called with the rollouts that ended together.
+    The engine may have finished some of ``requests`` in the overrun of an earlier cut.
     """
 
     def __init__(self, policy: VllmPolicy, requests: Sequence[Request], cut: Cut) -> None:
@@ -552,7 +496,6 @@ class DecodingLoop:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether decoding goes on: it was not cut, has not failed, and a rollout is unfinished."""
         return self._cut is not None and any(each.rollout.live and not each.idle for each in self._requests)
 
     @asynccontextmanager
@@ -593,10 +536,10 @@ class DecodingLoop:
         collector = request.collector
         try:
             while collector is not None and request.collector is collector and not request.idle and not request.error:
-                with engine_calls(self._policy.engine):
-                    output = collector.get_nowait() or await collector.get()
+                with self._policy.engine.as_lost():
+                    new = await collector.get()
                 if request.collector is collector:  # else it was closed
-                    self._policy.take(request, output)
+                    self._policy.take(request, new)
         except Exception as error:  # noqa: BLE001 - raised by the umpire
             request.error = error
         self.notice()

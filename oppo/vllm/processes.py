@@ -29,7 +29,7 @@ from torch import Tensor
 from oppo.durable import temporary
 from oppo.errors import ConfigError, one_line
 from oppo.vllm.plugin import LIFELINE, LOG, PARENT, transfer_of
-from oppo.vllm.sync import AdapterFolder, WeightFile, free_port
+from oppo.vllm.sync import WeightFiles, free_port
 
 DEFAULTS: Final = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -60,7 +60,7 @@ FORMAT: Final = "%(levelname)s %(asctime)s [%(processName)s] %(message)s"
 
 @contextmanager
 def environment(files: EngineFiles, cores: Sequence[int] | None, *, on_cpu: bool) -> Iterator[None]:
-    """Set the environment that the processes of an engine inherit, for as long as the context lasts."""
+    """Set the environment that the processes of an engine inherit, in the context."""
     file, folder, cache = str(files.log), str(files.folder), f"{gettempdir()}/torchinductor_{os.getuid()}"
     config = files.folder / "logging.json"
     config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
@@ -132,10 +132,8 @@ def _works_for(leader: int, pid: int) -> bool:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """End the processes of an engine that starts if this process is killed meanwhile; on Linux.
-
-    They watch their parent themselves once vLLM has loaded its plugins, and before that they wait for it for minutes.
-    """
+    """End the processes of an engine that starts if this process is killed meanwhile; on Linux."""
+    # They watch their parent themselves once vLLM has loaded its plugins, and before that they wait for it for minutes.
     if sys.platform != "linux":
         yield
         return
@@ -160,7 +158,7 @@ def logging_config(file: str) -> dict[str, object]:
 
 @contextmanager
 def logging_to(log: Path) -> Iterator[None]:
-    """Have vLLM's own logger in this process write to ``log`` alone, for as long as the context lasts."""
+    """Have vLLM's own logger in this process write to ``log`` alone, in the context."""
     logger = logging.getLogger("vllm")
     handler = logging.FileHandler(log)
     handler.setFormatter(logging.Formatter(FORMAT))
@@ -170,19 +168,12 @@ def logging_to(log: Path) -> Iterator[None]:
         yield
     finally:
         used, logger.handlers, logger.propagate = logger.handlers, before, propagated
-        for each in {handler, *used}:  # vLLM replaces those of its logger when it is imported
+        for each in {handler, *used}:  # vLLM replaces its logger's handlers when it is imported
             each.close()
 
 
 class EngineFiles:
-    """What an engine's processes leave: a context manager that removes it, but for a log that is kept.
-
-    Args:
-        log: the file for what they write; ``None``: a temporary one.
-
-    Attributes:
-        folder: for their temporary files, and for the sockets by which vLLM talks to them.
-    """
+    """The log of an engine's processes, and a ``folder`` of their temporary files and sockets that is removed."""
 
     folder: Path
 
@@ -196,7 +187,7 @@ class EngineFiles:
         return self._log or self.folder / "vllm.log"
 
     def keep(self) -> None:
-        """Leave the log where it is: it says why an engine failed. A temporary one goes when this process has ended."""
+        """Leave a temporary log, which says why an engine failed, until this process has ended."""
         self._keeps = self._log is None
 
     def __enter__(self) -> Self:
@@ -208,8 +199,7 @@ class EngineFiles:
 
 
 class Children:
-    """The processes that were started since this object was made, by this process."""
-
+    # The processes that were started since this object was made, by this process.
     def __init__(self) -> None:
         self._before = {child.pid for child in multiprocessing.active_children()}
         self._found: dict[int, BaseProcess] = {}
@@ -244,10 +234,7 @@ class Children:
 
 
 def cores_of(chosen: int | slice | None) -> list[int] | None:
-    """Return the first ``chosen`` cores that this process may use, or a slice of them; all where that is empty.
-
-    ``None`` without a choice or where none are known.
-    """
+    """Return the first ``chosen`` cores that this process may use, or a slice of them; all where that is empty."""
     if chosen is None or sys.platform != "linux":
         return None
     available = sorted(os.sched_getaffinity(0))
@@ -255,7 +242,6 @@ def cores_of(chosen: int | slice | None) -> list[int] | None:
 
 
 def last_line(log: Path, containing: str = "") -> str:
-    """Return the message of the last line of a log that contains some text; empty without one."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -281,13 +267,8 @@ class ServerProcess:
         given: arguments of its engine.
         address: returns the address of this machine at which the server is to be reached.
         key: that its requests must have.
-        backend: of the weight transfer.
         adapters: rank of the adapters that will be synced; 0: all weights are.
-        cores: CPU cores that it computes on; ``None``: as many as it finds.
         log: the file for what it writes; ``None``: a temporary one, which stays if it does not start.
-
-    Attributes:
-        url: of the server.
     """
 
     def __init__(
@@ -316,7 +297,7 @@ class ServerProcess:
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
         self._lifeline: int | None = None
-        self._written: WeightFile | AdapterFolder | None = None
+        self._written: WeightFiles | None = None
         self._adapts = adapters > 0
         self._kept = ExitStack()
         files = self._kept.enter_context(EngineFiles(log))
@@ -355,16 +336,14 @@ class ServerProcess:
                 raise ConfigError(failure(model, error, files.log)) from error
 
     def whereabouts(self, *, writes: bool) -> tuple[str, Path | None]:
-        """Return the URL of the server and, if :meth:`write` is to be called, where that writes."""
+        """Return its URL and, if :meth:`write` is to be called, where that writes."""
         if writes:
-            self._written = AdapterFolder() if self._adapts else WeightFile()
+            self._written = WeightFiles(adapters=self._adapts)
         return self.url, None if self._written is None else self._written.path
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> None:
-        if isinstance(self._written, AdapterFolder):
+        if self._written is not None:
             self._written.write(tensors, version)
-        elif self._written is not None:
-            self._written.write(tensors)
 
     def _wait_until_ready(self, host: str, port: int) -> None:
         while self._process.poll() is None:

@@ -14,32 +14,25 @@ from oppo.events import UNROUTED, UNTRUNCATED, FinishReason, Prompt, Response, R
 from oppo.models import PieceState, Sampling
 from oppo.rollout_buffer import DecodedToken, DecodeEngine, RolloutBuffer
 from oppo.turns import StopCriteria, turn_ended
-from oppo.vllm.surface import Collector, Completion, Logprob, Output
+from oppo.vllm.engine import Collector, Logprob, NewTokens
 
 RoutedRows: TypeAlias = NDArray[Any]
 """Ids of experts, [positions, layers, top_k]."""
 
 
 class RequestRoutes:
-    """The experts of a mixture that vLLM gives for a request, a row for each position that it reads.
-
-    It gives them with each decode step, and once more, all together, with the output that ends the request.
-
-    Attributes:
-        known: number of first positions of the sequence whose experts tokens have.
-    """
+    """A request's routed experts, a row for each position that it reads; tokens have the first ``known`` rows."""
 
     def __init__(self, known: int) -> None:
         self.known = known
         self.restart()
 
     def restart(self) -> None:
-        """Expect the rows of a new request, from the position ``known`` on."""
         self._rows: list[RoutedRows] = []
         self._steps = self._received = 0
 
     def receive(self, steps: Sequence[RoutedRows], whole: RoutedRows | None) -> None:
-        """Take what is new: of the steps of a request that goes on, or of the ``whole`` that ends it."""
+        # Those of the steps of a request that goes on, or of the whole that ends it.
         new = list(steps[self._steps :]) if whole is None else [whole[self._received :]]
         self._steps = len(steps)
         self._received += sum(map(len, new))
@@ -59,22 +52,9 @@ class RequestRoutes:
 class Request:
     """What the engine makes of a rollout: one request, and another one after each turn and each time it is resumed.
 
-    Args:
-        engine: the policy that decodes the rollout.
-        key: by which it names the rollout.
-        response: so far.
-        limit: length in tokens at which the response ends.
-        sampling: how its tokens are sampled.
-        stopping: decides where it ends.
-        turns: whether a token that would end the response ends a turn.
-        routed_experts: whether the engine gives the experts of a mixture.
-
     Attributes:
-        rollout: as its reader sees it.
         id: of its request in the engine; empty when there is none.
-        collector: receives the engine's outputs for the request.
         error: what the engine made of it that cannot be used, which ends its decoding.
-        routes: the experts that are still to be told; ``None`` if the engine gives none.
     """
 
     def __init__(
@@ -123,11 +103,9 @@ class Request:
         return self.finished and not self.rollout.ended
 
     def params(self, vocabulary: int) -> dict[str, object]:
-        """Return the keywords of its ``SamplingParams`` for a model that has so many ids.
-
-        vLLM adds at least -100 to a logit: ids that are never sampled become so improbable that, in float32, no
-        log-prob of another id tells.
-        """
+        """Return the keywords of its ``SamplingParams`` for a model that has so many ids."""
+        # vLLM adds at least -100 to a logit: ids that are never sampled become so improbable that, in float32, no
+        # log-prob of another id tells.
         sampling, start, truncated = self.sampling, self.written, truncates(self.sampling)
         padding = range(sampling.vocabulary or vocabulary, vocabulary)
         return {
@@ -145,9 +123,9 @@ class Request:
             **({} if self.routes is None else {"routed_experts_prompt_start": self.routes.known}),
         }
 
-    def sequence(self, salt: str) -> dict[str, object]:
-        """Return its prompt: token ids, and a salt that keeps it from the KV cache of other weights."""
-        return {"prompt_token_ids": [*self.prompt.tokens.tolist(), *self._tokens], "cache_salt": salt}
+    @property
+    def sequence(self) -> list[int]:
+        return [*self.prompt.tokens.tolist(), *self._tokens]
 
     def submitted(self, collector: Collector) -> None:
         self.collector, self._made = collector, 0
@@ -158,24 +136,16 @@ class Request:
         self.collector = None  # what the engine made after a turn is not of the response
         self._tokens += self.rollout.pop_answer()
 
-    def take(self, output: Output, version_at: Callable[[int], int], routed: Sequence[RoutedRows] = ()) -> bool:
-        """Take what is new of the request; of a response that ends, all of it is withheld until :meth:`release`.
+    def take(self, new: NewTokens, version_at: Callable[[int], int]) -> bool:
+        """Take what is new, maybe late, after a deferral, and return whether the engine has ended the request.
 
-        It may come late, when the rollout is deferred already.
-
-        Args:
-            output: of the request.
-            version_at: returns the version of the weights that made a token, by its index in the request.
-            routed: what the engine has given of its experts in each decode step of the request so far.
-
-        Returns:
-            Whether the engine has ended the request.
+        All that is new of a response that ends is withheld until :meth:`release`. ``version_at`` returns the version
+        of the weights that made a token, by its index in the request.
         """
-        (completion,) = output.outputs
         if self.routes is not None:
-            self.routes.receive(routed, getattr(completion, "routed_experts", None))
+            self.routes.receive(new.steps, new.routed)
         fresh = []
-        for token, logprob, support in sampled(completion, self.sampling, self.written):
+        for token, logprob, support in sampled(new, self.sampling, self.written):
             position = len(self.prompt.tokens) + self.written
             experts = UNROUTED if self.routes is None else self.routes.before(position)
             fresh.append(DecodedToken(token, logprob, version_at(self._made), support, experts))
@@ -185,10 +155,10 @@ class Request:
             if self.finished:
                 break
         turn = self._reason if self.rollout.turns and self._reason != "length" else None
-        over = completion.finish_reason is not None
+        over = new.reason is not None
         if over and not self.finished:
             raise ProtocolError(
-                f"vLLM ended rollout {self.prompt.rollout} with reason {completion.finish_reason!r} after "
+                f"vLLM ended rollout {self.prompt.rollout} with reason {new.reason!r} after "
                 f"{self.written} of {self.rollout.limit} tokens, and none of them ends a response"
             )
         if turn is not None:
@@ -217,11 +187,9 @@ VllmDecode: TypeAlias = RolloutBuffer[Request]
 
 
 def reports_supports(sampling: Sampling) -> bool:
-    """Return whether vLLM can say from which ids each token was sampled.
-
-    Under ``top_p`` it can if ``top_k`` bounds them: it reports the log-probs of so many ids, and of those that
-    ``top_p`` excludes minus infinity.
-    """
+    """Return whether vLLM can say from which ids each token was sampled."""
+    # Under top_p it can if top_k bounds them: it reports the log-probs of so many ids, and minus infinity of those that
+    # top_p excludes.
     return not truncates(sampling) or sampling.top_k > 0
 
 
@@ -230,20 +198,16 @@ def truncates(sampling: Sampling) -> bool:
 
 
 def seed_of(seed: int, prompt: Prompt, start: int) -> int:
-    """Return the seed of a request, 63 bits: a hash of the run's seed, the rollout, and where its tokens begin.
-
-    A request that continues a response has another seed than the one that began it, so no noise is used twice.
-    """
+    """Return the seed of a request, 63 bits; one that continues a response has another, so no noise is used twice."""
     key = f"{seed} {prompt.admission} {prompt.stream} {start}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
-def sampled(completion: Completion, sampling: Sampling, start: int) -> list[tuple[int, float, Support]]:
+def sampled(new: NewTokens, sampling: Sampling, start: int) -> list[tuple[int, float, Support]]:
     """Return each new token with its log-prob and its support; ``start``: length of the response before them."""
-    logprobs = completion.logprobs or [{}] * len(completion.token_ids)
     return [
         (int(token), _logprob(int(token), found), _support(found, int(token), sampling, start + position))
-        for position, (token, found) in enumerate(zip(completion.token_ids, logprobs, strict=True))
+        for position, (token, found) in enumerate(zip(new.tokens, new.logprobs, strict=True))
     ]
 
 

@@ -9,12 +9,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from oppo.errors import ModelRefused, RewardError, shortened
+from oppo.vllm.async_llm import VllmEngine
 from oppo.vllm.scorers import (
     SERVED_BLOCK,
     Asked,
-    EngineRequests,
     ReadRollout,
-    ScoringEngine,
     ScoringModel,
     ScoringServer,
     VllmScorer,
@@ -124,20 +123,17 @@ class VllmReward(VllmScorer[float, float]):
         ...     reward = VllmReward(engine)
     """
 
-    def __init__(self, engine: ScoringEngine | RewardServer, *, key: str = "") -> None:
+    def __init__(self, engine: VllmEngine | RewardServer, *, key: str = "") -> None:
         if isinstance(engine, RewardServer):
             super().__init__(engine, engine.model, engine.classify, key=key, track="reward model")
             return
-        super().__init__(
-            engine, _scalar_model(engine.name, engine.config), self._classify, key=key, track="reward model"
-        )
-        from vllm import PoolingParams  # noqa: PLC0415 - an extra that takes seconds to import
+        model, question = _scalar_model(engine.name, engine.config), engine.pooling(QUESTION)
 
-        self._requests = EngineRequests(engine, PoolingParams(**QUESTION))
+        async def classify(asked: Sequence[Asked]) -> list[tuple[float, int | None]]:
+            answers = await engine.answers([{"prompt_token_ids": each.tokens} for each in asked], question)
+            return [(each.outputs.data.tolist()[0], each.num_cached_tokens) for each in answers]
 
-    async def _classify(self, asked: Sequence[Asked]) -> list[tuple[float, int | None]]:
-        answers = await self._requests.answered([{"prompt_token_ids": each.tokens} for each in asked])
-        return [(each.outputs.data.tolist()[0], each.num_cached_tokens) for each in answers]
+        super().__init__(engine, model, classify, key=key, track="reward model")
 
     def _cached_end(self, session: ReadRollout[float]) -> int:
         return len(session.tokens) // self.block * self.block

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -24,75 +23,18 @@ from oppo.events import Chunk, Finish, Prompt, ToolTokens
 from oppo.libraries import require
 from oppo.observe import Reporter
 from oppo.scorers import RolloutSession, RolloutSessions
+from oppo.vllm.async_llm import VllmEngine
 from oppo.vllm.server import Inspection, address_of, config_of
-from oppo.vllm.surface import StartedEngine, answered
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 T = TypeVar("T")
 A = TypeVar("A")
 
 
-class ScoringCollector(Protocol):
-    """Holds the answer to one request until it is taken: vLLM's ``RequestOutputCollector``."""
-
-    def get_nowait(self) -> Any:
-        """Return the answer, a ``PoolingRequestOutput`` or ``RequestOutput``, if it is there."""
-
-    async def get(self) -> Any:
-        """Wait for the answer; safe to cancel."""
-
-
-class ScoringLLM(Protocol):
-    """The calls of vLLM's ``AsyncLLM`` that scoring needs."""
-
-    @property
-    def errored(self) -> bool:
-        """Whether the engine is dead."""
-
-    async def add_request(self, request_id: str, prompt: Mapping[str, object], params: object) -> ScoringCollector:
-        """Submit a request."""
-
-    async def abort(self, request_id: Sequence[str]) -> None:
-        """Discard requests; those that are over are ignored."""
-
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...]) -> object:
-        """Call a method of each worker."""
-
-
-class ScoringEngine(StartedEngine, Protocol):
-    """A started engine: :class:`oppo.vllm.VllmEngine`."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was ended."""
-
-    @property
-    def llm(self) -> ScoringLLM:
-        """Its ``AsyncLLM``."""
-
-    @property
-    def name(self) -> str:
-        """The name of its model."""
-
-    @property
-    def config(self) -> VllmConfig:
-        """Its configuration."""
-
-    def abort(self) -> None:
-        """Kill it."""
-
-    def close(self) -> None:
-        """End it."""
-
-
 @dataclass(frozen=True, slots=True)
 class ScoringModel:
-    """The engine's model, as a scorer needs to know it.
+    """The model of an engine or a server.
 
     Attributes:
-        name: for errors.
         vocabulary: upper bound of token ids; vLLM itself dies of a larger one.
         longest: tokens of a sequence that it reads.
         block: tokens of a block of the prefix cache; 0: each rollout is read when it has ended.
@@ -108,12 +50,7 @@ class ScoringModel:
 
 @dataclass(slots=True)
 class ReadTokens:
-    """Tokens that were read; those of a server are not known.
-
-    Attributes:
-        computed: tokens that the engine computed; the others were in its cache.
-        again: those among them that it had computed for the same rollout before, and had lost from its cache.
-    """
+    """Tokens that an engine ``computed``, and among them those that it had computed before and lost from its cache."""
 
     computed: int = 0
     again: int = 0
@@ -121,14 +58,7 @@ class ReadTokens:
 
 @dataclass(slots=True, eq=False)
 class ReadRollout(RolloutSession, Generic[A]):
-    """One rollout while it grows.
-
-    Attributes:
-        tokens: received, prompt and response.
-        salt: names it among all sessions that there were.
-        read: tokens that were read.
-        answers: to its requests, in order.
-    """
+    """One rollout while it grows; ``salt`` names it among all sessions, ``read`` counts its read tokens."""
 
     tokens: list[int] = field(default_factory=list)
     salt: str = field(default_factory=lambda: uuid4().hex)
@@ -138,13 +68,7 @@ class ReadRollout(RolloutSession, Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request about the beginning of a rollout.
-
-    Attributes:
-        salt: names the session.
-        tokens: to read, from the first one of the prompt on.
-        read: those among them that requests before have read, or at least the prompt.
-    """
+    """A request about the beginning of a rollout; requests before have ``read`` tokens, or at least the prompt."""
 
     salt: str
     tokens: list[int]
@@ -156,8 +80,6 @@ class Asked:
 
 
 class Asks(Protocol[A]):
-    """Has vLLM answer requests, all at the same time: an engine, or a server."""
-
     def __call__(self, asked: Sequence[Asked]) -> Awaitable[list[tuple[A, int | None]]]:
         """Return each answer, and how many tokens of its request were not computed, if that is known."""
 
@@ -166,17 +88,12 @@ class VllmScorer(ABC, Generic[T, A]):
     """Reads each rollout while it grows, and returns its value at the end.
 
     It computes whole blocks of vLLM's prefix cache while a rollout grows, and the rest when it is finished. Nothing is
-    computed twice while the cache has room for the open rollouts; ``tokens`` counts what was.
-    The engine belongs to this scorer alone, so its calls take no priority: nothing shares their place.
-
-    Attributes:
-        engine: an engine, or a server.
-        tokens: that were read so far.
-        reporter: reports its work.
+    computed twice while the cache has room for the open rollouts; ``tokens`` counts what was. No other scorer uses its
+    engine.
     """
 
     def __init__(
-        self, engine: ScoringEngine | ScoringServer, model: ScoringModel, ask: Asks[A], *, key: str, track: str
+        self, engine: VllmEngine | ScoringServer, model: ScoringModel, ask: Asks[A], *, key: str, track: str
     ) -> None:
         self.engine, self.tokens, self.reporter = engine, ReadTokens(), Reporter(track)
         self._key, self._model, self._ask = key, model, ask
@@ -217,7 +134,7 @@ class VllmScorer(ABC, Generic[T, A]):
 
     @abstractmethod
     def _cached_end(self, session: ReadRollout[A]) -> int:
-        """Return how far to read a rollout that goes on, so that the cache keeps all but what is read again."""
+        """Return how far to read a rollout that goes on, so that the cache keeps whole blocks."""
 
     @abstractmethod
     def _last_end(self, session: ReadRollout[A]) -> int:
@@ -263,30 +180,6 @@ class VllmScorer(ABC, Generic[T, A]):
             await self.engine.__aexit__(kind, error, tb)
 
 
-class EngineRequests:
-    """Requests to an engine, which batches them; those that nobody waits for any more are discarded."""
-
-    def __init__(self, engine: ScoringEngine, params: object) -> None:
-        self._engine = engine
-        self._params = params
-        self._names = (f"score-{uuid4().hex[:8]}-{number}" for number in count())
-
-    async def answered(self, prompts: Sequence[Mapping[str, object]]) -> list[Any]:
-        llm, names = self._engine.llm, list(islice(self._names, len(prompts)))
-        try:
-            async with answered(self._engine):
-                collectors = [
-                    await llm.add_request(name, {"type": "token", **prompt}, self._params)
-                    for name, prompt in zip(names, prompts, strict=True)
-                ]
-                return [collector.get_nowait() or await collector.get() for collector in collectors]
-        except BaseException:
-            if not self._engine.closed and not llm.errored:
-                async with answered(self._engine, shield=True):
-                    await llm.abort(names)
-            raise
-
-
 SERVED_BLOCK: Final = 16
 """Tokens of a block of a server's prefix cache, which it does not say: vLLM's on a GPU."""
 
@@ -294,21 +187,14 @@ SERVED_BLOCK: Final = 16
 class ScoringServer(ABC):
     """A vLLM server that scores by one of its routes; others start and end it.
 
-    A request that fails in a way that may pass is made again, as those of :class:`~oppo.rewards.http.HttpReward` are.
+    A request that fails in a way that may pass is made again, as :class:`~oppo.rewards.http.HttpReward` does.
 
     Args:
-        url: of the server.
         source: the model that it serves, a directory or hub name; its configuration is read here.
         api_key: what the server was started with, as ``--api-key``.
         timeout: seconds for a request.
         attempts: for a request, the first included.
-        trust_remote_code: the configuration may come with code.
         transport: of httpx, for tests; it is used for blocking calls too.
-
-    Attributes:
-        model: what a scorer needs to know.
-        served: what it calls its model.
-        service: makes the requests to score.
     """
 
     ROUTE: ClassVar[str]
@@ -358,7 +244,7 @@ class ScoringServer(ABC):
 
     @abstractmethod
     def _try(self, found: Inspection) -> None:
-        """Score something, and note what is wrong."""
+        """Score something, and note faults."""
 
     @abstractmethod
     def _described(self, name: str, config: Any, longest: int) -> ScoringModel:
@@ -370,10 +256,9 @@ class ScoringServer(ABC):
 
     @abstractmethod
     def _scores(self, answer: Any) -> object:
-        """Return what an answer says, of each sequence; raises ``LookupError``, ``TypeError`` or ``ValueError``."""
+        """Return what an answer says of each sequence; raises ``LookupError``, ``TypeError`` or ``ValueError``."""
 
     def _most_bytes(self, longest: int) -> int:
-        """Return how long an answer may be."""
         del longest
         return 10_000_000
 

@@ -1,4 +1,4 @@
-"""A vLLM server by its URL, in the place of an engine: what it must be started with, and what is wrong with one.
+"""What a vLLM server must be started with, and what one lacks.
 
 All that a run needs of the server is asked for when the two connect. What is missing is an error that names what was
 expected and what came, with the command that starts the server right.
@@ -10,50 +10,28 @@ import json
 import os
 import re
 import shlex
-import socket
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 from urllib.parse import urlsplit
 
-import torch
 from annotated_types import Gt, MinLen
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 from pydantic import TypeAdapter, ValidationError
 
 from oppo.declared import expectation, split_url
-from oppo.errors import ConfigError, ModelRefused, did_you_mean, one_line, shortened
+from oppo.errors import ConfigError, did_you_mean, one_line, shortened
 from oppo.libraries import require
-from oppo.log import logger
-from oppo.vllm.arguments import Route, room_for
-from oppo.vllm.engine import Engine
+from oppo.vllm.arguments import room_for
 from oppo.vllm.plugin import transfer_of
-from oppo.vllm.sync import (
-    AdapterFolder,
-    AdapterSender,
-    DeviceSender,
-    FileSender,
-    HostedFile,
-    ServedWeights,
-    SharedFile,
-    WeightFile,
-    WeightSender,
-    WrittenFile,
-)
 
 if TYPE_CHECKING:
     import httpx
 
 VERSIONS: Final = SpecifierSet(">=0.32,<0.33")
 """The servers whose routes are known here."""
-
-LOCAL: Final = ("localhost", "127.0.0.1", "::1")
-
-UNSYNCED: Final = "default"
-"""What a server calls the weights that it was started with."""
 
 PROBE: Final = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "logit_bias": {str(2**30): 0.0}}}
 """A request that a server refuses before it reads a token, with the size of its vocabulary."""
@@ -73,14 +51,7 @@ COMPARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What the table ``[vllm]`` says of servers.
-
-    Attributes:
-        urls: of servers, over which rollouts are spread.
-        api_key_env: the environment variable that holds their key; empty: they ask for none.
-        weights_directory: a directory that this machine and theirs have; empty: they are on this machine.
-        timeout: seconds for each call that moves no weights.
-    """
+    """The keys of ``[vllm]`` that are about servers; ``timeout`` is for each call that moves no weights."""
 
     urls: Annotated[tuple[str, ...], MinLen(1)]
     api_key_env: str = ""
@@ -151,7 +122,7 @@ LOAD: Final = "/v1/load_lora_adapter"
 def start_command(
     model: str | Path, url: str, *, backend: str = "file", on_cpu: bool = False, adapters: int = 0
 ) -> str:
-    """Return the command that starts a server for a run; on a CPU vLLM's other command finds no package of its name."""
+    # On a CPU vLLM's other command finds no package of its name.
     program = "python -m vllm.entrypoints.openai.api_server --model" if on_cpu else "vllm serve"
     port = urlsplit(url).port
     config = shlex.quote(json.dumps({"backend": transfer_of(backend)}))
@@ -166,16 +137,13 @@ def start_command(
 
 @dataclass
 class Inspection:
-    """Asks a server for what a run needs, and collects what is missing.
+    """Asks a server for all that a run needs, and collects ``faults``.
 
     Attributes:
         model: the one that is trained, as the server's command would name it.
         keyed: whether requests carry a key.
-        backend: by which weights should come.
-        on_cpu: whether the server is known to compute there.
         adapters: rank of the adapters that are synced by themselves; 0: none are.
         command: that starts it; empty: as the policy needs it.
-        faults: what is missing.
     """
 
     url: str
@@ -227,12 +195,10 @@ class Inspection:
         return found if isinstance(found, dict) else {}
 
     def expect(self, what: str, expected: object, came: object, *, ok: bool | None = None) -> None:
-        """Note a fault unless what came is what was expected."""
         if not (came == expected if ok is None else ok):
             self.faults.append(f"{what} should be {expected}, and is {came}")
 
     def settle(self) -> None:
-        """Raise ``ConfigError`` if there are faults."""
         if self.faults:
             listed = "\n".join(f"- {fault}" for fault in self.faults)
             raise ConfigError(f"the vLLM server at {self.url} cannot serve this run:\n{listed}\n{self._start}")
@@ -288,148 +254,6 @@ class Inspection:
         self.asked("POST", "/init_weight_transfer_engine", {"init_info": {"path": str(path), "model": wanted}})
 
 
-class VllmServer(Engine):
-    """A vLLM server, which others start and end, as the engine of a policy.
-
-    Tokens come by its route ``/inference/v1/generate``; weights go by its routes of reinforcement learning, through a
-    file, or by NCCL if it was started so. One run uses it at a time; the next one has to load its weights first.
-
-    Args:
-        url: of the server.
-        model: the one that is trained, a directory or hub name, which the server's is compared with; ``None``: weights
-            of another model are noticed at the first weight sync.
-        trainer: the device of the weights that will be synced.
-        api_key: what it was started with, as ``--api-key``.
-        adapters: rank of the adapters that will be synced, without the weights that they are added to; 0: all weights
-            are synced.
-        weights_directory: where the file of weights is, for a server on another machine that has this directory too.
-        file: takes the weights, or the adapters, to where the server reads them; ``None``: a file in that directory, or
-            one of this machine.
-        timeout: seconds for each call that moves no weights.
-        trust_remote_code: the config of ``model`` may come with code.
-        transport: of httpx, for tests; it is used for blocking calls too.
-
-    Attributes:
-        url: of the server.
-
-    Raises:
-        ConfigError: there is no such server, or it lacks something: what was expected, what came, what to do.
-
-    Example:
-        >>> server = VllmServer("http://localhost:8000", model="models/actor")  # doctest: +SKIP
-        >>> policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=128))  # doctest: +SKIP
-    """
-
-    defers = "with other tokens"
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: str | Path | None = None,
-        trainer: torch.device | str = "cpu",
-        api_key: str | None = None,
-        adapters: int = 0,
-        weights_directory: str | Path | None = None,
-        file: WrittenFile | None = None,
-        timeout: float = 60.0,
-        trust_remote_code: bool = False,
-        transport: Any = None,
-    ) -> None:
-        require("http", "a vLLM server", module="httpx")
-        from oppo.vllm.http import HttpEngine  # noqa: PLC0415 - httpx is an extra
-
-        super().__init__()
-        self.url = address_of(url)
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._timeout, self._transport = timeout, transport
-        with self._client() as client:
-            found = Inspection(self.url, client, model or "MODEL", api_key is not None, adapters=adapters)
-            config = found.config()
-            self.vocabulary = found.vocabulary()
-            found.settle()
-            served = found.asked("GET", "/v1/models").get("data") or [{}]
-            version = found.asked("GET", "/weight_info").get("weight_version")
-            device = torch.device(trainer)
-            if found.backend == "nccl":
-                found.expect("the device of a trainer that sends by NCCL", "cuda", device.type)
-                workers = int(found.asked("GET", "/get_world_size").get("world_size", 1))
-                self.sender: WeightSender = DeviceSender(_route(self.url, device, workers))
-            else:
-                file = file or _weight_file(self.url, weights_directory)
-                found.agree(file.path, model, trust_remote_code=trust_remote_code)
-                self.sender = FileSender(file=file)
-                if adapters:
-                    directory = Path(weights_directory) if weights_directory else None
-                    folder = file if isinstance(file, HostedFile) else AdapterFolder(directory)
-                    self.sender = AdapterSender(_adapter, folder)
-            found.settle()
-        described = config["model_config"]
-        self.name = Path(str(model or described["model"])).name
-        self.longest = int(described["max_model_len"])
-        self.dtype = getattr(torch, str(described["dtype"]).removeprefix("torch."))
-        self.dtype_chosen = True
-        self.kv_tokens = config.get("cache_config", {}).get("kv_cache_size_tokens")
-        self.weights = None if model is None else weights_of(model, trust_remote_code=trust_remote_code)
-        self.llm: HttpEngine = HttpEngine(
-            self.url,
-            str(served[0].get("id", "")),
-            headers=self._headers,
-            timeout=timeout,
-            synced=version == UNSYNCED,
-            transport=transport,
-        )
-        logger.info(f"the vLLM server at {self.url} serves {described['model']} in {self.dtype}")
-
-    def _client(self) -> httpx.Client:
-        import httpx  # noqa: PLC0415 - an extra
-
-        return httpx.Client(base_url=self.url, headers=self._headers, timeout=self._timeout, transport=self._transport)
-
-    def params(self, keywords: Mapping[str, object]) -> object:
-        """Return the settings of a request, as JSON has them."""
-        return dict(keywords)
-
-    def streaming(self) -> AbstractAsyncContextManager[None]:
-        """Read the server's streams for as long as the context is open."""
-        return self.llm.streaming()
-
-    def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
-        """Refuse what a server cannot do."""
-        ServerSettings.check_options(keeps_kv=keeps_kv, routed_experts=routed_experts)
-
-    @property
-    def advice(self) -> str:
-        """What to do when it is lost."""
-        cause = "" if self.llm.error is None else f"{self.llm.error}; "
-        return (
-            f"{cause}start the server at {self.url} again, or go on from the newest checkpoint (oppo resume) with "
-            "another; its own output says what happened"
-        )
-
-    def abort(self) -> None:
-        """Wait for the server no longer; safe to call from any thread."""
-        if self._loop is None:
-            self.llm.die("the run has given it up")
-            return
-        with suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(self.llm.die, "the run has given it up")
-
-    def close(self) -> None:
-        """Leave the server, which goes on with the weights that it has; idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if not self.llm.errored:
-            with suppress(Exception), self._client() as client:  # it may have ended meanwhile
-                client.post("/resume", timeout=5.0)
-
-
-def _adapter(name: str, path: str, replaces: bool) -> object:
-    del replaces  # the requests that used the one before have ended
-    return {"lora_name": name, "lora_path": path}
-
-
 def address_of(url: str) -> str:
     """Return the URL of a server, without a slash at its end."""
     parts = split_url(url, "a vLLM server")
@@ -453,31 +277,6 @@ def _message(answer: Any) -> str:
     return shortened(str(error.get("message", error) if isinstance(error, Mapping) else error), 300)
 
 
-def _weight_file(url: str, directory: str | Path | None) -> WeightFile | SharedFile:
-    if directory:
-        return SharedFile(Path(directory))
-    host = urlsplit(url).hostname
-    if host in LOCAL:
-        return WeightFile()
-    raise ConfigError(
-        f"the vLLM server at {url} gets its weights through a file, and {host} is another machine: name a directory "
-        "that both have by vllm.weights_directory (in a program: weights_directory=), or start it with the backend "
-        f"{transfer_of('nccl')}, for a trainer on a GPU"
-    )
-
-
-def _route(url: str, trainer: torch.device, workers: int) -> Route:
-    require("vllm", "a trainer that sends weights by NCCL")
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or 80
-    kind = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:  # sends nothing
-        probe.connect((host, port))
-        address = str(probe.getsockname()[0])
-    number = trainer.index or 0
-    return Route("nccl", workers, torch.device("cuda", number) if trainer.type == "cuda" else trainer, address)
-
-
 def config_of(model: str | Path, *, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
 
@@ -487,11 +286,3 @@ def config_of(model: str | Path, *, trust_remote_code: bool) -> Any:
 def compared(config: Any) -> dict[str, object]:
     text = config.get_text_config()
     return {name: value for name in COMPARED if (value := getattr(text, name, None)) is not None}
-
-
-def weights_of(model: str | Path, *, trust_remote_code: bool) -> ServedWeights | None:
-    config = config_of(model, trust_remote_code=trust_remote_code)
-    try:
-        return ServedWeights.of(Path(model).name, config, trust_remote_code=trust_remote_code)
-    except (ModelRefused, ValueError):
-        return None

@@ -43,7 +43,7 @@ class FileInit(WeightTransferInitInfo):
         path: a file that has to be there; empty: none.
         model: what the config of the served model has to say.
         adapter: the file of an adapter that vLLM has loaded; empty: none.
-        prints: what the trainer sent in it, as :func:`oppo.vllm.sync.fingerprints` has it.
+        prints: the fingerprints that the trainer sent of it.
     """
 
     path: str = ""
@@ -54,12 +54,7 @@ class FileInit(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """The weights of one update.
-
-    Attributes:
-        path: a safetensors file, with tensors by the names of checkpoints.
-        prints: what the trainer sent, as :func:`oppo.vllm.sync.fingerprints` has it.
-    """
+    """A safetensors file of one update, and the fingerprints that the trainer sent."""
 
     path: str
     prints: dict[str, str]
@@ -70,11 +65,9 @@ def layers_of(model: torch.nn.Module) -> frozenset[str]:
 
 
 def check_taken(model: torch.nn.Module, layers: frozenset[str]) -> None:
-    """Check, before a reload is finished, that each of some layers took weights.
-
-    A model's loader passes over names that it does not know, or writes past the reload, and vLLM then goes on with the
-    layer's old weights. A layer that took a part of its weights is not noticed.
-    """
+    """Check, before a reload is finished, that each of some layers took weights."""
+    # A model's loader passes over names that it does not know, or writes past the reload, and vLLM then goes on with
+    # the layer's old weights. A layer that took a part of its weights is not noticed.
     infos = {name: get_layerwise_info(layer) for name, layer in model.named_modules() if name in layers}
     if stale := [name for name, info in infos.items() if info.can_load() and not info.load_numel]:
         raise ValueError(f"{type(model).__name__} took no weights for {len(stale)} layers, {stale[0]} the first")
@@ -90,10 +83,8 @@ def check_delivered(weights: Mapping[str, torch.Tensor], sent: Mapping[str, str]
 
 
 def check_adapter(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> None:
-    """Check that an adapter that is in use has these matrices, each in the dtype in which vLLM holds adapters.
-
-    vLLM joins those of layers that it has joined, so they are compared as they are, without their names.
-    """
+    """Check that an adapter that is in use has these matrices, each in the dtype in which vLLM holds adapters."""
+    # vLLM joins the matrices of joined layers, so they are compared as they are, without their names.
     manager: Any = model.lora_manager
     dtype = manager.lora_config.lora_dtype
     active = [manager.get_adapter(each) for each in manager.lora_index_to_id if each is not None]
@@ -107,7 +98,6 @@ def check_adapter(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> N
 
 
 def enumerate_matrices(adapter: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the matrices of an adapter as vLLM holds it, by names that no two have."""
     for name, layer in adapter.loras.items():
         for kind in ("lora_a", "lora_b"):
             found = getattr(layer, kind)

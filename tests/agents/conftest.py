@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oppo.agents.conversation import ChatRequests
+from oppo.agents.requests import ChatRequests
 from oppo.hf.chat import ParsedTurn
 
 

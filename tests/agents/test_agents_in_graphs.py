@@ -292,13 +292,6 @@ def test_an_agent_that_goes_on_after_the_end_of_its_response_loses_it() -> None:
     ]
 
 
-def test_agents_that_raise_lose_their_rollouts_alone() -> None:
-    pairs, _, reasons = trained(Players(faults=(1, 5)), Overcommit(batch=4))
-    assert {int(str(each.prompt.columns["number"])) for _, each in pairs} >= {0, 2, 3, 4}
-    assert len(reasons) == 4
-    assert all("raised OSError" in reason for reason in reasons)
-
-
 @pytest.mark.schedules
 @given(
     seconds=st.dictionaries(

@@ -15,8 +15,8 @@ import anyio.lowlevel
 import pytest
 
 from oppo.agents import server
-from oppo.agents.bounds import BODY
 from oppo.agents.conversation import Session
+from oppo.agents.requests import BODY
 from oppo.agents.server import PATH, AgentServer
 
 KEY = "oppo-test"

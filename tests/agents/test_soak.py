@@ -19,7 +19,7 @@ import pytest
 
 from oppo import Overcommit, grpo
 from oppo.agents import Agents
-from oppo.agents.conversation import ChatRequests
+from oppo.agents.requests import ChatRequests
 from oppo.events import Batch, Chunk, Prompt, StepReport
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Capabilities, Policy, Sampling
@@ -29,7 +29,7 @@ from tests.agents.conftest import Numbers
 from tests.agents.test_agents import tokenizer
 from tests.agents.test_server import connected, received, request
 from tests.hf import tiny
-from tests.hf.serve.test_pool import ONE
+from tests.hf.child import ONE
 from tests.pools import Fate, Mortal
 
 Post: TypeAlias = Callable[[object], Any]

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from oppo.errors import ModelError, one_line
 from oppo.events import Batch
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.memory import LiveBytes
-from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCriticRecipe
 from oppo.hf.train.optim import Optimisation, gather_training
 from oppo.hf.train.packing import units

@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import astuple
+from pathlib import Path
+from typing import cast
 
 import anyio
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
 
-from oppo.errors import ModelRefused
+from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Finish, FloatArray, Prompt, Response
 from oppo.hf.head import OwnHead, require_own_head, widen_head
+from oppo.hf.introspection import backbone, has_experts, passes_at
+from oppo.hf.kv.reader import Incremental
+from oppo.hf.loading import load_causal, load_scalar, outline
+from oppo.hf.lora import add_lora
+from oppo.hf.model_files import SCALAR, reward_kind
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import pack
 from oppo.hf.train.trainer import HfTrainerCore
+from oppo.hf.weights import SharedModel, weights_digest
 from oppo.losses import ClippedLoss, Input
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.placement.trainer import TrainerCounts
+from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.test_routers import batch_of
+from tests.hf.child import ONE
+from tests.hf.serve.test_scorers import expected_values
 from tests.hf.train.test_actor_critic import Twisted
+from tests.hf.train.test_routers import batch_of
+from tests.responses import responses, stream
+from tests.workplace import furnish, oppo, resume, tokenizer
 
 SAMPLING = Sampling(max_new_tokens=120, seed=1)
 
@@ -123,7 +145,7 @@ def test_a_head_of_32_bits_stays_as_it_is() -> None:
 async def logprobs_of(model: PreTrainedModel) -> Mapping[str, FloatArray]:
     """Return the log-probs of the same tokens by the decoder, by a reference and by the trainer."""
     prompts = [Prompt(n, n, np.arange(5 + 7 * n, 8 + 9 * n, dtype=np.int32)) for n in range(6)]
-    with Thread("models", setup=partial(torch.set_num_threads, 1)) as thread:
+    with Thread("models", setup=ONE) as thread:
         policy = HfPolicy(model, sampling=SAMPLING, place=thread)
         reference = ReferenceLogprobs(model, sampling=SAMPLING, place=thread)
         responses = {prompt.rollout: Response.empty(prompt) for prompt in prompts}
@@ -168,3 +190,194 @@ def test_a_head_that_cannot_be_told_from_its_trunk_is_refused() -> None:
     twisted = Twisted(tiny.causal("cohere", seed=1).train(mode=False))
     with pytest.raises(ModelRefused, match=r"the head of Twisted.*set models\.shared_trunk = false"):
         require_own_head(twisted)
+
+
+CAUSAL = {**tiny.CONFIGS, **tiny.STATEFUL, **tiny.ONLY_WHOLE}
+NAMES = ("cohere", "lfm2", "mamba", "qwen3-vl")
+FURTHER = ("granite", "falcon-h1", "nemotron-h", "rwkv", "gemma3", "llava")
+
+
+def made(name: str) -> PreTrainedModel:
+    return tiny.of(CAUSAL[name](), seed=1) if name in CAUSAL and name != "gemma3" else tiny.seeing(name, seed=1)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.deep) for name in FURTHER)])
+def test_a_value_head_on_any_trunk_is_new_once_and_then_saved_with_it(
+    name: str, tmp_path: Path, thread: Thread
+) -> None:
+    made(name).save_pretrained(tmp_path / "policy")
+    with pytest.raises(ConfigError, match=r"has no score\.weight: .* a reward from an untrained head would be noise"):
+        load_scalar(tmp_path / "policy")
+    critic = load_scalar(tmp_path / "policy", new_head=True)
+    assert not critic.get_parameter("score.weight").any()
+    assert weights_digest(backbone(critic)) == weights_digest(backbone(load_causal(tmp_path / "policy")))
+    assert outline(SCALAR, tmp_path / "policy").num_parameters() == critic.num_parameters()
+    torch.nn.init.normal_(critic.get_parameter("score.weight"))
+    critic.save_pretrained(tmp_path / "critic")
+    assert reward_kind(tmp_path / "critic") == "scalar"
+    again = load_scalar(tmp_path / "critic")
+    crossed = cast("SharedModel[PreTrainedModel]", unpack(pack_with_blocks(SharedModel(again)))).load()
+    for other in (again, copy.deepcopy(critic), crossed):
+        assert type(other) is type(critic)
+        assert weights_digest(other) == weights_digest(critic)
+    texts = responses(3)
+    values = anyio.run(stream, ValueModel(crossed, place=thread), texts, 3)
+    scores = anyio.run(stream, RewardModel(again, place=thread), texts, 4)
+    for response in texts:
+        wanted = expected_values(critic, response)
+        np.testing.assert_allclose(np.asarray(values[response.prompt.rollout]), wanted, rtol=1e-4, atol=1e-4)
+        if response.tokens[-1]:  # else padding, behind the last score
+            assert scores[response.prompt.rollout] == pytest.approx(wanted[-1], rel=1e-4, abs=1e-4)
+
+
+def test_a_class_of_ours_is_called_as_transformers_would_and_stands_in_for_none_of_its_own(tmp_path: Path) -> None:
+    SCALAR.made(tiny.STATEFUL["lfm2"]()).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Lfm2ForSequenceClassification"]
+    assert type(SCALAR.made(tiny.CONFIGS["llama"]())) is LlamaForSequenceClassification
+
+
+def test_a_trunk_inside_of_another_part_is_refused_by_name() -> None:
+    with torch.device("meta"), pytest.raises(ModelRefused, match="Llama4ForConditionalGeneration holds its trunk ins"):
+        SCALAR.made(AutoConfig.for_model("llama4"))
+
+
+_DBRX = {
+    "d_model": 32,
+    "n_heads": 2,
+    "n_layers": 1,
+    "vocab_size": 96,
+    "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0},
+}
+
+
+def test_a_model_with_more_than_one_expert_is_a_mixture() -> None:
+    assert all(has_experts(tiny.mixture(name)) for name in tiny.MIXTURES)
+    assert not any(has_experts(tiny.causal(name)) for name in tiny.PLAIN)
+
+
+def test_the_experts_of_dbrx_are_in_a_section_of_its_config() -> None:
+    for experts in (4, 1):
+        sizes = {"ffn_hidden_size": 32, "hidden_size": 32, "moe_num_experts": experts, "moe_top_k": 1}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model("dbrx", **_DBRX, ffn_config=sizes))
+        assert has_experts(model) == (experts > 1)
+
+
+TOKENS = 48
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "neox", "olmo2"])
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    model = tiny.causal(name)
+    model.set_attn_implementation("eager")
+    passes, ids = passes_at(1.0, model), torch.arange(TOKENS)[None] % tiny.VOCABULARY
+    with FlopCounterMode(display=False) as forward:
+        loss = model(ids, use_cache=False).logits.float().logsumexp(-1).sum()
+    # Eager attention computes with the tokens behind, too.
+    assert forward.get_total_flops() == pytest.approx(passes.token * TOKENS + passes.pair * TOKENS**2, rel=0.02)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    both = passes_at(1.0, model, epochs=1)
+    counted = forward.get_total_flops() + backward.get_total_flops()
+    assert counted == pytest.approx(both.token * TOKENS + both.pair * TOKENS**2, rel=0.02)
+    assert astuple(passes_at(1.0, model, epochs=3)) == pytest.approx(tuple(3 * each for each in astuple(both)))
+
+
+def test_a_matrix_that_is_not_trained_has_no_gradient_of_its_own() -> None:
+    model = tiny.causal("llama")
+    alone = passes_at(1.0, model).token
+    add_lora(model, 4, 8)
+    adapters = passes_at(1.0, model).token - alone
+    assert 0 < adapters < alone / 2
+    assert passes_at(1.0, model, epochs=1).token == 2 * alone + 3 * adapters
+
+
+def test_a_token_has_some_of_the_experts_and_attention_in_a_window_does_not_count() -> None:
+    few, many = (tiny.mixture("qwen3-moe", num_experts_per_tok=count) for count in (1, 2))
+    assert 0 < passes_at(1.0, many).token - passes_at(1.0, few).token < passes_at(1.0, few).token
+    assert passes_at(1.0, tiny.causal("mistral")).pair == 0 < passes_at(1.0, tiny.causal("llama")).pair
+
+
+WITHOUT = [name for name in tiny.VISION if name != "qwen3.5"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = furnish(tmp_path_factory.mktemp("workplace"))
+    for name in tiny.VISION:
+        tiny.seeing(name, seed=1).save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+        (folder / name / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    return folder
+
+
+def of_images(name: str) -> bool:
+    parts = {*name.split(".")}
+    if parts & {"git", "output"}:  # of GIT, whose language model is no part of its own
+        return "image_encoder" in parts
+    return not parts & {"language_model", "lm_head", "embed_tokens", "score"}
+
+
+@pytest.mark.parametrize("name", tiny.VISION)
+def test_it_loads_whole_and_only_its_language_model_is_trained(name: str, workplace: Path) -> None:
+    model = load_causal(workplace / name)
+    frozen = {each for each, weight in model.named_parameters() if not weight.requires_grad}
+    assert frozen
+    assert frozen == {each for each, _ in model.named_parameters() if of_images(each)}
+
+
+@pytest.mark.parametrize("name", tiny.VISION)
+def test_it_reads_text_in_pieces_as_at_once(name: str, workplace: Path) -> None:
+    model = load_causal(workplace / name)
+    rows = {row: torch.arange(3, 40 + 9 * row) % tiny.VOCABULARY for row in range(3)}
+    with torch.inference_mode():
+        whole = {row: model(input_ids=tokens[None], use_cache=False).logits[0] for row, tokens in rows.items()}
+        reader = Incremental(model)
+        first = reader.extend(list(rows), [tokens[: 5 + 7 * row] for row, tokens in rows.items()])
+        second = reader.extend(list(rows), [tokens[5 + 7 * row :] for row, tokens in rows.items()])
+    for row, expected in whole.items():
+        torch.testing.assert_close(torch.cat([first[row], second[row]]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_critic_of_one_is_trained_in_its_language_model_and_its_head(tmp_path: Path) -> None:
+    config = tiny.VISION["gemma3"]()
+    config.num_labels = 1
+    tiny.scalar_of(config).save_pretrained(tmp_path)
+    critic = load_scalar(tmp_path)
+    trained = {each for each, weight in critic.named_parameters() if weight.requires_grad}
+    assert "score.weight" in trained
+    assert trained == {each for each, _ in critic.named_parameters() if not of_images(each)}
+
+
+@pytest.mark.adapters
+@pytest.mark.parametrize("name", WITHOUT)
+def test_adapters_are_those_of_the_language_model(name: str, workplace: Path) -> None:
+    model = load_causal(workplace / name)
+    add_lora(model, 2, 4)
+    trained = [each for each, weight in model.named_parameters() if weight.requires_grad]
+    assert trained
+    assert all(".lora_" in each and not of_images(each) for each in trained)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
+def test_a_run_trains_and_resumes_it_and_saves_the_whole_checkpoint(name: str, workplace: Path) -> None:
+    chosen = (f"models.policy={name}", "rewards.0.source=reward.py:short", "step.algorithm=grpo", "algorithm.samples=2")
+    options = (*chosen, "run.panel=off", "run.deterministic=true", "trainer.learning_rate=1e-2", "step.overcommit=0")
+    assert oppo(workplace, "", f"run.name={name}", *options) == 0
+    assert oppo(workplace, "", f"run.name={name}-1", "run.steps=1", *options) == 0
+    assert resume(workplace, f"{name}-1", "run.steps=2") == 0
+    before = load_file(workplace / name / "model.safetensors")
+    after, resumed = (saved(workplace / "runs" / run) for run in (name, f"{name}-1"))
+    assert before.keys() == after.keys() == resumed.keys()
+    changed = {each for each, tensor in before.items() if not torch.equal(tensor, after[each])}
+    assert changed
+    assert not {each for each in changed if of_images(each)}
+    assert all(torch.equal(tensor, resumed[each]) for each, tensor in after.items())
+    final = workplace / "runs" / name / "checkpoints" / "final" / "actor"
+    assert (final / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
+    assert type(AutoModelForImageTextToText.from_pretrained(final)).__name__.endswith("ForConditionalGeneration")
+
+
+def saved(run: Path) -> dict[str, Tensor]:
+    return load_file(run / "checkpoints" / "final" / "actor" / "model.safetensors")

@@ -30,12 +30,10 @@ from transformers import (
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
-from oppo.hf.loading import load_causal, load_scalar, load_tokenizer
+from oppo.hf.loading import ModelRecipe, load_causal, load_scalar, load_tokenizer, name_of, positions_of, vocabulary_of
 from oppo.hf.lora import add_lora
 from oppo.hf.model_files import _copy_and_why
-from oppo.hf.recipe import ModelRecipe, name_of, positions_of, vocabulary_of
-from oppo.hf.shared_memory import ALIGNMENT
-from oppo.hf.weights import weights_digest
+from oppo.hf.weights import ALIGNMENT, weights_digest
 from tests.hf import tiny
 
 
@@ -86,17 +84,6 @@ def test_a_causal_model_becomes_a_critic_only_when_a_new_head_is_asked_for(causa
     )
 
 
-def test_a_classifier_with_two_labels_is_no_reward_model(tmp_path: Path) -> None:
-    tiny.scalar("llama", labels=2).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"score\.weight is \[2, 32\], not \[1, 32\]"):
-        load_scalar(tmp_path)
-
-
-def test_a_reward_model_is_no_policy(scalar: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no lm_head\.weight.*causal language model"):
-        load_causal(scalar)
-
-
 def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     for load in (load_causal, load_scalar, load_tokenizer):
         with pytest.raises(
@@ -105,17 +92,23 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
             load(tmp_path / "nowhere")
 
 
-def test_a_directory_without_a_model_says_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(ConfigError, match=r"holds notes\.txt; looked for config\.json"):
-        load_causal(tmp_path)
+def test_directories_that_hold_another_model_or_none_are_refused_by_what_they_hold(
+    causal: Path, scalar: Path, tmp_path: Path
+) -> None:
+    def refused(message: str, load: Callable[[Path], object], path: Path) -> None:
+        with pytest.raises(ConfigError, match=message):
+            load(path)
 
-
-def test_pickled_weights_are_not_read(causal: Path, tmp_path: Path) -> None:
-    shutil.copy(causal / "config.json", tmp_path)
-    torch.save(load_file(causal / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"holds its weights only as pickles \(pytorch_model\.bin\)"):
-        load_causal(tmp_path)
+    tiny.scalar("llama", labels=2).save_pretrained(tmp_path / "two")
+    refused(r"score\.weight is \[2, 32\], not \[1, 32\]", load_scalar, tmp_path / "two")
+    refused(r"has no lm_head\.weight.*causal language model", load_causal, scalar)
+    refused(r"float32, bfloat16, .*'int4'", partial(load_causal, dtype="int4"), causal)
+    (empty := tmp_path / "empty").mkdir()
+    (empty / "notes.txt").write_text("no model")
+    refused(r"holds notes\.txt; looked for config\.json", load_causal, empty)
+    shutil.copy(causal / "config.json", empty)
+    torch.save(load_file(causal / "model.safetensors"), empty / "pytorch_model.bin")
+    refused(r"holds its weights only as pickles \(pytorch_model\.bin\)", load_causal, empty)
 
 
 def test_tensors_are_read_from_pickles_where_that_is_asked_for(causal: Path, tmp_path: Path) -> None:
@@ -215,11 +208,6 @@ def test_a_model_without_a_score_layer_is_refused_where_it_is_loaded(tmp_path: P
     for new_head in (False, True):
         with pytest.raises(ModelRefused, match="CTRLForSequenceClassification has no score layer on its last hidden"):
             load_scalar(tmp_path, new_head=new_head)
-
-
-def test_an_unknown_dtype_is_refused_by_name(causal: Path) -> None:
-    with pytest.raises(ConfigError, match=r"float32, bfloat16, .*'int4'"):
-        load_causal(causal, dtype="int4")
 
 
 def test_a_tokenizer_is_loaded(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.events import Prompt
 from oppo.hf.devices import ModelPlace
 from oppo.hf.kv.states import CONTINUED
-from oppo.hf.loading import load_causal
+from oppo.hf.loading import ModelRecipe, load_causal, outline
 from oppo.hf.lora import (
     adapter_matrices,
     adapter_rounding_loss,
@@ -35,32 +35,23 @@ from oppo.hf.lora import (
     rounding_loss,
     share_base,
 )
+from oppo.hf.model_files import CAUSAL
 from oppo.hf.probe import probe
-from oppo.hf.recipe import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.shared_memory import SharedModel
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.weights import SentWeights, changing, weights_digest
+from oppo.hf.weights import SentWeights, SharedModel, changing, weights_digest
 from oppo.models import Piece, Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.hf.child import ONE
 from tests.hf.train.test_trainer import SAMPLING, restored_between_updates, rollouts
 from tests.invariants import test_equivalence as equivalence
 from tests.known import known
 
 pytestmark = pytest.mark.adapters
-
 IDS = torch.arange(3, 23).reshape(2, 10)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def adapted(name: str = "llama", *, fresh: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -68,11 +59,7 @@ def adapted(name: str = "llama", *, fresh: bool = False) -> tuple[PreTrainedMode
     actor = tiny.causal(name, seed=1).train(mode=False)
     reference = share_base(actor)
     add_lora(actor, 4, 8, seed=3)
-    if not fresh:
-        with torch.no_grad():
-            for parameter in trained(actor).values():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    return actor, reference
+    return actor if fresh else tiny.shaken(actor), reference
 
 
 def trained(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
@@ -131,9 +118,7 @@ def test_a_mixture_gets_adapters_in_its_attention_only(name: str, tmp_path: Path
     assert layers
     assert all("attn" in each or "attention" in each for each in layers)
     assert not [each for each in layers if "experts" in each or "router" in each or "mlp" in each]
-    with torch.no_grad():
-        for parameter in trained(actor).values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    tiny.shaken(actor)
     assert not torch.allclose(logits(actor), plain, atol=1e-3)
     state, whole = made().state_dict(), merged(actor)
     assert state.keys() == whole.keys()
@@ -153,10 +138,7 @@ def with_experts(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrained
     model = tiny.of(tiny.MIXTURES[name](), seed=1, dtype=dtype)
     model.train(mode=False)
     add_lora(model, 4, 8, seed=3, experts=True)
-    with torch.no_grad():
-        for parameter in trained(model).values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    return model
+    return tiny.shaken(model)
 
 
 STACKED = [
@@ -365,7 +347,7 @@ async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -
     actor = AutoModelForCausalLM.from_pretrained(base)
     add_lora(actor, 4, 8)
     critic = tiny.scalar("llama", seed=2)
-    with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
+    with Thread("train", setup=ONE) as thread:
         settings = TrainerSettings(learning_rate=1e-2, epochs=1, gradient_checkpointing=1)
         trainer = HfTrainer(actor, critic, sampling=SAMPLING, place=thread, settings=settings)
         await trainer.update(rollouts(actor, critic))
@@ -383,9 +365,7 @@ def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
     model = tiny.causal(name, seed=1)
     given: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], **options}
     model.add_adapter(LoraConfig(**given))
-    with torch.no_grad():
-        for parameter in trained(model).values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    tiny.shaken(model)
     model.save_pretrained(folder)
     return folder
 
@@ -588,9 +568,7 @@ def test_a_model_with_states_is_served_with_adapters_as_it_is_trained(name: str)
     add_lora(model, 4, 8, seed=3)
     with torch.no_grad():
         before = model(IDS, use_cache=False).logits
-        for parameter in trained(model).values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-        assert not torch.allclose(model(IDS, use_cache=False).logits, before, atol=1e-3)
+        assert not torch.allclose(tiny.shaken(model)(IDS, use_cache=False).logits, before, atol=1e-3)
     mamba = [each for each, module in model.named_modules() if hasattr(module, "time_step_limit")]
     assert not [key for key in trained(model) if any(key.startswith(f"{each}.out_proj") for each in mamba)]
     probe(model)
@@ -647,9 +625,7 @@ def test_a_policy_that_was_loaded_elsewhere_is_sent_its_adapters_alone(
     base, actor = tiny.causal("llama", seed=1), tiny.causal("llama", seed=1)
     base.save_pretrained(tmp_path)
     add_lora(actor, 4, 8, seed=3)
-    with torch.no_grad():
-        for parameter in trained(actor).values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    tiny.shaken(actor)
     sent: list[list[str]] = []
 
     def sending(weights: Mapping[str, object]) -> SentWeights:
@@ -676,3 +652,55 @@ def test_a_policy_that_was_loaded_elsewhere_is_sent_its_adapters_alone(
         read = torch.tensor([[5, 6, 7, *piece.tokens.tolist()]])
         expected = actor.train(mode=False)(read).logits[0, 2:-1].log_softmax(-1)
     assert np.allclose(piece.logprobs, expected[range(len(piece.tokens)), piece.tokens.tolist()], atol=1e-5)
+
+
+def quantised(folder: Path, name: str = "llama") -> PreTrainedModel:
+    tiny.causal(name, seed=1).save_pretrained(folder / name)
+    return load_causal(folder / name, quantization="nf4")
+
+
+@pytest.mark.parametrize("name", ["llama", "neox", "qwen3-moe"])
+def test_merged_weights_compute_what_the_quantised_base_and_its_adapters_do(name: str, tmp_path: Path) -> None:
+    if name == "qwen3-moe":
+        tiny.mixture(name, seed=1).save_pretrained(tmp_path / name)
+        model, plain = load_causal(tmp_path / name, quantization="nf4"), tiny.mixture(name, seed=9)
+    else:
+        model, plain = quantised(tmp_path, name), tiny.causal(name, seed=9)
+    before = logits(model)
+    assert not torch.allclose(before, logits(load_causal(tmp_path / name)), atol=1e-4), "it is another model"
+    add_lora(model, 4, 8)
+    state, whole = tiny.shaken(model).state_dict(), merged(model, torch.float32)
+    assert not torch.allclose(logits(model), before, atol=1e-3)
+    plain.load_state_dict(whole)
+    assert torch.allclose(logits(plain.train(mode=False)), logits(model), atol=1e-5)
+    assert rounding_loss(state, whole, torch.float32) == 0.0
+    assert 0.0 < rounding_loss(state, whole, torch.bfloat16) < 0.1
+
+
+def test_adapters_on_a_quantised_base_are_saved_alone_and_load_on_it(tmp_path: Path) -> None:
+    add_lora(model := quantised(tmp_path), 4, 8)
+    tiny.shaken(model).save_pretrained(tmp_path / "adapter")
+    again = load_causal(tmp_path / "llama", quantization="nf4")
+    load_lora(again, tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
+    written = load_causal(tmp_path / "adapter", quantization="nf4")
+    assert torch.equal(logits(written), logits(model))
+
+
+def test_the_bytes_of_a_quantised_base_are_known_before_it_is_loaded(tmp_path: Path) -> None:
+    def size(model: torch.nn.Module) -> int:
+        return sum(each.nbytes for each in model.parameters())
+
+    model = quantised(tmp_path)
+    expected = outline(CAUSAL, tmp_path / "llama", quantization="nf4")
+    add_lora(expected, 4, 8)
+    add_lora(model, 4, 8)
+    assert sorted(trained(expected)) == sorted(trained(model))
+    scales = sum(each.nbytes for name, each in model.state_dict().items() if name.endswith("absmax"))
+    assert size(expected) == pytest.approx(size(model) + scales, rel=0.05)
+    assert size(expected) < 0.6 * size(tiny.causal("llama"))
+
+
+def test_a_model_without_layers_to_quantise_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match=r"GPT2LMHeadModel has no linear layers .* leave models.quantization out"):
+        quantised(tmp_path, "gpt2")

@@ -35,8 +35,6 @@ from oppo.hf.kv.cache import KVRegion, Slab
 from oppo.hf.probe import probe
 from tests.hf import tiny
 
-torch.set_num_threads(1)
-
 GPT2_TOKENS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"vocab_size": 96, "hidden_size": 32}
 

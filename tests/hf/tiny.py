@@ -414,3 +414,12 @@ def steps(name: str = "llama", *, seed: int = 0, labels: int = 2) -> PreTrainedM
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForTokenClassification.from_config(config)
     return model
+
+
+def shaken(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model, its trained weights changed at random: adapters then change outputs."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    return model

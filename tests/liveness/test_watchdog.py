@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import anyio
@@ -26,7 +27,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.environments import EnvironmentClass, FunctionEnvironment
 from oppo.errors import HangError
 from oppo.events import Finish, Prompt, StepReport
-from oppo.graph import Graph, Snapshot, Wait
+from oppo.graph import Graph, Run, Snapshot, Wait
 from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
@@ -52,21 +53,8 @@ from tests.report.synthetic import play
 STUCK = Snapshot(3, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
 
 
-class StuckRun:
-    """A run in whose step nothing moves."""
-
-    def snapshots(self) -> list[Snapshot]:
-        return [STUCK]
-
-
-@dataclass
-class Time:
-    """A clock that the test sets."""
-
-    at: float = 0.0
-
-    def __call__(self) -> float:
-        return self.at
+STUCK_RUN = cast("Run[Any]", SimpleNamespace(snapshots=lambda: [STUCK]))
+"""A run in whose step nothing moves."""
 
 
 @dataclass
@@ -74,7 +62,7 @@ class Scene:
     """A watchdog that is asked by hand, and what it was asked about."""
 
     path: Path
-    time: Time = field(default_factory=Time)
+    time: float = 0.0
     work: int = 0
     calls: tuple[str, ...] = ()
     limit: float = 500
@@ -84,19 +72,19 @@ class Scene:
             StallLimits(100, notice=10, call_timeout=self.limit),
             report=self.path,
             vitals=Vitals(progress=lambda: self.work, calls=lambda: self.calls),
-            clock=self.time,
+            clock=lambda: self.time,
         )
 
     def at(self, seconds: float) -> tuple[float, bool] | None:
         """Return the stall that is told of at this time."""
-        self.time.at = seconds
+        self.time = seconds
         stall = self.dog.look()
         return None if stall is None else (stall.seconds, stall.final)
 
 
 async def test_a_stall_is_told_of_ever_more_seldom_and_at_last_is_final(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "hang-report.json")
-    async with scene.dog.guarding(StuckRun()):
+    async with scene.dog.guarding(STUCK_RUN):
         assert [scene.at(second) for second in (0, 9, 10, 11, 19, 20, 39, 40, 41, 80)] == [
             None, None, (10, False), None, None, (20, False), None, (40, False), None, (80, False),
         ]  # fmt: skip
@@ -105,7 +93,7 @@ async def test_a_stall_is_told_of_ever_more_seldom_and_at_last_is_final(tmp_path
 
 async def test_everything_that_moves_starts_the_wait_anew(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "hang-report.json")
-    async with scene.dog.guarding(StuckRun()):
+    async with scene.dog.guarding(STUCK_RUN):
         scene.at(0)
         scene.at(95)
         play(scene.dog)
@@ -121,18 +109,14 @@ async def test_everything_that_moves_starts_the_wait_anew(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("limit", "end"), [(500, 500), (50, 100), (0, None)])
 async def test_a_call_that_is_at_work_has_a_limit_of_its_own(tmp_path: Path, limit: float, end: int | None) -> None:
     scene = Scene(tmp_path / "hang-report.json", calls=("trainer: checkpoint",), limit=limit)
-    async with scene.dog.guarding(StuckRun()):
+    async with scene.dog.guarding(STUCK_RUN):
         told = {second: scene.at(second) for second in range(0, 601, 10)}
     finals = [second for second, stall in told.items() if stall is not None and stall[1]]
     assert finals[:1] == ([] if end is None else [end])
     assert told[20] == (20, False), "it is told of all the same"
-
-
-async def test_a_run_in_which_the_last_call_has_ended_has_the_limit_of_all(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "hang-report.json", calls=("policy: decode",))
-    async with scene.dog.guarding(StuckRun()):
-        scene.at(0)
-        assert scene.at(150) == (150, False)
+    async with scene.dog.guarding(STUCK_RUN):
+        assert [scene.at(0), scene.at(150)] == [None, (150, False)]
         scene.calls = ()
         assert scene.at(151) == (151, True)
 
@@ -140,7 +124,7 @@ async def test_a_run_in_which_the_last_call_has_ended_has_the_limit_of_all(tmp_p
 async def test_time_outside_of_a_run_does_not_count(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "hang-report.json")
     assert scene.at(1000) is None
-    async with scene.dog.guarding(StuckRun()):
+    async with scene.dog.guarding(STUCK_RUN):
         assert scene.at(1005) is None
         assert scene.at(1099) == (99, False)
     assert scene.at(5000) is None
@@ -167,10 +151,16 @@ class Trap:
     entered: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
     at: float = 0.0
+    errors: list[HangError] = field(default_factory=list)
 
     def fall(self) -> None:
         self.entered.set()
         self.opened.wait(120)
+
+    def end(self, error: HangError) -> None:
+        """Be the last resort: a command would end the process here."""
+        self.errors.append(error)
+        self.opened.set()
 
     def clock(self) -> float:
         """Seconds that pass, a few at each look, once somebody is in the trap: however slow the machine is."""
@@ -261,51 +251,41 @@ class Unbearable(FakeScorer[float]):
         return [0.0 for _ in finished]
 
 
+def unbearable(trap: Trap) -> Graph[StepReport]:
+    return hanging(trap).replace(reward=Score(Unbearable(trap)))
+
+
 async def test_what_cannot_be_cancelled_is_left_to_the_last_resort(tmp_path: Path) -> None:
-    trap, errors = Trap(), list[HangError]()
-
-    def end(error: HangError) -> None:
-        errors.append(error)
-        trap.opened.set()  # a command would end the process here
-
-    watchdog = Watchdog(StallLimits(0.1, grace=0.05), report=tmp_path / "r.json", last_resort=end, clock=trap.clock)
-    graph = hanging(trap).replace(reward=Score(Unbearable(trap)))
-    assert errors == [await hang(graph, watchdog, trap)]
+    trap = Trap()
+    limits = StallLimits(0.1, grace=0.05)
+    watchdog = Watchdog(limits, report=tmp_path / "r.json", last_resort=trap.end, clock=trap.clock)
+    assert trap.errors == [await hang(unbearable(trap), watchdog, trap)]
 
 
 @pytest.mark.parametrize(("limit", "periods"), [(0.0, 21), (0.25, 6)])
 async def test_a_cancelled_run_is_waited_for_while_it_saves_up_to_the_limit_of_a_call(
     tmp_path: Path, limit: float, periods: int
 ) -> None:
-    trap, errors, looks = Trap(), list[HangError](), list[int]()
+    trap, looks = Trap(), list[int]()
 
     def saving() -> bool:
         trap.at += 0.05
         looks.append(1)
         return len(looks) < 20
 
-    def end(error: HangError) -> None:
-        errors.append(error)
-        trap.opened.set()
-
     watchdog = Watchdog(
         StallLimits(0.1, call_timeout=limit, grace=0.01),
         report=tmp_path / "r.json",
         vitals=Vitals(saving=saving),
-        last_resort=end,
+        last_resort=trap.end,
         clock=trap.clock,
     )
-    error = await hang(hanging(trap).replace(reward=Score(Unbearable(trap))), watchdog, trap)
-    assert errors == [error]
+    assert trap.errors == [await hang(unbearable(trap), watchdog, trap)]
     assert len(looks) == periods, "one of them to end what can be ended without the process"
 
 
 async def test_a_cancelled_run_is_waited_for_while_it_moves(tmp_path: Path) -> None:
-    trap, errors, left = Trap(), list[HangError](), list(range(10))
-
-    def end(error: HangError) -> None:
-        errors.append(error)
-        trap.opened.set()
+    trap, left = Trap(), list(range(10))
 
     def progress() -> int:
         if watchdog._hang is not None and left:
@@ -316,20 +296,15 @@ async def test_a_cancelled_run_is_waited_for_while_it_moves(tmp_path: Path) -> N
         StallLimits(0.1, grace=0.01),
         report=tmp_path / "r.json",
         vitals=Vitals(progress=progress),
-        last_resort=end,
+        last_resort=trap.end,
         clock=trap.clock,
     )
-    error = await hang(hanging(trap).replace(reward=Score(Unbearable(trap))), watchdog, trap)
-    assert errors == [error]
+    assert trap.errors == [await hang(unbearable(trap), watchdog, trap)]
     assert not left
 
 
 async def test_a_loop_that_is_blocked_is_reported_from_outside(tmp_path: Path) -> None:
-    trap, errors = Trap(), list[HangError]()
-
-    def end(error: HangError) -> None:
-        errors.append(error)
-        trap.opened.set()
+    trap = Trap()
 
     async def blocking(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         await anyio.wait_all_tasks_blocked()
@@ -338,11 +313,11 @@ async def test_a_loop_that_is_blocked_is_reported_from_outside(tmp_path: Path) -
 
     limits, told = StallLimits(0.1, grace=0.05), list[Stall]()
     report = tmp_path / "r.json"
-    watchdog = Watchdog(limits, report=report, listeners=[told.append], last_resort=end, clock=trap.clock)
+    watchdog = Watchdog(limits, report=report, listeners=[told.append], last_resort=trap.end, clock=trap.clock)
     await hang(hanging(trap).replace(reward=Score(FunctionReward(blocking, str))), watchdog, trap)
-    assert "reward is at work" in str(errors[0])
+    assert "reward is at work" in str(trap.errors[0])
     assert f"the event loop is blocked at {__file__}:" in told[-1].message()
-    assert "in fall: let what blocks it await what takes long" in str(errors[0])
+    assert "in fall: let what blocks it await what takes long" in str(trap.errors[0])
     written = json.loads((tmp_path / "r.json").read_text())
     threads = {each["name"]: "".join(each["stack"]) for each in written["threads"]}
     assert "in blocking" in threads["MainThread"]
@@ -374,10 +349,7 @@ async def test_whatever_part_of_the_watchdog_fails_is_named_and_the_run_is_ended
         exits.append(code)
         trap.opened.set()
 
-    class Silent(StuckRun):
-        def snapshots(self) -> list[Snapshot]:
-            how()
-            return super().snapshots()
+    silent = cast("Run[Any]", SimpleNamespace(snapshots=how))
 
     def any_part(*given: object) -> Any:
         how()
@@ -393,10 +365,10 @@ async def test_whatever_part_of_the_watchdog_fails_is_named_and_the_run_is_ended
         last_resort=any_part,
         clock=trap.clock,
     )
-    graph = hanging(trap).replace(reward=Score(Unbearable(trap)))
+    graph = unbearable(trap)
 
     async def run() -> None:
-        async with graph.open(prompts(10), observers=[watchdog]) as opened, watchdog.guarding(Silent()):
+        async with graph.open(prompts(10), observers=[watchdog]) as opened, watchdog.guarding(silent):
             async for _ in opened.steps(3):
                 pass
 
@@ -660,16 +632,8 @@ async def test_the_worst_delay_is_kept_until_it_is_taken() -> None:
         await anyio.lowlevel.checkpoint()
         assert heartbeat.take() == 0.25
         assert heartbeat.take() == 0.0
-
-
-async def test_a_beat_that_is_overdue_counts_already() -> None:
-    clock = Clock()
-    clock.late = []
-    heartbeat = Heartbeat(0.5, clock=clock, sleep=clock.sleep)
-    async with heartbeat.beating():
-        await anyio.lowlevel.checkpoint()
         clock.at += 3.0  # the loop does something else for so long
-        assert heartbeat.take() == 2.5
+        assert heartbeat.take() == 2.5, "a beat that is overdue counts already"
 
 
 def test_a_loop_that_is_never_kept_waiting_is_never_late() -> None:

@@ -20,7 +20,8 @@ from oppo.models import Capabilities, Decode, Loads, Piece, Policy, Resumes, Sam
 from oppo.placement import PolicyPool
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
-from oppo.testing import FakePolicy, Fault, FaultyPolicy, Garbage, Hang, Raise, check_policy, prompts, run_virtual
+from oppo.testing import FakePolicy, Fault, FaultyPolicy, Hang, Raise, check_policy, prompts, run_virtual
+from tests.kit.faults import Garbage
 from tests.pools import Fate, Mortal
 from tests.testing.test_conformance import some_turns
 
@@ -305,22 +306,20 @@ async def test_the_version_moves_when_every_member_has_the_weights_and_newer_tok
     assert moments[1][1] >= 0.12, "made at 0.04 s, and read when the second member has the weights"
 
 
-@pytest.mark.parametrize("fate", [Fate(loads=(-1.0,)), Fate(loads=(1_000.0,)), Fate(0.0), Fate(0.0, "hangs")])
-async def test_a_member_that_does_not_take_the_weights_is_left_out(fate: Fate, messages: list[str]) -> None:
-    engines = mortals(Fate(), fate)
-    pool = PolicyPool(engines, timeout=5.0)
+STALE = FaultyPolicy("stale", FakePolicy(), (Fault("stale", "load", Garbage("version")),))
+
+
+@pytest.mark.parametrize(
+    "member", [*mortals(Fate(loads=(-1.0,)), Fate(loads=(1_000.0,)), Fate(0.0), Fate(0.0, "hangs")), STALE]
+)
+async def test_a_member_that_does_not_take_the_weights_is_left_out(member: Policy, messages: list[str]) -> None:
+    (engine,) = mortals(Fate())
+    pool = PolicyPool([engine, member], timeout=5.0)
     await pool.load(Weights(1))
-    assert (pool.version, pool.living) == (1, (engines[0],))
+    assert (pool.version, pool.living) == (1, (engine,))
     assert anyio.current_time() <= 5
-    assert "member 1 (Mortal) of the pool is lost" in messages[0]
+    assert f"member 1 ({type(member).__name__}) of the pool is lost" in messages[0]
     assert "1 of 2 members are left" in messages[0]
-
-
-async def test_a_member_that_loads_and_has_another_version_is_left_out() -> None:
-    stale = FaultyPolicy("stale", FakePolicy(), (Fault("stale", "load", Garbage("version")),))
-    pool = PolicyPool([FakePolicy(), stale])
-    await pool.load(Weights(1))
-    assert len(pool.living) == 1
 
 
 async def test_weights_that_every_member_refuses_are_the_caller_s_error() -> None:
@@ -347,49 +346,6 @@ async def test_a_lost_member_s_rollouts_go_on_elsewhere_from_their_tokens(how: s
     assert engines[0].tokens in {20, 22}  # as it hangs in a decode step
     assert sum(engine.tokens for engine in engines) == 4 * 50, "no token that had come was made again"
     assert pool.living == (engines[1],)
-
-
-async def test_a_rollout_that_was_told_to_the_cut_is_delivered_though_its_member_dies_with_it() -> None:
-    engines = mortals(Fate(0.2, "falls silent", keeps=False), Fate(), length=20)
-    told: list[int] = []
-
-    def cut(finished: Sequence[int]) -> bool:
-        told.extend(finished)
-        return True
-
-    pool = PolicyPool(engines)
-    decodes = await pool.open(list(prompts(1)))
-    async with pool.decoding(decodes, cut):
-        await anyio.sleep(0.21)
-        pieces = await read_all(decodes[0])
-    assert (told, len(tokens_of(pieces)), pieces[-1].state) == ([0], 20, "eos")
-    assert pool.living == (engines[1],)
-
-
-async def test_a_member_that_died_while_idle_is_noticed_when_it_is_used() -> None:
-    engines = mortals(Fate(0.15), Fate(), length=30)
-    pool = PolicyPool(engines)
-    decodes = await pool.open(list(prompts(2)))
-    async with pool.decoding(decodes, never):
-        first = [tokens_of([await decode.read(8)]) for decode in decodes]
-    await anyio.sleep(1)
-    async with pool.decoding(decodes, never):
-        rest = [tokens_of(await read_all(decode)) for decode in decodes]
-    assert [len(head) + len(tail) for head, tail in zip(first, rest, strict=True)] == [30, 30]
-    whole = await decoded(PolicyPool(mortals(Fate(), length=30)), list(prompts(2)))
-    assert [head + tail for head, tail in zip(first, rest, strict=True)] == [tokens_of(each) for each in whole]
-
-
-async def test_versions_never_run_back_where_a_rollout_goes() -> None:
-    engines = mortals(Fate(0.1), Fate(loads=(0.5,)), length=30)
-    pool = PolicyPool(engines)
-    decodes = await pool.open(list(prompts(1)))
-    async with pool.decoding(decodes, never), anyio.create_task_group() as tasks:
-        await decodes[0].read(2)
-        tasks.start_soon(pool.load, Weights(1))
-        pieces = await read_all(decodes[0], limit=3)
-    versions = np.concatenate([piece.versions for piece in pieces])
-    assert set(np.diff(versions).tolist()) == {0, 1}
 
 
 async def test_what_every_engine_would_refuse_is_raised_and_costs_no_member() -> None:
@@ -548,27 +504,6 @@ async def test_a_pool_that_is_opened_again_starts_what_was_lost_meanwhile() -> N
     assert pool.sync_metrics == {"sync/members": 2.0}
 
 
-async def test_a_start_whose_engine_takes_no_weights_is_tried_again() -> None:
-    lives = iter([Fate(loads=(-1.0,)), Fate(loads=(-1.0,)), Fate()])
-
-    async def start(index: int) -> Policy:
-        return mortals(next(lives))[0]
-
-    async with PolicyPool(mortals(Fate(0.1)), start=start) as pool:
-        await pool.load(Weights(1))
-        found = await decoded(pool, list(prompts(1)))
-    assert len(tokens_of(found[0])) == 20
-    assert 3 <= anyio.current_time() < 4
-
-
-async def test_generate_opens_the_pool_for_a_run() -> None:
-    pool = PolicyPool([FakePolicy(), FakePolicy()])
-    generate = Generate(pool, Overcommit(2, 0), WholeRollout())
-    async with generate:
-        assert pool._members.is_open
-    assert not pool._members.is_open
-
-
 # Others.
 
 
@@ -601,6 +536,14 @@ async def test_a_pool_that_draws_otherwise_has_the_same_members() -> None:
     assert [pieces[-1].state for pieces in await decoded(greedy, list(prompts(2)))] == ["eos", "eos"]
     await greedy.load(Weights(1))
     assert (pool.version, greedy.version) == (1, 1)
+    async with Generate(pool, Overcommit(2, 0), WholeRollout()):
+        async with greedy:
+            pass
+        assert pool._members.is_open, "an evaluation within a run closes nothing"
+        with pytest.raises(ProtocolError, match="open already"):
+            async with pool:
+                pass
+    assert not pool._members.is_open
 
 
 def test_pieces_that_a_lost_member_left_are_read_as_they_are_asked_for() -> None:
@@ -647,15 +590,3 @@ async def test_an_answer_that_came_while_its_rollout_moved_is_not_lost(at: float
     given = [token for piece in pieces if piece.from_tool for token in piece.tokens.tolist()]
     assert given == [7, 8, 9]
     assert len(tokens_of(pieces)) == 12
-
-
-async def test_a_pool_is_open_once_with_all_that_draw_from_it() -> None:
-    can = replace(IN_FLIGHT, varies_sampling=True)
-    pool = PolicyPool([Varied(capabilities=can)])
-    async with pool:
-        async with pool.with_sampling(Sampling(temperature=0)):
-            pass
-        assert pool._members.is_open, "an evaluation within a run closes nothing"
-        with pytest.raises(ProtocolError, match="open already"):
-            async with pool:
-                pass

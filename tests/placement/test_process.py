@@ -20,7 +20,7 @@ from oppo.errors import ModelError, ModelLost, ProtocolError, SessionsLost
 from oppo.observe import Span, now
 from oppo.placement import Inline, Process
 from oppo.placement.shared_memory import Block
-from tests.placement.instances import Lent, Slate, Total, Unmakeable, fail_to_set_up
+from tests.placement.instances import Lent, Slate, Total, Unmakeable
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,22 +149,6 @@ async def test_a_call_that_has_begun_is_waited_for_when_its_task_is_cancelled(pr
     assert still_waiting, "the caller went on though its model was still at work"
     assert caller.cancelled()
     assert await total.call("add", Total.add, 0) == 7
-
-
-async def test_a_closed_process_says_what_it_cannot_do() -> None:
-    process = Process("reward")
-    total = process.host(Total)
-    process.close()
-    process.close()
-    with pytest.raises(ModelLost, match="the process of 'reward' is closed, so it cannot do 'extend'"):
-        await total.call("extend", Total.add, 1)
-
-
-async def test_a_setup_that_fails_is_the_error_of_the_first_call() -> None:
-    with Process("reward", setup=fail_to_set_up) as process:
-        process.host(Total)
-        with pytest.raises(OSError, match="no such core"):
-            process.wait_until_ready()
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])

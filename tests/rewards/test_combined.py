@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -181,6 +180,13 @@ def test_a_call_that_one_part_has_made_is_made_by_all_and_given_up_by_all_otherw
     assert two.asked == (1 + both) * [("extend", priority)]
 
 
+async def test_an_urgent_call_reaches_models_as_one() -> None:
+    model = Unhurried()
+    with Urgent() as urgent:
+        await Rewards({"model": (2, model)}).finish([], priority=urgent)
+    assert model.asked == [("finish", urgent)]
+
+
 class Core:
     """A model in a place: it works for as long as its gate is closed."""
 
@@ -276,29 +282,6 @@ def test_it_is_a_scorer_as_the_protocol_says() -> None:
     run_virtual(check_scorer, made, finished(), lambda one, other: one == other)
 
 
-def test_an_urgent_call_reaches_models_as_one() -> None:
-    class Ranked(FakeScorer[float | Drop]):
-        seen: ClassVar[list[object]] = []
-
-        async def extend(self, events: object, *, priority: object = None) -> None:
-            self.seen.append(priority)
-
-        async def forget(self, rollouts: object, *, priority: object = None) -> None:
-            self.seen.append(priority)
-
-        async def finish(self, finished: Sequence[Finish], *, priority: object = None) -> list[float | Drop]:
-            self.seen.append(priority)
-            return [1.0 for _ in finished]
-
-    async def main() -> None:
-        ranked = Ranked(fake_scalar)
-        with Urgent() as urgent:
-            assert await Rewards({"model": (2, ranked)}).finish(finished(2), priority=urgent) == [2.0, 2.0]
-        assert ranked.seen == [urgent]
-
-    run_virtual(main)
-
-
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -311,6 +294,8 @@ def test_an_urgent_call_reaches_models_as_one() -> None:
 def test_what_is_no_sum_of_rewards_is_refused(parts: dict[str, Weighted], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Rewards(parts)
+    with pytest.raises(ConfigError, match="on_drop names lnog; the rewards are long"):
+        Rewards({"long": (1, length)}, decode=str, on_drop={"lnog": "skip"})
 
 
 SEVERAL = """
@@ -473,8 +458,3 @@ def test_functions_are_not_called_again_when_a_model_beside_them_has_lost_its_se
     run_virtual(disturbed.run)
     assert same_batches(alone.batches, disturbed.batches)
     assert sum(calls) == sum(len(batch) for batch in alone.batches)
-
-
-def test_a_choice_for_a_reward_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="on_drop names lnog; the rewards are long"):
-        Rewards({"long": (1, length)}, decode=str, on_drop={"lnog": "skip"})

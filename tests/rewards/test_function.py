@@ -1,11 +1,17 @@
+"""A reward function: its arguments, scores and failures, calls that overlap, and its life in a run."""
+
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 import pytest
@@ -13,11 +19,26 @@ import torch
 
 from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
-from oppo.errors import RewardError
+from oppo.environments import FunctionEnvironment, TextTurn
+from oppo.errors import ConfigError, ModelError, RewardError
 from oppo.events import Batch, Chunk, Drop, Finish, Prompt, Response
-from oppo.rewards import FunctionReward, OnFailure, load_function
-from oppo.simulate.engine import run_virtual
-from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
+from oppo.log import logger, routed
+from oppo.models import Scorer
+from oppo.rewards import FunctionReward, OnFailure, RewardFailure, Rewards, Weighted, load_function, load_reward
+from oppo.testing import (
+    FakeCritic,
+    FakePolicy,
+    FakeScorer,
+    FakeTrainer,
+    Fault,
+    FaultyScorer,
+    Raise,
+    fake_per_token,
+    prompts,
+    run_virtual,
+)
+from tests.pipelines import Pipeline, Setting
+from tests.rewards.test_combined import finished
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -127,17 +148,6 @@ async def test_a_column_of_scores_is_a_score_for_each_completion(scores: Callabl
     assert await FunctionReward(reward, decode).finish(TWO) == [0.25, 2.0]
 
 
-async def test_a_function_that_raises_is_named_with_its_rollouts() -> None:
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        raise KeyError("gold")
-
-    with pytest.raises(
-        RewardError, match=r"'reward' raised KeyError: 'gold' at .*test_function.py:\d+ in reward \(rollouts 3, 8\)"
-    ) as caught:
-        await FunctionReward(reward, decode).finish(TWO)
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
 async def test_a_column_that_is_asked_for_but_not_there_is_named() -> None:
     def reward(prompts: list[str], completions: list[str], gold: list[str]) -> list[float]:
         raise AssertionError
@@ -215,16 +225,6 @@ async def test_a_failure_is_dropped_for_the_rollouts_it_concerns_and_no_others()
     assert sorted(calls) == [1, 1, 2], "after a failure each rollout is asked for alone"
 
 
-async def test_what_is_no_score_is_dropped_with_its_reason() -> None:
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        return [float("nan") if completion == "7" else 2.0 for completion in completions]
-
-    good, bad = await FunctionReward(reward, decode, on_failure="drop").finish(TWO)
-    assert good == 2.0
-    assert isinstance(bad, Drop)
-    assert bad.reason.endswith("for rollout 8 it returned nan (float)")
-
-
 @pytest.mark.parametrize("policy", ["drop", "retry"])
 async def test_a_function_that_does_not_fit_the_data_is_a_fault_under_every_policy(policy: OnFailure) -> None:
     def reward(prompts: list[str], completions: list[str], gold: list[str]) -> list[float]:
@@ -259,24 +259,6 @@ def test_the_last_retry_fails_with_the_number_of_attempts() -> None:
         run_virtual(reward.finish, TWO)
     assert caught.value.__notes__ == ["it was the last of 4 attempts"]
     assert called == [0.0, 1.0, 6.0, 31.0]
-
-
-async def test_a_function_that_never_returns_does_not_keep_a_cancelled_run() -> None:
-    entered, release = threading.Event(), threading.Event()
-
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        entered.set()
-        release.wait(60)
-        return [0.0 for _ in completions]
-
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(FunctionReward(reward, decode).finish, TWO)
-            await anyio.to_thread.run_sync(entered.wait, 60)
-            tasks.cancel_scope.cancel()
-        assert not release.is_set()
-    finally:
-        release.set()
 
 
 def dropping(lengths: tuple[int, ...], on_failure: OnFailure = "drop") -> Sequence[Batch]:
@@ -319,3 +301,246 @@ def test_a_batch_is_smaller_by_exactly_the_rollouts_that_are_dropped(lengths: tu
 def test_a_failure_that_is_not_dropped_ends_the_run() -> None:
     with pytest.raises(RewardError, match="for rollout 0 it returned nan"):
         dropping((3,), "fail")
+
+
+EACH_LATER = Setting(lengths=tuple(range(5, 21)), batch=16, steps=1)
+"""16 responses, each of which ends a decode step after the one before."""
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_step_waits_for_the_slowest_call_and_not_for_their_sum(each: bool) -> None:
+    calls = list[int]()
+
+    async def slow(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        calls.append(len(prompts))
+        await anyio.sleep(5)
+        return [1.0 for _ in prompts]
+
+    def seconds(concurrency: int | None) -> float:
+        calls.clear()
+        pipeline = Pipeline(EACH_LATER)
+        reward = FunctionReward(slow, decode=str, each=each, concurrency=concurrency)
+        pipeline.reward = reward
+        run_virtual(pipeline.run)
+        return pipeline.reports[0].seconds
+
+    decoding = 20 * 0.01
+    assert seconds(None) == pytest.approx(decoding + 5, abs=0.02)
+    assert calls == [1] * 16
+    assert seconds(1) == pytest.approx(16 * 5 + 0.05 if each else 2 * 5 + 0.05, abs=0.1)
+
+
+def test_as_many_calls_overlap_as_were_asked_for() -> None:
+    now = most = 0
+
+    async def counted(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await anyio.sleep(1)
+        now -= 1
+        return [1.0 for _ in prompts]
+
+    async def main() -> float:
+        start = anyio.current_time()
+        await FunctionReward(counted, decode=str, each=True, concurrency=3).finish(finished(8))
+        return anyio.current_time() - start
+
+    assert run_virtual(main) == 3
+    assert most == 3
+
+
+def sleeping(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    time.sleep(60)
+    return [0.5 for _ in prompts]
+
+
+LATE = "reward function 'forever' took longer than 3 s (rollouts {})"
+
+
+def test_a_call_that_takes_too_long_is_dropped_or_made_again_as_any_that_failed(messages: list[str]) -> None:
+
+    async def forever(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        await anyio.sleep_forever()
+        return []
+
+    async def dropped() -> list[float | Drop]:
+        reward = FunctionReward(forever, decode=str, timeout=3, on_failure="drop")
+        return await reward.finish(finished(2))
+
+    async def again() -> None:
+        reward = FunctionReward(forever, decode=str, timeout=3, on_failure="retry")
+        await reward.finish(finished(1))
+
+    drops = run_virtual(dropped)
+    assert [isinstance(each, Drop) and each.reason == LATE.format(each.rollout) for each in drops] == [True, True]
+    with pytest.raises(RewardFailure, match="took longer than 3 s"):
+        run_virtual(again)
+    assert len(messages) == 3
+
+
+async def test_a_sync_call_that_takes_too_long_holds_nothing_up() -> None:
+    release, calls = threading.Event(), list[int]()
+
+    def slow(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        calls.append(len(prompts))
+        if len(calls) == 1:
+            release.wait(60)
+        return [0.5 for _ in prompts]
+
+    reward = FunctionReward(slow, decode=str, timeout=0.5)
+    try:
+        with pytest.raises(RewardFailure, match=r"took longer than 0.5 s"):
+            await reward.finish(finished(1))
+        assert await reward.finish(finished(1)) == [0.5]
+        assert not release.is_set()
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"concurrency": 0}, "concurrency must be at least 1, not 0"), ({"timeout": -1.0}, "timeout must be at least 0")],
+)
+def test_bad_numbers_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FunctionReward(sleeping, decode=str, **options)  # type: ignore[arg-type] # wrong on purpose
+
+
+def test_what_is_scored_does_not_depend_on_how_many_calls_overlap() -> None:
+    def scores(concurrency: int) -> list[list[float]]:
+        async def lengths(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+            await anyio.sleep(0.01 * len(completions[0]))
+            return [float(len(each)) for each in completions]
+
+        pipeline = Pipeline(replace(EACH_LATER, batch=4, extra=2, steps=3))
+        pipeline.reward = FunctionReward(lengths, decode=str, concurrency=concurrency)
+        run_virtual(pipeline.run)
+        return [batch.scores.tolist() for batch in pipeline.batches]
+
+    assert scores(1) == scores(8)
+
+
+@dataclass
+class Service:
+    """An async reward function that must be open when it is called."""
+
+    opened: int = 0
+    life: list[str] = field(default_factory=list)
+
+    async def __aenter__(self) -> Self:
+        self.opened += 1
+        self.life.append("opened")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await anyio.lowlevel.checkpoint()
+        self.opened -= 1
+        self.life.append("closed")
+
+    async def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        assert self.opened
+        await anyio.sleep(0.01)
+        self.life += ["called"] * (self.life[-1] != "called")
+        return [1.0 for _ in prompts]
+
+
+def played(reward: object) -> None:
+    pipeline = Pipeline(Setting(steps=2, extra=1))
+    pipeline.reward = reward  # type: ignore[assignment] # a reward may drop
+    run_virtual(pipeline.run)
+
+
+def test_a_function_is_open_as_long_as_the_run() -> None:
+    service = Service()
+    reward = FunctionReward(service, decode=str)
+    for _ in range(2):
+        played(reward)
+    assert service.life == ["opened", "called", "closed"] * 2
+
+
+def test_one_that_is_in_several_parts_is_opened_and_closed_by_each() -> None:
+    service = Service()
+    parts: dict[str, Weighted] = {"one": (1.0, service), "two": (1.0, Rewards({"it": (1.0, service)}, decode=str))}
+    played(Rewards(parts, decode=str))
+    assert [each for each in service.life if each != "called"] == ["opened"] * 2 + ["closed"] * 2
+    assert (service.opened, service.life[2], service.life[-3]) == (0, "called", "called")
+
+
+def test_a_function_is_left_when_the_run_fails_and_even_when_its_end_does() -> None:
+    service = Service()
+
+    class Opened(FaultyScorer[float | Drop]):
+        async def __aenter__(self) -> Self:
+            await service.__aenter__()
+            return self
+
+        async def __aexit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        ) -> None:
+            await service.__aexit__(kind, error, tb)
+
+    script = (Fault("judge", "forget", Raise(ModelError)), Fault("judge", "finish", Raise(ModelError)))
+    with pytest.raises(ModelError):
+        played(Opened("judge", FunctionReward(length, decode=str), script))
+    assert service.life == ["opened", "closed"]
+
+
+def length(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    return [float(len(each)) for each in completions]
+
+
+def test_the_function_of_an_environment_is_open_as_long_as_the_run() -> None:
+    class Tool(Service):
+        async def __call__(self, turn: TextTurn) -> str:  # type: ignore[override] # of another kind of function
+            assert self.opened == 1
+            self.life += ["called"] * (self.life[-1] != "called")
+            return "a"
+
+    service = Tool()
+    tool = FunctionEnvironment(service, str, lambda text: [7])
+    pipeline = Pipeline(Setting(steps=2))
+    pipeline.policy.turns = lambda prompt: (2,)
+    pipeline.generate = replace(pipeline.generate, environment=tool)
+    run_virtual(pipeline.run)
+    assert service.life == ["opened", "called", "closed"]
+
+
+def test_what_a_function_logs_goes_where_the_messages_of_the_run_go() -> None:
+    def talkative(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        logger.info("scoring")
+        return [1.0 for _ in prompts]
+
+    async def both() -> None:
+        reward = FunctionReward(talkative, decode=str)
+        for number, said in enumerate((one, other), 1):
+            with routed(said.append):
+                await reward.finish(finished(number))
+
+    one, other = list[str](), list[str]()
+    anyio.run(both)  # in a thread of its own for each call
+    assert (one, other) == (["scoring"], ["scoring"])
+
+
+FILE = """
+from tests.rewards.test_function import Service
+from oppo.rewards import Rewards
+
+judge = Service()
+several = {"judge": (1.0, judge)}
+scorer = Rewards(several, decode=str)
+"""
+
+
+@pytest.mark.parametrize("name", ["judge", "several", "scorer"])
+def test_what_is_loaded_from_a_file_is_opened_for_each_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / "judges.py").write_text(FILE)
+    for _ in range(2):
+        assert run_virtual(scored, load_reward(f"{tmp_path / 'judges.py'}:{name}", str)) == [1.0, 1.0]
+
+
+async def scored(reward: Scorer[float | Drop]) -> list[float | Drop]:
+    async with reward:  # type: ignore[attr-defined] # those that are loaded here are context managers
+        return list(await reward.finish(finished(2)))

@@ -20,8 +20,8 @@ from oppo.config.load import load
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.hf.devices import DeviceThread
+from oppo.hf.loading import ModelRecipe, positions_of
 from oppo.hf.memory import Hardware
-from oppo.hf.recipe import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.run.checkpoint import fingerprints, require_same
@@ -204,7 +204,7 @@ def test_ranks_on_gpus_train_copies_whose_whole_weights_are_kept_on_the_cpu(fold
     places = places_of(Deployment.of(settings))
     try:
         assert isinstance(places.training, Ranks)
-        assert places.training.count == 2
+        assert len(places.training.pids) == 2
     finally:
         places.close()
 
@@ -311,7 +311,7 @@ def test_memory_is_counted_of_sequences_that_the_models_read(folder: Path) -> No
     """Prompts have up to data.max_prompt_tokens, which with the response can be more than the models' positions."""
     roomy = Hardware.assumed("1xH100-80GB")
     settings = load(folder / "config.toml")
-    longest = ModelRecipe(path=settings.models.policy).positions()
+    longest = positions_of(ModelRecipe(path=settings.models.policy))
     deployment, most = Deployment.of(settings, roomy), load_of(settings, settings.data.max_prompt_tokens)
     assert most.sequence > longest
     assert with_micro_batches(deployment, most).trainer.micro_batch_tokens == 32768

@@ -8,7 +8,6 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -62,10 +61,11 @@ def test_an_exact_run_is_the_same_where_a_process_loads_the_models_that_score(
     """As on a GPU, whose memory is not shared: the critic's weights are sent, before the first step too."""
 
     def apart(settings: Settings) -> Deployment:
-        here = Deployment.of(settings)
+        here = of(settings)
         return replace(here, devices=replace(here.devices, apart=frozenset({"reference", "reward", "critic"})))
 
-    monkeypatch.setattr("oppo.run.models.Deployment", SimpleNamespace(of=apart))
+    of = Deployment.of
+    monkeypatch.setattr(Deployment, "of", apart)
     assert here == train(folder, "apart", *AHEAD, "run.steps=6", "run.scorers=process")
 
 
@@ -107,21 +107,6 @@ def test_a_step_of_an_exact_run_uses_the_versions_that_follow_from_its_index(fol
     behind = {(step, max(0, step - lookahead)) for step in range(5)}
     assert used == {"generate": behind, "value": behind, "proximal": {(step, step) for step in range(5)}}
     require_bounded_staleness(folder / "runs" / f"versions-{lookahead}")
-
-
-def test_more_steps_in_flight_with_a_trainer_of_its_own_process(folder: Path) -> None:
-    one = train(folder, "two-here", "step.lookahead=2", "run.checkpoint_every=0", "run.steps=5", "run.scorers=thread")
-    other = train(
-        folder, "two-there", "step.lookahead=2", "run.checkpoint_every=0", "run.steps=5", "run.trainer=process"
-    )
-    assert one == other
-
-
-@pytest.mark.parametrize("scorers", ["thread", "process"])
-def test_a_critic_on_the_policys_trunk_is_exact_with_steps_in_flight(folder: Path, scorers: str) -> None:
-    chosen = ("models.shared_trunk=true", "step.lookahead=2", "run.checkpoint_every=0", "run.steps=4")
-    one = train(folder, f"trunk-{scorers}", *chosen, f"run.scorers={scorers}")
-    assert one == train(folder, f"trunk-{scorers}-again", *chosen, "run.scorers=thread", "step.chunk=3")
 
 
 @pytest.mark.parametrize(("policy", "kv_on_sync"), [("thread", "keep"), ("process", "recompute")])

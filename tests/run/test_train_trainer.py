@@ -13,7 +13,6 @@ import pytest
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import oppo.hf.train.trainer
 from oppo.cli import DONE, FAILED, INTERRUPTED, main
 from oppo.config.load import load
 from oppo.hf.lora import merged
@@ -148,7 +147,7 @@ def test_what_was_learned_is_saved_as_a_whole_though_who_waits_for_it_is_cancell
             go_on.set()
         assert saving.cancelled()
 
-    monkeypatch.setattr(oppo.hf.train.trainer, "merged", held)
+    monkeypatch.setattr("oppo.hf.train.trainer.merged", held)
     final = folder / "elsewhere" / "final"
     (final / "old").mkdir(parents=True)
     with prepare(load(folder / "config.toml", ["run.scorers=thread", "run.name=cancelled"])) as session:

@@ -1,6 +1,6 @@
-"""A fake of the calls of vLLM's ``AsyncLLM`` that the policy uses, with the timing of a process of its own.
+"""The fake of vLLM's ``AsyncLLM``: what policies and scorers call, with the timing of a process of its own.
 
-``tests/vllm/scenario.py`` holds it to what the real one does.
+``tests/vllm/scenario.py`` holds it to what the real one does; ``fake_server.py`` is a server over it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -22,9 +22,9 @@ from torch import Tensor
 from oppo.errors import as_itself
 from oppo.simulate.models import noise
 from oppo.vllm import VllmEngine
+from oppo.vllm.engine import Engine, WeightSender
 from oppo.vllm.processes import Children, EngineFiles
-from oppo.vllm.surface import AsyncEngine
-from oppo.vllm.sync import WeightSender
+from oppo.vllm.sync import DEADLINE, in_time
 
 VOCABULARY = 1000
 LOG = Path("fake.log")
@@ -32,13 +32,43 @@ BLOCK = 8
 """Tokens of a block of its prefix cache."""
 
 
+def config(
+    *,
+    model: str = "models/fake",
+    vocabulary: int = VOCABULARY,
+    longest: int = 500,
+    dtype: torch.dtype = torch.float32,
+    runner: str = "generate",
+    labels: int = 1,
+    pooling: str = "LAST",
+    prefix: bool = True,
+    mean: float | None = None,
+    padding: int | None = 0,
+) -> Any:
+    """Return a ``VllmConfig`` as far as it is read."""
+    pooler = SimpleNamespace(seq_pooling_type=pooling, logit_mean=mean, logit_sigma=None)
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix, block_size=BLOCK),
+        model_config=SimpleNamespace(
+            model=model,
+            dtype=dtype,
+            runner_type=runner,
+            pooler_config=pooler if runner == "pooling" else None,
+            hf_config=SimpleNamespace(num_labels=labels),
+            hf_text_config=SimpleNamespace(pad_token_id=padding),
+            max_model_len=longest,
+            get_vocab_size=lambda: vocabulary,
+        ),
+    )
+
+
 def experts_of(sequence: Sequence[int]) -> NDArray[np.uint8]:
     """Return the experts that the fake chooses at each position, [positions, 2, 1]: they tell token and position."""
     return np.array([[[token % 251], [at % 251]] for at, token in enumerate(sequence)], np.uint8)
 
 
-class EngineDead(Exception):  # noqa: N818 - vLLM's is called EngineDeadError
-    """In the place of vLLM's error."""
+class EngineDeadError(Exception):
+    """vLLM's."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +137,37 @@ class Collector:
         return output
 
 
+@dataclass
+class FlatLogprobs:
+    """vLLM's: one list for all places."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request to score gets."""
+
+    num_cached_tokens: int
+    outputs: Any = None
+    prompt_logprobs: FlatLogprobs | None = None
+
+
+@dataclass(eq=False)
+class Answering:
+    """The collector of a request to score: it has the answer some time after somebody began to wait."""
+
+    name: str
+    answer: Answer
+    llm: FakeAsyncLLM
+
+    async def get(self) -> Answer:
+        await anyio.sleep(self.llm.answers_after)
+        self.llm.asking.remove(self.name)
+        return self.answer
+
+
 @dataclass(eq=False)
 class Request:
     id: str
@@ -134,7 +195,14 @@ class FakeAsyncLLM:
         late: seconds from a decode step until its outputs can be had, though the engine may have been paused meanwhile.
         mislabelled: it names other weights than made the tokens.
         logprob: of a token, by the length of the sequence before it.
+        facts: of its configuration, as :func:`config` has them.
+        room: blocks of the prefix cache; the oldest makes room for a new one.
         cached: heads of sequences whose keys and values it has, by salt.
+        answers_after: seconds until a request to score is answered.
+        uninitialised: places of tokens that were cached have numbers without meaning, or are not there.
+        sequences: of all requests to score, in order.
+        asking: names of those that were not answered.
+        tempers: what its workers were told of logits.
         rows: the requests of each decode step.
         adapters: vLLM's requests for them, as they were loaded.
         agreed: what was said of how weights travel.
@@ -158,7 +226,14 @@ class FakeAsyncLLM:
     aborted: list[Request] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
     recomputed: int = 0
-    cached: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    facts: dict[str, Any] = field(default_factory=dict)
+    room: int = 1_000_000
+    cached: dict[tuple[str, tuple[int, ...]], None] = field(default_factory=dict)
+    answers_after: float = 0.0
+    uninitialised: bool = True
+    sequences: list[tuple[int, ...]] = field(default_factory=list)
+    asking: set[str] = field(default_factory=set)
+    tempers: list[tuple[Any, ...]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     adapters: list[Any] = field(default_factory=list)
     agreed: list[Any] = field(default_factory=list)
@@ -173,24 +248,18 @@ class FakeAsyncLLM:
 
     @property
     def vllm_config(self) -> Any:
-        return SimpleNamespace(
-            model_config=SimpleNamespace(
-                model="models/fake",
-                max_model_len=self.longest,
-                get_vocab_size=lambda: VOCABULARY,
-                dtype=self.dtype,
-            ),
-            cache_config=SimpleNamespace(block_size=BLOCK),
-        )
+        return config(**{"longest": self.longest, "dtype": self.dtype, **self.facts})
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.errored = True
 
     async def add_request(
         self, request_id: str, prompt: Mapping[str, Any], params: Any, *, lora_request: Any = None
-    ) -> Collector:
+    ) -> Any:
         self._require_alive()
         await anyio.lowlevel.checkpoint()
+        if prompt.get("type") == "token":
+            return self._asked(request_id, prompt, params)
         salt, collector = str(prompt["cache_salt"]), Collector(f"{request_id}-inside")
         request = Request(request_id, list(prompt["prompt_token_ids"]), salt, params, collector, lora=lora_request)
         self.requests[request_id] = self._open[request_id] = request
@@ -209,6 +278,7 @@ class FakeAsyncLLM:
         for each in request_id:
             if request := self._ended(each):  # its collector learns it at once
                 request.collector.put(Output([Completion([], [], "abort")]))
+        self.asking -= set(request_id)
         if self.errored:
             return
         await anyio.lowlevel.checkpoint()
@@ -271,6 +341,8 @@ class FakeAsyncLLM:
         self._require_alive()
         if not self._updating:
             raise RuntimeError("start_weight_update must be called before update_weights")
+        assert self.paused, "weights change between decode steps"
+        assert "weights" not in self.asleep, "there is no memory for them"
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._require_alive()
@@ -279,16 +351,17 @@ class FakeAsyncLLM:
         self._updating = False
         if weight_version is not None:
             await self.update_weight_version(weight_version)
+            self.updates.append(weight_version)
 
     def _require_alive(self) -> None:
         if self.errored:
-            raise EngineDead("EngineCore encountered an issue")
+            raise EngineDeadError("EngineCore encountered an issue")
 
     def die(self) -> None:
         """End as a killed process does."""
         self.errored = True
         for request in self._open.values():
-            request.collector.fail(EngineDead("EngineCore encountered an issue"))
+            request.collector.fail(EngineDeadError("EngineCore encountered an issue"))
 
     async def run(self) -> None:
         """Decode for ever."""
@@ -347,7 +420,7 @@ class FakeAsyncLLM:
         position = len(request.prompt) + len(request.tokens)
         params = request.params
         if not request.tokens:
-            request.cached = self._hit(request)
+            request.cached = self.hit(tuple(request.prompt), request.salt)
         others = [token for token in range(10, VOCABULARY) if token not in params.stop_token_ids]
         token = others[int(noise(params.seed, len(request.tokens)) * len(others))]
         ends = bool(params.stop_token_ids) and len(request.tokens) + 1 >= max(
@@ -370,12 +443,51 @@ class FakeAsyncLLM:
         else:
             self._put(request, output, self.version)
 
-    def _hit(self, request: Request) -> int:
-        """Return how many tokens of a prompt are cached, never all of them; cache the whole blocks."""
-        heads = [(request.salt, tuple(request.prompt[:end])) for end in range(BLOCK, len(request.prompt) + 1, BLOCK)]
-        hits = [len(head[1]) for head in heads if head in self.cached and len(head[1]) < len(request.prompt)]
-        self.cached.update(heads)
-        return max(hits, default=0)
+    def hit(self, sequence: tuple[int, ...], salt: str = "") -> int:
+        """Return how many tokens were cached, never all of them; cache the whole blocks."""
+        heads = [(salt, sequence[:end]) for end in range(BLOCK, len(sequence) + 1, BLOCK)]
+        hit = 0
+        for _, head in heads:
+            if (salt, head) not in self.cached or len(head) == len(sequence):
+                break
+            hit = len(head)
+        for each in heads:
+            self.cached.pop(each, None)
+            self.cached[each] = None
+        while len(self.cached) > self.room:
+            del self.cached[next(iter(self.cached))]
+        return hit
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> None:
+        assert method == "oppo_temper"
+        self.tempers.append(args)
+
+    def _asked(self, name: str, prompt: Mapping[str, Any], params: Any) -> Answering:
+        sequence = tuple(prompt["prompt_token_ids"])
+        assert sequence
+        assert name not in self.asking
+        self.sequences.append(sequence)
+        self.asking.add(name)
+        if hasattr(params, "task"):
+            assert vars(params) == {"task": "classify", "use_activation": False}
+            pooled = SimpleNamespace(data=np.array([score(sequence)]))
+            return Answering(name, Answer(self.hit(sequence), pooled), self)
+        assert (params.max_tokens, params.skip_reading_prefix_cache, params.flat_logprobs) == (1, False, True)
+        return Answering(name, self._read(sequence, str(prompt["cache_salt"]), params.prompt_logprobs), self)
+
+    def _read(self, sequence: tuple[int, ...], salt: str, k: int) -> Answer:
+        cached, flat = self.hit(sequence, salt), FlatLogprobs()
+        temperature, known = self.tempers[-1] if self.tempers else (1.0, self.vllm_config.model_config.get_vocab_size())
+        for at in range(1, len(sequence)):
+            ids, logprobs = [-1] * (1 + k), [float("nan")] * (1 + k)
+            if at > cached:
+                found = logprobs_after(sequence[:at], known, temperature)
+                ids = [sequence[at], *np.argsort(-found, kind="stable")[:k].tolist()]
+                logprobs = found[ids].tolist()
+            if at > cached or self.uninitialised:
+                flat.token_ids += ids
+                flat.logprobs += logprobs
+        return Answer(cached, prompt_logprobs=flat)
 
     def _spans(self, request: Request) -> list[Span]:
         if self.mislabelled:
@@ -385,30 +497,56 @@ class FakeAsyncLLM:
         return [Span(request.versions[start], start, end) for start, end in zip(starts, ends, strict=True)]
 
 
+def score(sequence: Sequence[int]) -> float:
+    return noise(*sequence)
+
+
+def logprobs_after(prefix: Sequence[int], vocabulary: int, temperature: float = 1.0) -> NDArray[np.float32]:
+    """Return the log-probs of the next token, float32 [vocabulary]."""
+    seed = int(noise(*prefix) * 2**31)
+    logits = np.random.default_rng(seed).normal(scale=2.0, size=vocabulary) / temperature
+    shifted = logits - logits.max()
+    logprobs: NDArray[np.float32] = (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
+    return logprobs
+
+
 @dataclass
 class FakeSender:
-    """Takes weights after some seconds; ``fails`` raises instead, once."""
+    """Has an engine take weights after some seconds, without a file; ``fails`` raises instead, once."""
 
     seconds: float = 0.02
     fails: Exception | None = None
 
-    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
-        fake = cast("FakeAsyncLLM", llm)
-        assert fake.paused, "weights change between decode steps"
-        assert "weights" not in fake.asleep, "there is no memory for them"
+    async def send(self, engine: Engine, tensors: Mapping[str, Tensor], version: str) -> None:
         await anyio.sleep(self.seconds)
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
-        fake.version = version
-        fake.updates.append(version)
+        async with in_time(DEADLINE, version):
+            await engine.start_update()
+            await engine.update({})
+            await engine.finish_update(version)
 
 
-def engine_of(llm: FakeAsyncLLM, sender: WeightSender | None = None) -> VllmEngine:
+class FakeEngine(VllmEngine):
+    """An engine around the fake; vLLM is not installed."""
+
+    @staticmethod
+    def sampling(keywords: Mapping[str, Any], *, new: bool = False) -> object:
+        return SimpleNamespace(**keywords)
+
+    @staticmethod
+    def pooling(keywords: Mapping[str, Any]) -> object:
+        return SimpleNamespace(**keywords)
+
+    @staticmethod
+    def lora(name: str, path: str, *, replaces: bool) -> object:
+        return SimpleNamespace(name=name, path=path, replaces=replaces)
+
+
+def engine_of(llm: FakeAsyncLLM, sender: WeightSender | None = None, *, adapts: bool = False) -> VllmEngine:
     """Return an engine around a fake."""
-    engine = VllmEngine(llm, sender or FakeSender(), Children(), ExitStack(), files=EngineFiles(LOG))
-    engine.params = lambda keywords: SimpleNamespace(**keywords)  # type: ignore[method-assign]  # vLLM is not installed
-    return engine
+    return FakeEngine(llm, sender or FakeSender(), Children(), ExitStack(), files=EngineFiles(LOG), adapts=adapts)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""A fake of a vLLM server: the routes that are used, over the fake of the engine, as a transport of httpx.
+"""A fake of a vLLM server: the routes that policies and scorers use, over the fake of the engine, for httpx.
 
 ``tests/vllm/real/test_server.py`` has a real one.
 """
@@ -13,13 +13,21 @@ from typing import Any
 
 import anyio
 import httpx
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from oppo.vllm import VllmServer
-from oppo.vllm.http import HttpEngine
-from oppo.vllm.surface import AsyncEngine
-from oppo.vllm.sync import FileSender
-from tests.vllm.fake_engine import VOCABULARY, Collector, Completion, FakeAsyncLLM, Output, Request
+from tests.vllm.fake_engine import (
+    VOCABULARY,
+    Collector,
+    Completion,
+    FakeAsyncLLM,
+    FakeSender,
+    Output,
+    Request,
+    logprobs_after,
+    score,
+)
 
 URL = "http://localhost:8000"
 
@@ -52,8 +60,11 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
         forgets: it takes updates without naming their version.
         loads: it loads adapters while it runs.
         adapters: names of those that it has.
+        likely: ids that have all of the probability; 0: all ids.
+        failing: so many requests to score are answered with 503 first.
         init: what the last ``/init_weight_transfer_engine`` said.
         asked: paths, in order.
+        bodies: of requests for tokens and scores.
     """
 
     llm: FakeAsyncLLM = field(default_factory=FakeAsyncLLM)
@@ -62,6 +73,8 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
     key: str = ""
     forgets: bool = False
     loads: bool = False
+    likely: int = 0
+    failing: int = 0
     adapters: list[str] = field(default_factory=list)
     init: Mapping[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -82,7 +95,7 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
             case "/server_info":
                 return httpx.Response(200, json={"vllm_config": self.config})
             case "/v1/models":
-                return httpx.Response(200, json={"data": [{"id": "fake"}]})
+                return httpx.Response(200, json={"data": [{"id": "fake", "max_model_len": self.llm.longest}]})
             case "/weight_info":
                 return httpx.Response(200, json={"weight_version": self.llm.version})
             case "/inference/v1/generate":
@@ -95,6 +108,8 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
             case "/resume":
                 self.llm.paused = False
                 return httpx.Response(200, json={})
+            case "/pooling" | "/v1/completions":
+                return self._scored(body)
         return httpx.Response(404, json={"detail": "Not Found"})
 
     def _refusal(self, request: httpx.Request) -> httpx.Response | None:
@@ -102,13 +117,44 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
         self.asked.append(path)
         if self.llm.errored:
             raise httpx.ConnectError("All connection attempts failed")
-        guarded = self.key and path.startswith(("/v1", "/inference"))
+        guarded = self.key and path.startswith(("/v1", "/inference", "/pooling"))
         if guarded and request.headers.get("Authorization") != f"Bearer {self.key}":
             return httpx.Response(401, json={"error": "Unauthorized"})
         return self.instead.get(path)
 
+    def _scored(self, body: dict[str, Any]) -> httpx.Response:
+        self.bodies.append(body)
+        sequences = body.get("input") or [body["prompt"]]
+        if self.failing and len(self.bodies) > 1:  # not the one that asks whether it can
+            self.failing -= 1
+            return httpx.Response(503, text="busy")
+        if "input" in body:
+            scored = [{"index": at, "object": "pooling", "data": [score(each)]} for at, each in enumerate(sequences)]
+            return httpx.Response(200, json={"object": "list", "model": "fake", "data": scored})
+        (sequence,) = sequences
+        places: list[dict[str, Any] | None] = [None]
+        for at in range(1, len(sequence)):
+            found = self._logprobs_after(sequence[:at])
+            order = np.argsort(-found, kind="stable").tolist()
+            listed = {sequence[at]: order.index(sequence[at]) + 1}
+            listed |= {each: n + 1 for n, each in enumerate(order[: body["prompt_logprobs"]])}
+            places.append({str(each): {"logprob": float(found[each]), "rank": n} for each, n in listed.items()})
+        choice: dict[str, Any] = {"index": 0, "text": "", "prompt_logprobs": places}
+        if allowed := body.get("allowed_token_ids"):
+            choice["logprobs"] = {"token_logprobs": [float(self._logprobs_after(sequence)[allowed].max())]}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    def _logprobs_after(self, prefix: list[int]) -> NDArray[np.float32]:
+        known = self.llm.vllm_config.model_config.get_vocab_size()
+        found = np.full(known, -9999.0, np.float32)
+        likely = self.likely or known
+        found[:likely] = logprobs_after(prefix, likely)
+        return found
+
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         path, body = request.url.path, json.loads(request.content or b"{}")
+        if path in ("/pooling", "/v1/completions"):
+            return self.handle_request(request)
         if (answer := self._refusal(request)) is not None:
             return answer
         if path == "/inference/v1/generate":
@@ -159,12 +205,9 @@ class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
             case "/start_weight_update":
                 await llm.start_weight_update()
             case "/update_weights":
-                assert llm.paused, "weights change between decode steps"
                 await llm.update_weights(body["update_info"])
             case "/finish_weight_update":
-                version = body.get("weight_version")
-                await llm.finish_weight_update(None if self.forgets else version)
-                llm.updates.append(str(version))
+                await llm.finish_weight_update(None if self.forgets else body.get("weight_version"))
             case _:
                 raise AssertionError(f"no such route: {path}")
         return {}
@@ -221,21 +264,8 @@ def choice_of(completion: Completion) -> dict[str, Any]:
     }
 
 
-class RouteSender(FileSender):
-    """Sends no file, but makes the calls; ``seconds`` pass first."""
-
-    def __init__(self, seconds: float = 0.02) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    async def send(self, llm: AsyncEngine, tensors: Mapping[str, Tensor], version: str) -> None:
-        assert isinstance(llm, HttpEngine)
-        await anyio.sleep(self.seconds)
-        await self._load(llm, {"path": str(self._file.path), "prints": {}}, version)
-
-
 def server_of(fake: FakeServer, **given: Any) -> VllmServer:
     """Return a server that is connected to a fake."""
     server = VllmServer(URL, transport=fake, **given)
-    server.sender = RouteSender()
+    server.sender = FakeSender()
     return server

@@ -19,11 +19,11 @@ from oppo.placement import PolicyPool, Process
 from oppo.testing import check_policy, run_virtual
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.processes import ServerProcess
-from oppo.vllm.sync import HostedFile
+from oppo.vllm.sync import HostedFiles
 from tests.vllm.bench import SAMPLING, WEIGHTS, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
 from tests.vllm.fake_server import URL, FakeServer
-from tests.vllm.test_load import adapted
+from tests.vllm.test_sync import adapted
 
 
 @asynccontextmanager
@@ -123,7 +123,7 @@ def test_adapters_are_written_where_each_server_is_and_one_that_is_started_again
                 assert path is not None
                 fakes.append(fake := FakeServer(llms[len(fakes)], loads=True))
                 fake.config["lora_config"] = {"max_lora_rank": 8}
-                server = VllmServer(URL, transport=fake, adapters=4, file=HostedFile(path, load))
+                server = VllmServer(URL, transport=fake, adapters=4, files=HostedFiles(path, load))
                 assert fake.init["path"] == str(path), "its workers say whether they can read there"
                 return VllmPolicy(server, sampling=SAMPLING)
 

@@ -1,9 +1,9 @@
-"""Weight sync to vLLM: the weights that an engine takes, the file they lie in, the route, and vLLM's own transfers."""
+"""Weight sync to vLLM: what is sent, where it lies, by which route, when it is served, and what a failure means."""
 
 from __future__ import annotations
 
-import errno
 import gc
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,37 +11,45 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from oppo.errors import ConfigError, ModelError, ModelLost
+from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
+from oppo.events import Prompt
+from oppo.log import routed
+from oppo.models import Weights
 from oppo.vllm.arguments import Backend, Route, route_of
+from oppo.vllm.engine import GRACE, ServedWeights
 from oppo.vllm.sync import (
     DTYPES,
+    FILES,
     SAMPLED,
     DeviceSender,
     FileSender,
-    ServedWeights,
-    WeightFile,
+    MemoryFile,
+    WeightFiles,
     fingerprints,
     plain,
     restored,
 )
+from tests.vllm.bench import WEIGHTS, Bench, varied
+from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
 
 CPU, FIRST, SECOND, THIRD, FOURTH = (torch.device(each) for each in ("cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"))
 UUIDS = ["a1", "b2", "c3", "d4"]
 
 
-@pytest.fixture(autouse=True)
-def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=UUIDS[number]))
@@ -65,6 +73,7 @@ def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pipeline_parallel_size": 3, "prefill_context_parallel_size": 1}, FOURTH, Route("nccl", 3, FOURTH)),
     ],
 )
+@pytest.mark.usefixtures("gpus")
 def test_weights_go_within_a_gpu_or_between_several(
     arguments: dict[str, object], trainer: torch.device, expected: Route
 ) -> None:
@@ -72,6 +81,7 @@ def test_weights_go_within_a_gpu_or_between_several(
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.usefixtures("gpus")
 def test_memory_that_cuda_ipc_cannot_share_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
     with pytest.raises(ConfigError, match=rf"{name} has expandable_segments:True.*placement\.trainer"):
@@ -82,6 +92,7 @@ def test_memory_that_cuda_ipc_cannot_share_is_refused_by_name(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("trainer", [CPU, FIRST])
+@pytest.mark.usefixtures("gpus")
 def test_an_engine_on_a_cpu_reads_a_file_wherever_the_trainer_is(trainer: torch.device) -> None:
     assert route_of({"tensor_parallel_size": 2}, trainer, on_cpu=True) == Route("file", 2, trainer)
 
@@ -113,6 +124,7 @@ def test_an_engine_on_a_cpu_reads_a_file_wherever_the_trainer_is(trainer: torch.
         ),
     ],
 )
+@pytest.mark.usefixtures("gpus")
 def test_a_trainer_on_one_of_several_gpus_of_the_engine_is_refused_by_name(
     arguments: dict[str, object], messages: list[str]
 ) -> None:
@@ -121,7 +133,7 @@ def test_a_trainer_on_one_of_several_gpus_of_the_engine_is_refused_by_name(
     assert all(message in str(caught.value) for message in messages)
 
 
-def assert_holds(file: WeightFile, tensors: dict[str, Tensor]) -> None:
+def assert_holds(file: MemoryFile, tensors: dict[str, Tensor]) -> None:
     found = load_file(file.path)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -131,7 +143,7 @@ def assert_holds(file: WeightFile, tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_another_program_reads_what_was_written_last(dtype: torch.dtype) -> None:
-    file = WeightFile()
+    file = MemoryFile()
     for value, rows in ((1, 3), (0, 3), (1, 7), (1, 2)):
         tensors = {
             "weight": torch.full((rows, 5), value, dtype=dtype),
@@ -144,13 +156,13 @@ def test_another_program_reads_what_was_written_last(dtype: torch.dtype) -> None
 
 
 def test_the_first_of_tied_tensors_is_written_and_what_is_not_contiguous_in_its_own_order() -> None:
-    file, table = WeightFile(), torch.arange(6.0).view(2, 3)
+    file, table = MemoryFile(), torch.arange(6.0).view(2, 3)
     file.write({"embedding": table, "head": table, "turned": table.t()})
     assert_holds(file, {"embedding": table, "turned": table.t()})
 
 
 def test_the_memory_of_one_update_is_that_of_the_next() -> None:
-    file = WeightFile()
+    file = MemoryFile()
     file.write({"a": torch.zeros(1000)})
     before = file._memory.data_ptr()
     file.write({"a": torch.ones(1000)})
@@ -159,26 +171,16 @@ def test_the_memory_of_one_update_is_that_of_the_next() -> None:
 
 @pytest.mark.parametrize("named", [False, True], ids=["in memory", "with a name"])
 def test_nothing_is_left_of_it(named: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     if named:
-        monkeypatch.delattr(os, "memfd_create", raising=False)
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    file = WeightFile()
-    file.write({"a": torch.ones(3)})
-    assert_holds(file, {"a": torch.ones(3)})
-    path, left = file.path, len(list(tmp_path.iterdir()))
-    assert left == named
-    del file
+        monkeypatch.delattr(os, "memfd_create")
+    files = WeightFiles()
+    file = files.write({"a": torch.ones(3)}, "1") / FILES[False]
+    assert load_file(file)["a"].tolist() == [1.0, 1.0, 1.0]
+    assert file.is_symlink() is not named
+    del files
     gc.collect()
-    assert not path.exists()
-
-
-def test_a_lack_of_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(ModelError, match=r"no memory for .* bytes of weights on their way to vLLM, .* old"):
-        WeightFile().write({"a": torch.ones(3)})
+    assert not [*tmp_path.iterdir()]
 
 
 @given(st.integers(0, 2000), st.integers(0, 1999), st.sampled_from([torch.float32, torch.bfloat16]))
@@ -198,53 +200,7 @@ def test_a_fingerprint_tells_tensors_apart_by_type_shape_and_what_is_all_over_th
 
 def test_a_dtype_that_the_format_does_not_know_is_named() -> None:
     with pytest.raises(ModelError, match=r"weight a is of torch.complex64, which cannot travel to vLLM: expected one"):
-        WeightFile().write({"a": torch.ones(3, dtype=torch.complex64)})
-
-
-def config(**changes: Any) -> LlamaConfig:
-    made = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def weights(**changes: Any) -> dict[str, Tensor]:
-    return LlamaForCausalLM(config(**changes)).state_dict()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_models_own_weights_pass_whether_tied_ones_come_once_or_twice(tied: bool) -> None:
-    served = ServedWeights.of("actor", config(tie_word_embeddings=tied))
-    model = LlamaForCausalLM(config(tie_word_embeddings=tied))
-    served.require(model.state_dict())
-    served.require(dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 1}, r"actor, which vLLM serves: 9 missing \(model\.layers\.1\..*\.\.\.\); it goes on"),
-        ({"num_hidden_layers": 3}, r"actor, which vLLM serves: 9 unknown \(model\.layers\.2\..*\.\.\.\)"),
-        ({"vocab_size": 33}, r"2 of another shape \(model\.embed_tokens\.weight \[33, 8\], not \[32, 8\], lm_head"),
-        ({"attention_bias": True}, r"8 unknown \(model\.layers\.0\.self_attn\.q_proj\.bias"),
-    ],
-)
-def test_those_of_another_model_are_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        ServedWeights.of("actor", config()).require(weights(**changes))
-
-
-def test_an_output_layer_of_its_own_is_missed_where_it_is_not_tied() -> None:
-    without = {name: tensor for name, tensor in weights().items() if name != "lm_head.weight"}
-    with pytest.raises(ModelError, match=r"1 missing \(lm_head\.weight\)"):
-        ServedWeights.of("actor", config()).require(without)
-    ServedWeights.of("actor", config(tie_word_embeddings=True)).require(without)
-
-
-def test_it_takes_no_memory() -> None:
-    large = ServedWeights.of("actor", config(vocab_size=10_000_000, hidden_size=10_000, intermediate_size=10_000))
-    assert large.shapes["lm_head.weight"] == (10_000_000, 10_000)
-    assert torch.empty(0).device.type == "cpu"
+        MemoryFile().write({"a": torch.ones(3, dtype=torch.complex64)})
 
 
 TENSORS = {"first": torch.arange(6.0).reshape(2, 3), "second": torch.ones(2)}
@@ -264,30 +220,30 @@ class Receiving:
     seconds: float = 0.0
     handles: Any = None
 
-    async def init_weight_transfer_engine(self, request: Any) -> None:
+    async def agree(self, info: Any) -> None:
         self.calls.append("init")
 
-    async def start_weight_update(self) -> None:
+    async def start_update(self) -> None:
         self.calls.append("start")
 
-    async def update_weights(self, request: Any) -> None:
+    async def update(self, info: Any) -> None:
         self.calls.append("update")
         await anyio.sleep(self.seconds)
         if self.fails is not None:
             raise self.fails
-        self.handles = request.update_info.get("ipc_handles")
-        if "path" in request.update_info:
-            self.files.append(Path(request.update_info["path"]))
+        self.handles = info.get("ipc_handles")
+        if "path" in info:
+            self.files.append(Path(info["path"]))
             self.read = load_file(self.files[-1])
 
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.calls.append(f"finish {weight_version}")
+    async def finish_update(self, version: str | None = None) -> None:
+        self.calls.append(f"finish {version}")
 
-    async def update_weight_version(self, new_version: str) -> None:
-        self.calls.append(f"version {new_version}")
+    async def name_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A stand-in for the modules of vLLM that weight sync imports; returns what its trainer's side did."""
     did: list[str] = []
@@ -369,6 +325,7 @@ class OnGpu(Tensor):
 
 
 GPU = torch.device("cuda", 1)
+NCCL = Route("nccl", 1, GPU)
 ON_GPU = {name: tensor.as_subclass(OnGpu) for name, tensor in TENSORS.items()}
 
 
@@ -380,20 +337,32 @@ def test_weights_travel_in_a_file_that_is_written_anew() -> None:
     assert {name: tensor.tolist() for name, tensor in receiving.read.items()} == {
         name: tensor.tolist() for name, tensor in TENSORS.items()
     }
-    assert len(set(receiving.files)) == 1
+    assert len(set(receiving.files)) == 2, "no two have the same name"
     gc.collect()
     assert not receiving.files[0].exists()
 
 
-def test_weights_that_an_engine_does_not_load_are_a_lost_model() -> None:
-    receiving = Receiving(fails=RuntimeError("no such parameter"))
-    with pytest.raises(ModelLost, match=r"weights of version run-1, .*no such parameter.*oppo resume"):
-        send(receiving, "run-1")
-
-
-def test_an_engine_that_takes_too_long_is_a_lost_model() -> None:
-    with pytest.raises(ModelLost, match=r"took no weights within 0 s, .*oppo resume"):
-        send(Receiving(seconds=30.0), "run-1", sender=FileSender(deadline=0.01))
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("receiving", "sender", "tensors", "message"),
+    [
+        (
+            Receiving(fails=RuntimeError("no such parameter")),
+            FileSender(),
+            TENSORS,
+            r"weights of version run-1, .*no such parameter.*oppo resume",
+        ),
+        (Receiving(seconds=30.0), FileSender(deadline=0.01), TENSORS, r"took no weights within 0 s, .*oppo resume"),
+        (Receiving(fails=RuntimeError("NCCL error")), DeviceSender(NCCL), ON_GPU, "NCCL error"),
+        (Receiving(seconds=5.0), DeviceSender(NCCL, deadline=0.05), ON_GPU, "took no weights within 0 s"),
+    ],
+    ids=["file fails", "file late", "GPU fails", "GPU late"],
+)
+def test_an_engine_that_loads_no_weights_in_time_is_a_lost_model(
+    receiving: Receiving, sender: FileSender | DeviceSender, tensors: Mapping[str, Tensor], message: str
+) -> None:
+    with pytest.raises(ModelLost, match=message):
+        send(receiving, "run-1", sender=sender, tensors=tensors)
 
 
 def test_weights_that_cannot_be_written_leave_the_old_ones_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +371,7 @@ def test_weights_that_cannot_be_written_leave_the_old_ones_served(monkeypatch: p
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     receiving = Receiving()
-    with pytest.raises(ModelError, match=r"goes on serving the old ones .*No space left") as caught:
+    with pytest.raises(ModelError, match=r"goes on serving the old ones .*no memory for .*No space left") as caught:
         send(receiving, "run-1")
     assert not isinstance(caught.value, ModelLost)
     assert receiving.calls == []
@@ -421,6 +390,7 @@ def test_on_gpus_vllm_sends_by_its_own_means_from_the_gpu_of_the_trainer(
     assert receiving.calls == ["init", *once, "version run-1", *once, "version run-2"]
 
 
+@pytest.mark.usefixtures("vllm")
 def test_handles_of_the_memory_of_a_gpu_travel_without_pickles() -> None:
     receiving = Receiving()
     send(receiving, "run-1", sender=DeviceSender(Route("ipc", 1, GPU)), tensors=ON_GPU)
@@ -439,13 +409,347 @@ def test_weights_on_another_device_than_announced_are_refused_before_anything_is
     assert receiving.calls == vllm == []
 
 
-def test_a_transfer_between_gpus_that_fails_is_a_lost_model() -> None:
-    receiving = Receiving(fails=RuntimeError("NCCL error"))
-    with pytest.raises(ModelLost, match="NCCL error"):
-        send(receiving, "run-1", sender=DeviceSender(Route("nccl", 1, GPU)), tensors=ON_GPU)
+@pytest.mark.parametrize(("kv_on_sync", "recomputed"), [("keep", 0), ("recompute", 2)])
+def test_deferred_rollouts_keep_their_kv_cache_or_compute_them_again(kv_on_sync: str, recomputed: int) -> None:
+    bench = Bench(keywords={"kv_on_sync": kv_on_sync})
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(3))
+        await bench.step(decodes, cut_at=1)
+        await bench.policy.load(Weights(1, WEIGHTS))
+        await bench.policy.load(Weights(2))
+        await bench.policy.load(Weights(3, WEIGHTS))
+        await bench.step(await bench.policy.open([Prompt(9, 9, np.array([12], np.int32))]))
+
+    bench.run(main)
+    assert bench.llm.recomputed == recomputed
+    assert len(bench.llm.updates) == 2, "an actor that was not trained is not sent"
+    salts = {request.salt for request in bench.llm.done}
+    assert len(salts) == 2, "no prefix of other weights is used"
 
 
-def test_a_transfer_between_gpus_has_a_deadline() -> None:
-    sender = DeviceSender(Route("nccl", 1, GPU), deadline=0.05)
-    with pytest.raises(ModelLost, match="took no weights within 0 s"):
-        send(Receiving(seconds=5.0), "run-1", sender=sender, tensors=ON_GPU)
+def unmerged() -> dict[str, object]:
+    raise MemoryError("too large")
+
+
+@pytest.mark.parametrize(
+    ("weights", "fails", "error", "message"),
+    [
+        (Weights(1, WEIGHTS), ModelError("no room"), ModelError, "no room"),
+        (Weights(1, {"bias": torch.zeros(1)}), None, ModelError, r"not the weights of fake, .*: 1 missing \(weight\)"),
+        (Weights(1, WEIGHTS, merge=unmerged), None, MemoryError, "too large"),
+    ],
+    ids=["not sent", "of another model", "not merged"],
+)
+def test_weights_that_cannot_be_synced_leave_the_engine_decoding_with_the_old_ones(
+    weights: Weights, fails: Exception | None, error: type[Exception], message: str
+) -> None:
+    bench = Bench(sender=FakeSender(fails=fails))
+    bench.engine.weights = ServedWeights("fake", {"weight": (1,)}, (frozenset({"weight"}),))
+
+    async def sync_weights() -> None:
+        await anyio.sleep(0.015)
+        with pytest.raises(error, match=message):
+            await bench.policy.load(weights)
+        assert bench.policy.version == 0
+        await bench.policy.load(Weights(2, WEIGHTS))
+
+    bench.play(2, beside=sync_weights, threads=True)
+    assert sorted(bench.reported) == [[0], [1]]
+    assert set(bench.versions(0)) <= {0, 2}
+    assert len(bench.llm.updates) == 1
+
+
+@pytest.mark.parametrize("served", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chosen", [True, False])
+def test_adapters_that_rounding_would_take_away_are_refused_unless_the_dtype_was_chosen(
+    served: torch.dtype, chosen: bool
+) -> None:
+    bench = Bench(FakeAsyncLLM(dtype=served))
+    bench.engine.dtype_chosen = chosen
+    base = torch.full((4,), 0.5, dtype=torch.bfloat16)
+    whole = {"head.weight": base.float() + torch.tensor([1e-4, -1e-4, 1e-4, 0.25])}
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, {"head.base_layer.weight": base}, merge=lambda: whole))
+
+    if served == torch.bfloat16 and not chosen:
+        with pytest.raises(ModelError, match=r"bfloat16.*dtype = 'float32'"):
+            bench.run(main, threads=True)
+        return
+    bench.run(main, threads=True)
+    lost = bench.policy.sync_metrics["sync/rounding_loss"]
+    assert lost == (0.0 if served == torch.float32 else pytest.approx(3**0.5 * 1e-4 / 0.25, rel=0.01))
+
+
+@pytest.mark.parametrize(("served", "told"), [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_rounding_that_takes_more_than_a_hundredth_is_warned_of_once(served: torch.dtype, told: int) -> None:
+    bench = Bench(FakeAsyncLLM(dtype=served))
+    base = torch.full((4,), 0.5)
+    state = {"head.base_layer.weight": base}
+    said: list[str] = []
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, state, merge=lambda: {"head.weight": base + 0.25}))
+        assert not said, "nothing is lost"
+        for version in (2, 3):
+            await bench.policy.load(Weights(version, state, merge=lambda: {"head.weight": base + 1e-4}))
+
+    with routed(said.append):
+        bench.run(main, threads=True)
+    assert len(said) == told
+    assert all("syncing version 2" in each and "bfloat16" in each and "100%" in each for each in said)
+    assert bench.policy.sync_metrics["sync/rounding_loss"] == told
+
+
+def test_the_error_of_a_rollout_that_a_sync_drains_ends_its_decoding_and_not_the_sync_weights() -> None:
+    bench = Bench(FakeAsyncLLM(overrun=2, logprob=lambda position: float("nan") if position > 3 else -1.0))
+
+    with pytest.raises(ModelError, match="which is not finite"):
+        bench.play(2, load=0.015)
+    assert bench.policy.version == 1
+
+
+def test_the_error_of_a_rollout_that_came_late_is_raised_when_it_is_decoded_on() -> None:
+    bench = Bench(FakeAsyncLLM(overrun=0, late=0.012, logprob=lambda position: float("nan") if position > 3 else -1.0))
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+        with anyio.move_on_after(0.025):
+            await bench.step(decodes)
+        await bench.policy.load(Weights(1, WEIGHTS))
+        assert bench.policy.version == 1
+        await decodes[1].aclose()
+        with pytest.raises(ModelError, match="which is not finite"):
+            await bench.step(decodes[:1])
+
+    bench.run(main)
+
+
+@pytest.mark.parametrize(
+    "failure", [ModelLost("vLLM took no weights within 600 s"), RuntimeError("a worker refused")], ids=["late", "other"]
+)
+def test_an_engine_whose_weights_are_unknown_decodes_nothing_any_more(failure: Exception) -> None:
+    bench = Bench(sender=FakeSender(fails=failure))
+    made: list[int] = []
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+
+        async def sync_weights() -> None:
+            await anyio.sleep(0.015)
+            with pytest.raises(ModelLost, match=str(failure)):
+                await bench.policy.load(Weights(1, WEIGHTS))
+            made.append(bench.policy.tokens)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sync_weights)
+            with pytest.raises(ModelLost, match=str(failure)):
+                await bench.step(decodes)
+        await anyio.sleep(1)
+        made.append(sum(len(request.tokens) for request in bench.llm.requests.values()))
+        again = await bench.policy.open(varied(1))
+        for _ in range(2):
+            with pytest.raises(ModelLost, match=f"nothing is decoded any more: .*{failure}"):
+                await bench.step(again)
+            with pytest.raises(ModelLost, match=f"nothing is decoded any more: .*{failure}"):
+                await bench.policy.load(Weights(2, WEIGHTS))
+            again = await bench.policy.open(varied(1))
+        for decode in decodes:
+            await decode.aclose()
+
+    bench.run(main)
+    assert made[0] == made[1], "no token was made after the failure"
+    assert bench.policy.version == 0
+
+
+@pytest.mark.parametrize("decoding", [True, False])
+def test_a_cancelled_sync_ends_first_and_takes_effect(decoding: bool) -> None:
+    bench = Bench(sender=FakeSender(seconds=0.1))
+
+    async def sync_weights() -> None:
+        await anyio.sleep(0.015)
+        with anyio.move_on_after(0.03) as scope:
+            await bench.policy.load(Weights(1, WEIGHTS))
+        assert scope.cancel_called
+        assert bench.policy.version == 1
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+        if decoding:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(sync_weights)
+                await bench.step(decodes)
+        else:
+            await sync_weights()
+            await bench.step(decodes)
+
+    bench.run(main)
+    assert bench.policy.version == 1
+    assert bench.versions(0)[-1] == 1
+    assert bench.llm.updates == [bench.policy._label(1)]
+
+
+def test_a_cancelled_sync_that_does_not_end_leaves_the_engine_lost() -> None:
+    bench = Bench(sender=FakeSender(seconds=10 * GRACE))
+
+    async def main() -> None:
+        start = anyio.current_time()
+        with anyio.move_on_after(1.0):
+            await bench.policy.load(Weights(1, WEIGHTS))
+        assert anyio.current_time() == pytest.approx(start + 1.0 + GRACE)
+        with pytest.raises(ModelLost, match=r"syncing version 1 was cancelled before .* unknown: .* fake.log"):
+            await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main)
+
+
+def test_an_engine_that_keeps_the_kv_cache_of_other_weights_is_lost() -> None:
+    class Keeping(FakeAsyncLLM):
+        async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+            return False
+
+    bench = Bench(Keeping())
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, WEIGHTS))
+
+    with pytest.raises(ModelLost, match="kept the KV cache of the weights before version 1"):
+        bench.run(main)
+
+
+def test_an_engine_works_on_one_event_loop() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main)
+    with pytest.raises(ProtocolError, match="the engine of fake works on the event loop that used it first"):
+        bench.run(main)
+
+
+def test_a_closed_engine_is_named_and_its_rollouts_can_be_closed() -> None:
+    bench = Bench()
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(3))
+        await bench.step(decodes, cut_at=1)
+        bench.engine.close()
+        bench.engine.close()
+        for decode in decodes:
+            await decode.aclose()
+        with pytest.raises(ProtocolError, match="the engine of fake was closed"):
+            await bench.step(await bench.policy.open(varied(1)))
+        with pytest.raises(ProtocolError, match="the engine of fake was closed"):
+            await bench.policy.load(Weights(1, WEIGHTS))
+
+    bench.run(main)
+
+
+def adapting(folder: Path, **given: FakeAsyncLLM) -> Bench:
+    return Bench(sender=FileSender(WeightFiles(folder, adapters=True), adapts=True), adapts=True, **given)
+
+
+def adapted(version: int) -> Weights:
+    """Return weights with an adapter that differs in each version, and cannot be merged."""
+
+    def merge() -> dict[str, object]:
+        raise AssertionError("adapters alone are sent")
+
+    path = "base_model.model.layers.0.q_proj"
+    matrices = {f"{path}.lora_A.weight": torch.ones(2, 4), f"{path}.lora_B.weight": torch.full((4, 2), 1.0 + version)}
+    return Weights(version, WEIGHTS, merge=merge, adapters=lambda: matrices)
+
+
+def test_adapters_alone_are_sent_each_version_by_a_path_of_its_own(tmp_path: Path) -> None:
+    bench = adapting(tmp_path)
+    bench.engine.weights = ServedWeights("fake", {"other": (1,)}, (frozenset({"other"}),))
+    seen: list[dict[str, torch.Tensor]] = []
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(3))
+        with pytest.raises(ProtocolError, match=r"fake was started for adapters and has none yet.*policy.load"):
+            await bench.step(decodes)
+        for version in (1, 2, 3):
+            await bench.policy.load(adapted(version))
+            seen.append(load_file(Path(bench.llm.adapters[-1].path) / FILES[True]))
+            await bench.step(decodes, cut_at=1)
+            decodes = [each for each in decodes if not each.ended]
+        await bench.policy.load(Weights(4))
+
+    bench.run(main, threads=True)
+    labels = [bench.policy._label(version) for version in (1, 2, 3)]
+    assert [(each.name, each.replaces) for each in bench.llm.adapters] == [(label, True) for label in labels]
+    assert [float(each.popitem()[1].max()) for each in map(dict, seen)] == [2.0, 3.0, 4.0]
+    assert [request.lora.name for request in bench.llm.done] == [labels[0]] * 3, "deferred requests stay as they are"
+    assert not any(request.lora.replaces for request in bench.llm.done), "vLLM would load it in each decode step"
+    assert bench.policy.version == 4
+    assert bench.policy.sync_metrics["sync/rounding_loss"] == 0.0
+    (folder,) = tmp_path.iterdir()
+    assert {each.name for each in folder.iterdir()} == {*labels[1:]}, "older ones are gone"
+    assert json.loads((folder / labels[2] / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+    checked = bench.llm.agreed[-1].init_info
+    assert checked == {
+        "adapter": str(folder / labels[2] / FILES[True]),
+        "prints": fingerprints(seen[-1]),
+    }
+
+
+def test_an_adapter_is_synced_while_its_requests_decode_and_its_bytes_are_counted(tmp_path: Path) -> None:
+    bench = adapting(tmp_path, llm=FakeAsyncLLM(length=lambda prompt: 15))
+
+    async def main() -> None:
+        await bench.policy.load(adapted(1))
+        decodes = await bench.policy.open(varied(2))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bench.step, decodes)
+            await anyio.sleep(0.05)
+            await bench.policy.load(adapted(2))
+
+    bench.run(main, threads=True)
+    for rollout in range(2):
+        assert bench.versions(rollout) == sorted(bench.versions(rollout))
+        assert set(bench.versions(rollout)) == {1, 2}
+    assert bench.policy.sync_metrics["sync/bytes"] == 16 * 4
+
+
+def test_an_engine_of_adapters_refuses_weights_without_and_goes_on_with_the_old_one(tmp_path: Path) -> None:
+    bench = adapting(tmp_path)
+
+    def in_the_way(name: str) -> None:
+        (folder,) = tmp_path.iterdir()
+        (folder / name).write_text("no directory")
+
+    async def main() -> None:
+        await bench.policy.load(adapted(1))
+        with pytest.raises(ModelError, match=r"fake was started for adapters, and these weights have none"):
+            await bench.policy.load(Weights(2, WEIGHTS))
+        in_the_way(bench.policy._label(3))
+        with pytest.raises(ModelError, match=r"could not be written to .* goes on serving the old ones"):
+            await bench.policy.load(adapted(3))
+        await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main, threads=True)
+    assert set(bench.versions(0)) == {1}
+
+
+def test_matrices_in_memory_go_with_their_process_however_it_ends_and_what_names_them_with_the_next() -> None:
+    program = (
+        "import os, signal, torch\nfrom oppo.vllm.sync import WeightFiles\nfolder = WeightFiles(adapters=True)\n"
+        "print(folder.write({'a.lora_A.weight': torch.ones(2, 1)}, '1') / 'adapter_model.safetensors', flush=True)\n"
+        "os.read(0, 1)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        file = Path(killed.stdout.readline().strip())
+        assert load_file(file)["a.lora_A.weight"].tolist() == [[1.0], [1.0]], "another process reads them"
+        killed.communicate("x")
+    assert not file.exists()
+    assert file.is_symlink()
+    folder = WeightFiles(adapters=True)
+    assert not file.is_symlink()
+    path = folder.path
+    del folder
+    gc.collect()
+    assert not path.exists()

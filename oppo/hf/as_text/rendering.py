@@ -16,8 +16,7 @@ Form: TypeAlias = Literal["chat", "joined", "pair", "response"]
 
 PromptText: TypeAlias = str | Sequence[Message]
 
-_MARK: Final = "RESPONSE0OF0THE0POLICY"
-"""Stands for the response where the text before it is wanted."""
+_MARK: Final = "RESPONSE0OF0THE0POLICY"  # stands for the response where the text before it is wanted
 
 
 class Rendering:

@@ -26,18 +26,15 @@ from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText,
 from oppo.hf.introspection import longest, vocabulary
 from oppo.hf.kv.prefill import IncrementalPrefill, TokenSpan
 from oppo.hf.kv.reader import Reader as ModelReader
-from oppo.hf.recipe import worker_maker
+from oppo.hf.loading import worker_maker
 from oppo.hf.serve.scorers import ScorerInput, read_back, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority
 from oppo.scorers import RolloutSession, RolloutSessions, ScorerCapabilities
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Stands in decoded text for an incomplete character."""
-
-EMPTY_TEXT: Final = Rendered("")
-"""What is before the response, where that is not known before the end."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for an incomplete character
+EMPTY_TEXT: Final = Rendered("")  # what is before the response, where that is not known before the end
 
 
 class GrowingText:
@@ -72,11 +69,8 @@ class GrowingText:
         return after[len(before) :]
 
 
-TAIL: Final = 16
-"""Tokens of a word that are held back at most: merges reach back less far."""
-
-CONTEXT: Final = 200
-"""Characters before new text that are tokenized again with it, at most."""
+TAIL: Final = 16  # tokens of a word that are held back at most: merges reach back less far
+CONTEXT: Final = 200  # characters before new text that are tokenized again with it, at most
 
 MAX_REWINDS: Final = 3
 """Rewinds after which the rest of a rollout waits for its end: this text cannot be cut where words end."""
@@ -192,14 +186,11 @@ V = TypeVar("V")
 
 
 class Unaligned(Exception):  # noqa: N818 - it says what happened
-    """The tokens of a text cannot be told to be those of the policy."""
+    """The tokens of a text cannot be aligned with the policy's."""
 
 
-REREAD = "bridge/reread_tokens"
-"""The metric of the tokens of a rollout that were read in vain."""
-
-TAIL_TOKENS = "bridge/tail_tokens"
-"""The metric of the tokens of a rollout that were read when it had ended."""
+REREAD = "bridge/reread_tokens"  # the metric of the tokens of a rollout that were read in vain
+TAIL_TOKENS = "bridge/tail_tokens"  # the metric of the tokens of a rollout that were read when it had ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,15 +395,13 @@ class BridgedReward(Bridged[float]):
 
     The score is that of the model's own call on the whole text: prompt and response, rendered in one of the forms of
     :class:`~oppo.hf.as_text.rendering.Rendering` and tokenized at once. While the rollout grows, the model reads the
-    tokens that its end can hardly change; where it does change them, the model goes back. Of each rollout the tokens
-    read in vain are in the metrics (``bridge/reread_tokens``), and those read when it had ended
-    (``bridge/tail_tokens``). ``ToolTokens`` tokens are part of the response's text.
+    tokens that its end can hardly change; where it does change them, the model goes back. Metrics count the tokens read
+    in vain (``bridge/reread_tokens``), and at the end (``bridge/tail_tokens``). ``ToolTokens`` are part of the text.
 
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``.
         bridge: both tokenizers, and the form of the text.
-        place: where the model lives: any place.
-        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        place, deterministic: as for :class:`oppo.hf.RewardModel`.
 
     Raises:
         ConfigError: the form is ``chat``, and the model's tokenizer has no chat template.

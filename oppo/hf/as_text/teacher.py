@@ -28,7 +28,7 @@ from oppo.hf.head import OwnHead, separable_head
 from oppo.hf.introspection import backbone
 from oppo.hf.kv.prefill import TokenSpan
 from oppo.hf.kv.reader import reader_of
-from oppo.hf.recipe import worker_maker
+from oppo.hf.loading import worker_maker
 from oppo.losses import Input, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Hosting
@@ -131,7 +131,7 @@ class TeacherWorker(BridgeWorker[Spans]):
         inside = np.flatnonzero((theirs > 0) & (theirs <= len(text)) & (np.arange(len(theirs)) > 0))
         borders = np.intersect1d(theirs[inside], ours)
         at = np.searchsorted(borders, theirs[inside])
-        sums = np.zeros(len(borders) + 2)  # behind the spans that of the end, and what no border follows
+        sums = np.zeros(len(borders) + 2)  # behind the spans: the end, and what no border follows
         np.add.at(sums, np.where(at < len(borders), at, -1), kept[inside - 1])
         of = np.searchsorted(borders, ours)
         begun_before = at[:1] if len(inside) and theirs[inside[0] - 1] < 0 else at[:0]  # in the prompt
@@ -155,13 +155,10 @@ class BridgedTeacher(Bridged[Spans]):
     Args:
         model: a causal LM.
         sampling: the policy's; only the temperature and the tokens that end a response count.
-        bridge: both tokenizers, and the form of the text.
-        place: where the model lives: any place.
-        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        bridge, place, deterministic: as for :class:`oppo.hf.BridgedReward`.
 
     Raises:
         ConfigError: the teacher's tokenizer has no offsets, or no chat template and the form is ``chat``.
-        ModelRefused: the model cannot be served row by row.
     """
 
     def __init__(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from pathlib import Path, PurePath
+from typing import Any, Final, Literal, TypeAlias, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +17,18 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from oppo.durable import read_text
 from oppo.errors import ConfigError, ModelError, ModelRefused, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import FAILURES, longest
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
-from oppo.hf.shared_memory import SharedModel
+from oppo.hf.loading import LoadOptions, load, load_tokenizer
+from oppo.hf.model_files import CLASSIFIER, CONFIG, EMBEDDER, MODULES, located, read_object
 from oppo.hf.tokenizer import HfTokenizer, Rendered
+from oppo.hf.weights import SharedModel
+from oppo.log import logger
 from oppo.placement import Hosting, Make
 from oppo.scheduling import IN_ORDER, Priority
 from oppo.scorers import RolloutSession, RolloutSessions
@@ -249,8 +255,8 @@ class ClassifierReader(WholeReader):
 class ClassifierReward(WholeReward):
     """Scores each rollout with the logit of one label of a classifier that reads it whole, as text.
 
-    The model may be bidirectional, as BERT is, or of any other architecture: it sees nothing of a response that goes
-    on. The score is that of its own call on this one text, up to rounding; padding makes no difference.
+    The model may be bidirectional, as BERT is, or of any other architecture. The score is that of its own call on this
+    one text, up to rounding.
 
     Args:
         encoder: from :func:`oppo.hf.load_encoder`, with a classification head.
@@ -300,11 +306,8 @@ class SimilarityReward(WholeReward):
 
     Args:
         encoder: from :func:`oppo.hf.load_encoder`, with a pooling.
-        policy: the policy's tokenizer.
         column: the column that holds the text, or a list of texts, of which the most similar counts.
-        place: where the model lives: any place.
-        over_long: ``error`` ends the run, ``drop`` drops the rollout, ``truncate`` cuts as the model's tokenizer does.
-        deterministic: the bits of results do not depend on which rollouts end together; slower.
+        policy, place, over_long, deterministic: as for :class:`ClassifierReward`.
 
     Raises:
         ConfigError: the encoder is a classifier.
@@ -357,3 +360,89 @@ def _label(encoder: Encoder, label: str | int | None) -> int:
             f"whose logit is the score, got {label!r}"
         )
     return chosen
+
+
+POOLINGS: Final[dict[str, Pooling]] = {
+    "cls": "cls",
+    "lasttoken": "last",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean",  # another length, and the same direction
+}
+"""How a pooling module says which states stand for a text: by one word, or by a key for each."""
+
+
+def load_encoder(path: str | Path, **options: Unpack[LoadOptions]) -> Encoder:
+    """Return the model at a directory or hub name, in evaluation mode, with its own tokenizer.
+
+    A sequence classification model keeps its labels. Any other is a sentence encoder: ``modules.json`` says how its
+    states are pooled, as sentence-transformers writes it; without that it is their mean. Arguments and errors are those
+    of :func:`oppo.hf.load_causal`.
+
+    Raises:
+        ConfigError: also if the directory holds no tokenizer.
+        ModelRefused: a sentence encoder has other parts than a transformer, a pooling and a normalisation.
+    """
+    trusted = options.get("trust_remote_code", False)
+    directory = located(path, weights=False, trust_remote_code=trusted)
+    transformer, pooling = _parts(directory)
+    home = path if transformer == directory else transformer
+    architectures = read_object(transformer / CONFIG).get("architectures") if (transformer / CONFIG).is_file() else ()
+    classifies = pooling is None and str(architectures).find("ForSequenceClassification") >= 0
+    if pooling is None and not classifies:
+        logger.info(
+            f"{path} has no {MODULES}, which would say how a text becomes one vector: it is the mean of its states"
+        )
+        pooling = "mean"
+    model = load(CLASSIFIER if classifies else EMBEDDER, home, **options)
+    tokenizer = HfTokenizer(load_tokenizer(home, trust_remote_code=trusted))
+    limit = min(reach(model, tokenizer), _sentence_limit(transformer))
+    encoder = Encoder(model, tokenizer, limit, pooling)
+    if not reads_beside(encoder):
+        logger.info(f"{path} reads texts one by one: padding would change its outputs")
+        encoder = replace(encoder, beside=False)
+    return encoder
+
+
+def transformer_of(directory: Path) -> Path:
+    return _parts(directory)[0]
+
+
+def _parts(directory: Path) -> tuple[Path, Pooling | None]:
+    file = directory / MODULES
+    if not file.is_file():
+        return directory, None
+    try:
+        parts = json.loads(read_text(file, linked=True))
+        modules = [(PurePath(str(part["path"])), str(part["type"]).rpartition(".")[2]) for part in parts]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} is no list of modules with path and type: {error}") from error
+    names = [name for _, name in modules]
+    if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ModelRefused(
+            f"{directory} is a sentence encoder of the modules {', '.join(names)}: expected Transformer, Pooling and, "
+            "maybe, Normalize; serve another as a reward function"
+        )
+    if any(path.is_absolute() or ".." in path.parts for path, _ in modules):
+        raise ConfigError(f"{file} names a module outside of its directory")
+    return directory / modules[0][0], _pooling(directory / modules[1][0])
+
+
+def _pooling(module: Path) -> Pooling:
+    chosen = read_object(module / CONFIG)
+    flags = [key for key, value in chosen.items() if value is True and key.startswith("pooling_mode")]
+    modes = [str(chosen["pooling_mode"])] if "pooling_mode" in chosen else flags
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        raise ModelRefused(f"{module} pools by {', '.join(modes) or 'nothing'}: expected one of {', '.join(POOLINGS)}")
+    return POOLINGS[modes[0]]
+
+
+def _sentence_limit(directory: Path) -> int:
+    file = directory / "sentence_bert_config.json"
+    limit = read_object(file).get("max_seq_length") if file.is_file() else None
+    return limit if isinstance(limit, int) else 1 << 30

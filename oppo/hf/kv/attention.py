@@ -219,11 +219,8 @@ LAUNCHED_SEGMENT_BYTES = 128 * 2**20
 In practice the rows of a decode step are one segment there.
 """
 
-PACKED_TRIAL: Final = (3, 5)
-"""Lengths of the rows, in tokens, on which a model shows that it can read packed rows."""
-
-UNUSUAL = ("position_bias", "softcap")
-"""Arguments that some models give attention besides a mask and a scale."""
+PACKED_TRIAL: Final = (3, 5)  # lengths of the rows, in tokens, on which a model shows that it can read packed rows
+UNUSUAL = ("position_bias", "softcap")  # arguments that some models give attention besides a mask and a scale
 
 _sdpa = cast("Callable[..., tuple[Tensor, None]]", sdpa_attention_forward)
 
@@ -235,7 +232,7 @@ class Segments(NamedTuple):
 
 
 def expand_in_segments(model: PreTrainedModel) -> None:
-    """Have the layers of ``model`` whose cache holds latents expand those of each segment apart, from now on."""
+    """Have the layers of ``model`` whose cache holds latents expand each segment apart, from now on."""
     for module in model.modules():
         layer: Any = module
         if hasattr(layer, "expand_kv") and not isinstance(layer.expand_kv, partial):
@@ -280,7 +277,7 @@ class Packed:
 
 @contextmanager
 def rows_apart(packed: Packed | None) -> Iterator[None]:
-    """Let the tokens of a pass, which takes :func:`packed_mask` for its mask, attend to those of their own row only."""
+    """Let the tokens of a pass, whose mask is :func:`packed_mask`, attend to their own row only."""
     token = _packed.set(packed)
     try:
         yield

@@ -29,14 +29,12 @@ from oppo.hf.kv.attention import Segments, packed_rows
 ALIGNMENT = 8
 """Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
 
-SLACK = 8
-"""A slab that holds rows and gets more reserves one spare slot for every so many live ones."""
+SLACK = 8  # a slab that holds rows and gets more reserves one spare slot for every so many live ones
 
 HEADROOM = 5
 """A slab that grows reserves columns for sequences longer by one part in so many, and so is copied less often."""
 
-SPARE = 1.125
-"""A slab larger than its rows need by this factor gives memory back when a row leaves."""
+SPARE = 1.125  # a slab larger than its rows need by this factor gives memory back when a row leaves
 
 
 @dataclass(slots=True)
@@ -163,7 +161,7 @@ class Slab(Slots):
         return len({layer for layer, _ in self._layers})
 
     def store(self, layer: int, region: KVRegion, *news: Tensor, of: str = "attention") -> tuple[Tensor, ...]:
-        """Write new keys and values, or an indexer's keys, [n, heads, q, size]; return those of all tokens."""
+        """Write new keys and values, or an indexer's keys, [n, heads, q, size]; return all tokens'."""
         stores = self.write(layer, region, *news, of=of)
         return tuple(store[region.slots, :, : region.end] for store in stores)
 
@@ -357,7 +355,7 @@ class SlabLayer(CacheLayerMixin):
         return cast("Tensor", Segments(all_keys)), cast("Tensor", Segments(all_values))  # models only pass them on
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write an indexer's new keys [n, q, size]; return those of all tokens of the rows, which are one rectangle."""
+        """Write an indexer's new keys [n, q, size]; return all keys of the rows, one rectangle."""
         ((slab, region),) = self.views
         (keys,) = slab.store(self._number, region, indexer_key_states[:, None], of="indexer")
         return keys[:, 0]

@@ -21,8 +21,7 @@ from oppo.log import logger
 ROWS: Final = 8
 COLUMNS: Final = 256
 
-MOST: Final = 32
-"""Graphs that are kept: each takes some memory of the device."""
+MOST: Final = 32  # graphs that are kept: each takes some memory of the device
 
 Forward: TypeAlias = Callable[[KVView, Tensor, Tensor], Tensor]
 """Returns the outputs [n, D] of tokens, int64 [n, 1], at positions, int64 [n, 1], for the rows of a view."""

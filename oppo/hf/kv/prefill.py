@@ -27,8 +27,7 @@ from oppo.scorers import RolloutSession, RolloutSessions
 EXACT_BLOCK = 32
 """In deterministic mode rows are read alone, in blocks from multiples of this: bits then depend on that row only."""
 
-TOKENS_PER_PASS = 4096
-"""Tokens of a forward pass, padding included: bounds the memory of activations and logits."""
+TOKENS_PER_PASS = 4096  # tokens of a forward pass, padding included: bounds the memory of activations and logits
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,6 @@ causal LM computes logits there only. The keys and values of padding are never s
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeAlias
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelError, ProtocolError
+from oppo.errors import ProtocolError
 from oppo.hf.head import widen_head
 from oppo.hf.introspection import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.kv.attention import (
@@ -34,22 +33,20 @@ from oppo.hf.kv.attention import (
     Packed,
     attend_in_segments,
     expand_in_segments,
-    overhead_of,
     packed_mask,
     packed_rows,
     packs,
     reads_packed,
     rows_apart,
-    segmented,
 )
 from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, sent
 from oppo.hf.kv.graphs import Capture, StepGraphs
 from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on, packed_row_on
-from oppo.hf.kv.states import Gates, RowCache, StateSlots
+from oppo.hf.kv.rows import Rows
+from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.routers import RouteRecords
 
-SHORTEST_CLASS = 64
-"""Length of the first length class, in tokens; each next class is twice as long."""
+SHORTEST_CLASS = 64  # length of the first length class, in tokens; each next class is twice as long
 
 
 class Incremental:
@@ -87,15 +84,13 @@ class Incremental:
         self._masks = Masks(model)
         self._keeps_logits = keeps_logits(model)
         self._cache_argument = cache_argument(model) or "cache"
-        self._class_slabs = [Slab(columns) for columns in _class_lengths(classes, self.max_length)]
-        self._decode_slabs: list[Slab] = []
+        self._rows = Rows(classes, self.max_length, type(model).__name__)
         self._cache = RowCache(model.config)
-        self._slab_of: dict[int, Slab] = {}
-        self._lengths: dict[int, int] = {}
         self._decode_batch: DecodeBatch | None = None
         self._states = self._cache.states
         self._gates = Gates(model)
-        self._pads: bool | None = None if self._states is not None else True
+        self._has_made_states = False
+        self._pads = True  # whether rows of a pass may be padded: not before states whose gates are unknown
         self.routes: RouteRecords | None = None
         self._reads_packed: bool | None = None
         self._graphs: StepGraphs | None = None
@@ -103,7 +98,7 @@ class Incremental:
             self.capture_steps(Capture(self.device))
 
     def capture_steps(self, capture: Capture) -> None:
-        """Launch decode steps as graphs from now on: those of one segment, of a model without recurrent states."""
+        """Launch decode steps of one segment as graphs from now on; the model has no recurrent states."""
 
         def forward(view: KVView, ids: Tensor, positions: Tensor) -> Tensor:
             return self._forward([view], (), ids, positions, keep=1)[:, 0]
@@ -119,7 +114,7 @@ class Incremental:
         return self._states is not None
 
     def length(self, row: int) -> int:
-        return self._lengths.get(row, 0)
+        return self._rows.length(row)
 
     @torch.inference_mode()
     def extend(
@@ -131,8 +126,7 @@ class Incremental:
         tokens, whatever other rows the cache holds. Keys and values of rows that are not adjacent in their slab are
         copied, at a small cost beside the chunk's own.
         """
-        if self._states is not None and self._pads is None:
-            self._make_states(self._states)
+        self._make_states()
         self._decode_batch = None
         sizes = [len(piece) for piece in tokens]
         if min(sizes, default=1) < 1:
@@ -140,7 +134,7 @@ class Incremental:
         outputs: dict[int, Tensor] = {}
         pieces = dict(zip(rows, tokens, strict=True))
         wanted = dict(zip(rows, sizes if last is None else last, strict=True))
-        by_slab = self._placed_by_class(rows, sizes)
+        by_slab = self._rows.by_class(rows, sizes)
         if self._states is not None:
             self._states.admit(rows)
         alone = [{slab: members} for slab, members in by_slab.items()]
@@ -155,7 +149,7 @@ class Incremental:
             outs = self._read(shared, ragged, keep=max(wanted[row] for row in members))
             for row, piece, out in zip(members, ragged, outs, strict=True):
                 outputs[row] = out[-wanted[row] :]
-                self._lengths[row] = self.length(row) + len(piece)
+                self._rows.grow(row, len(piece))
         return [outputs[row] for row in rows]
 
     @torch.inference_mode()
@@ -166,8 +160,7 @@ class Incremental:
         values are read as a view, up to the longest row of the segment. Rows are segmented anew when other rows are
         stepped, or after :meth:`extend` or :meth:`forget`; in between rows grow alike, and relative padding shrinks.
         """
-        if self._states is not None and self._pads is None:
-            self._make_states(self._states)
+        self._make_states()
         batch, self._decode_batch = self._decode_batch, None
         if batch is None or not batch.continues(rows, self.max_length):
             batch = self._batched(rows)
@@ -179,7 +172,7 @@ class Incremental:
             out = self._forward(batch.views, batch.members, ids[:, None], batch.positions[:, None], keep=1)[:, 0]
         out = out if picks is None else out.index_copy(0, picks, out)
         for row in rows:
-            self._lengths[row] = self.length(row) + 1
+            self._rows.grow(row, 1)
         batch.advance()
         self._decode_batch = batch
         return out
@@ -201,100 +194,29 @@ class Incremental:
             self.forget([row])
             return 0
         self._decode_batch = None
-        self._lengths[row] = length
+        self._rows.cut(row, length)
         return length
 
     @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
-        freed: dict[Slab, list[int]] = {}
-        for row in rows:
-            self._lengths.pop(row, None)
-            if self.routes is not None:
+        rows = list(rows)
+        if self.routes is not None:
+            for row in rows:
                 self.routes.pop(row)
-            slab = self._slab_of.pop(row, None)
-            if slab is not None:
-                freed.setdefault(slab, []).append(row)
-        for slab, gone in freed.items():
+        if gone := self._rows.forget(rows):
             self._decode_batch = None
-            slab.remove(gone)
-            slab.trim(self._longest(slab))
         if self._states is not None:
-            self._states.dismiss(row for gone in freed.values() for row in gone)
+            self._states.dismiss(gone)
 
     def clear(self) -> None:
-        self.forget(list(self._slab_of))
+        self.forget(list(self._rows.held))
 
     def memory(self) -> tuple[int, int]:
-        allocated = sum(slab.bytes_allocated() for slab in (*self._class_slabs, *self._decode_slabs))
-        needed = self._bytes_per_token() * sum(self._lengths.values())
+        allocated, needed = self._rows.memory()
         if self._states is None:
             return allocated, needed
-        states = self._states.bytes_per_row() * len(self._lengths)
+        states = self._states.bytes_per_row() * len(self._rows)
         return allocated + self._states.bytes_allocated(), needed + states
-
-    def _bytes_per_token(self) -> int:
-        return max(slab.bytes_per_token() for slab in (*self._class_slabs, *self._decode_slabs))
-
-    def _placed_by_class(self, rows: Sequence[int], added: Sequence[int]) -> dict[Slab, list[int]]:
-        lengths = self._lengths_after(rows, added)
-        by_slab: dict[Slab, list[int]] = {}
-        for row, length in lengths.items():
-            slab = self._slab_of.get(row)
-            if slab is None or length > slab.longest:
-                slab = next(slab for slab in self._class_slabs if slab.longest >= length)
-            by_slab.setdefault(slab, []).append(row)
-        self._move(by_slab, lengths)
-        return {slab: sorted(members, key=slab.slot) for slab, members in by_slab.items()}
-
-    def _placed_by_segment(self, rows: Sequence[int], overhead: int | None) -> dict[Slab, list[int]]:
-        # A segment goes to the slab that holds most of it, with room for one more token per row. It costs ``overhead``
-        # tokens; ``None``: the cost for this model.
-        lengths = self._lengths_after(rows, [1] * len(rows))
-        segments = [list(range(len(rows)))]
-        if self._segmented and rows and (per_token := self._bytes_per_token()):
-            layers = max(slab.layers for slab in (*self._class_slabs, *self._decode_slabs))
-            own = overhead_of(per_token / layers, self.device)
-            segments = segmented(list(lengths.values()), own if overhead is None else overhead)
-        by_slab: dict[Slab, list[int]] = {}
-        for segment in segments:
-            members = [rows[at] for at in segment]
-            held = Counter(self._slab_of[row] for row in members if row in self._slab_of)
-            free = [slab for slab in self._decode_slabs if slab not in by_slab]
-            slab = max(free, key=held.__getitem__, default=None)
-            if slab is None or not held[slab]:
-                slab = next((slab for slab in free if not slab.rows), None) or Slab(self.max_length)
-            by_slab[slab] = members
-        self._move(by_slab, lengths)
-        for slab, members in by_slab.items():
-            slab.trim(max([self._longest(slab), *(lengths[row] for row in members)]))
-        self._decode_slabs = [slab for slab in dict.fromkeys([*self._decode_slabs, *by_slab]) if slab.rows]
-        return by_slab
-
-    def _move(self, by_slab: Mapping[Slab, Sequence[int]], lengths: Mapping[int, int]) -> None:
-        for slab, members in by_slab.items():
-            incoming = [row for row in members if self._slab_of.get(row) is not slab]
-            slab.reserve(len(incoming), max(lengths[row] for row in members))
-            for source in {self._slab_of[row]: None for row in incoming if row in self._slab_of}:
-                slab.adopt({row: self.length(row) for row in incoming if self._slab_of.get(row) is source}, source)
-                if source not in by_slab:
-                    source.trim(self._longest(source))
-            slab.add(row for row in incoming if row not in self._slab_of)
-            self._slab_of.update(dict.fromkeys(incoming, slab))
-
-    def _longest(self, slab: Slab) -> int:
-        return max(map(self.length, slab.rows), default=0)
-
-    def _lengths_after(self, rows: Sequence[int], added: Sequence[int]) -> dict[int, int]:
-        if len(set(rows)) != len(rows):
-            raise ProtocolError(f"each row may be named once in a call, but rows are {list(rows)}")
-        lengths = {row: self.length(row) + n for row, n in zip(rows, added, strict=True)}
-        for row, length in lengths.items():
-            if length > self.max_length:
-                raise ModelError(
-                    f"row {row} would hold {length} tokens, but {type(self._model).__name__} reads at most "
-                    f"{self.max_length}: shorten the prompt or lower max_new_tokens"
-                )
-        return lengths
 
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
         """Return the indices of ``rows``, which so many tokens are to extend, in groups for :meth:`extend`.
@@ -352,7 +274,7 @@ class Incremental:
         with rows_apart(Packed(sizes.tolist())):
             outputs = self._forward(views, members, ids[None], torch.cat(places[1::2])[None], keep=keep)[0]
         for row in members:
-            self._lengths[row] = len(pieces[row])
+            self._rows.grow(row, len(pieces[row]))
         found = dict(zip(members, outputs.split_with_sizes([wanted[row] for row in members]), strict=True))
         return [found[row] for row in pieces]
 
@@ -364,7 +286,7 @@ class Incremental:
         return self._forward(views, members, ids, positions, keep=keep, pads=pads if pads.any() else None)
 
     def _batched(self, rows: Sequence[int], overhead: int | None = None) -> DecodeBatch:
-        by_slab = self._placed_by_segment(rows, overhead)
+        by_slab = self._rows.by_segment(rows, overhead, self.device if self._segmented else None)
         for slab, members in by_slab.items():
             slab.bring_forward(members, ordered=self._ordered)
             by_slab[slab] = slab.rows[: len(members)]
@@ -398,18 +320,20 @@ class Incremental:
             views.append(KVView(slab, KVRegion(adjacent or read, end, to_slots, to_columns, None if full else kept)))
         return views, at, others
 
-    def _make_states(self, states: StateSlots) -> None:
-        """Read a token of no row, so that the states of every row exist, and are zero, before its first token."""
+    def _make_states(self) -> None:
+        # Reads a token of no row, so that the states of every row exist, and are zero, before its first token.
+        if self._states is None or self._has_made_states:
+            return
         none = -1
+        self._has_made_states = True
         try:
-            self._pads = True
             self.extend([none], [torch.zeros(1, dtype=torch.int64)])
-            self._pads = self._gates.layers >= states.recurrent_layers
         except BaseException:
-            self._pads = None
+            self._has_made_states = False
             raise
         finally:
             self.forget([none])
+        self._pads = self._gates.layers >= self._states.recurrent_layers
 
     @contextmanager
     def _losing(self, rows: Sequence[int]) -> Iterator[None]:
@@ -471,13 +395,6 @@ def _of_equal_sizes(
             alike = {slab: [row for row in members if sizes[row] == size] for slab, members in by_slab.items()}
             found.append({slab: members for slab, members in alike.items() if members})
     return found
-
-
-def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:
-    lengths = sorted({min(length, longest) for length in shortest})
-    while lengths[-1] < longest:
-        lengths.append(min(lengths[-1] * 2, longest))
-    return lengths
 
 
 class WholeRows:

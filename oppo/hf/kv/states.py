@@ -131,7 +131,7 @@ class StateSlots(Slots):
 
 
 class _Lent(dict[int, Tensor | None]):
-    """States that are lent when a layer reads them: those of all layers at once would be a copy of all states."""
+    """States that are copied layer by layer, when a layer reads them."""
 
     def __init__(self, lend: Callable[[int], Tensor | None]) -> None:
         super().__init__()

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_int64
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -32,10 +31,8 @@ from oppo.hf.devices import synchronised
 from oppo.hf.kv.cache import take
 from oppo.hf.kv.prefill import EXACT_BLOCK
 from oppo.hf.kv.reader import Incremental
-from oppo.hf.recipe import Loadable, source_of
 from oppo.hf.routers import RouteRecords, RouterReplay
 from oppo.hf.serve.sampling import Noise, draw
-from oppo.hf.shared_memory import Source
 from oppo.hf.weights import adopt
 from oppo.models import Cut, Detokenize, Sampling, Weights
 from oppo.placement.shared_memory import Counts, Gauge, Notice
@@ -72,8 +69,7 @@ class DecodeRow:
         return torch.tensor([*self.prompt.tokens.tolist(), *self.tokens])
 
 
-Deliver: TypeAlias = Callable[[DecodeStep], None]
-"""Makes a decode step's tokens visible to readers."""
+Deliver: TypeAlias = Callable[[DecodeStep], None]  # makes a decode step's tokens visible to readers
 
 
 class Decoder:
@@ -275,10 +271,6 @@ class ChunkedPrefill:
         return [logits[at] for at in range(len(portion))]
 
 
-DecoderOver: TypeAlias = Callable[[PreTrainedModel], Decoder]
-"""Returns a decoder over a model."""
-
-
 class PolicyCore:
     """Synchronous; :class:`oppo.hf.serve.policy.HfPolicy` is its handle on the event loop."""
 
@@ -335,12 +327,8 @@ class PolicyCore:
         return self._decoder.reader.memory()
 
 
-def core_maker(model: Loadable, decoder: DecoderOver, *, recompute: bool) -> Callable[[], PolicyCore]:
-    return partial(_core, source_of(model), decoder, recompute)
-
-
-def _core(source: Source[PreTrainedModel], decoder: DecoderOver, recompute: bool) -> PolicyCore:
-    return PolicyCore(decoder(source.load()), recompute)
+def policy_core(model: PreTrainedModel, decoder: Callable[[PreTrainedModel], Decoder], recompute: bool) -> PolicyCore:
+    return PolicyCore(decoder(model), recompute)
 
 
 _RAISED = b"\1"

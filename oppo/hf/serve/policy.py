@@ -1,14 +1,9 @@
 """The policy on transformers: a handle on the event loop to the core that decodes where the model lives.
 
-The decode loop calls the core, and again whenever a turn was answered, a rollout joins or weights come::
-
-    decode what is ready -> a turn ends: its row is paused -> the answer comes: the call returns, the next has the row
-    decode what is ready -> a rollout joins: the call returns with its rows paused -> the next call has its row too
-    decode what is ready -> weights come: the call returns with its rows paused -> they are loaded -> the next call
-
-Without turns, joins and new weights there is one call. Where every rollout waits for an answer there is none, so the
-model's place is free. In deterministic mode decoding waits with each turn, weights wait for its end, and no rollout
-joins.
+A call to the core decodes what is ready. It returns, with its rows paused, when a turn was answered, a rollout joins or
+weights come, and the next call has the row too, or the new weights. Where every rollout waits for an answer there is
+no call, so the model's place is free. In deterministic mode decoding waits with each turn, weights wait for its end,
+and no rollout joins.
 """
 
 from __future__ import annotations
@@ -25,16 +20,15 @@ import anyio
 from oppo.declared import require_whole
 from oppo.errors import ModelLost, ProtocolError
 from oppo.events import Prompt, Response
-from oppo.hf.recipe import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of
-from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, core_maker
+from oppo.hf.loading import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of, worker_maker
+from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, policy_core
 from oppo.hf.weights import SentWeights, addresses, changing, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.placement import Callback, Hosted, Hosting
 from oppo.rollout_buffer import DecodeSteps, RolloutBuffer, raise_first, response_to, unfinished
 from oppo.turns import StopCriteria, turn_ended
 
-PREFILL_TOKENS: Final = 2048
-"""Tokens that are prefilled between two decode steps by default."""
+PREFILL_TOKENS: Final = 2048  # tokens that are prefilled between two decode steps by default
 
 
 HfDecode: TypeAlias = RolloutBuffer[DecodeRow | None]
@@ -48,7 +42,7 @@ class HfPolicy:
     depend on the other rollouts that are decoded, and never on how they are read.
 
     Args:
-        model: a causal LM, put into evaluation mode for good; or its recipe, see :class:`~oppo.hf.recipe.ModelRecipe`.
+        model: a causal LM, put into evaluation mode for good; or its recipe, see :class:`~oppo.hf.loading.ModelRecipe`.
             By a recipe it is loaded where it lives, in memory of its own, so it needs the weights that are trained
             before it decodes, by :meth:`load`, unless those are what was loaded.
         sampling: how tokens are sampled.
@@ -73,16 +67,6 @@ class HfPolicy:
         vocabulary: upper bound of token ids.
         counters: decode steps, tokens sampled and tokens prefilled so far; current also while it decodes, to within a
             second on another machine.
-
-    Example:
-        >>> from oppo.placement import Thread
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        ...                      num_attention_heads=2)
-        >>> with Thread("actor") as thread:
-        ...     policy = HfPolicy(LlamaForCausalLM(config), sampling=Sampling(max_new_tokens=8), place=thread)
-        >>> policy.version
-        0
     """
 
     def __init__(
@@ -131,7 +115,7 @@ class HfPolicy:
             counters=self.counters,
             routed_experts=routed_experts,
         )
-        self._core = place.host(core_maker(model, decoder, recompute=kv_on_sync == "recompute"))
+        self._core = place.host(worker_maker(policy_core, model, decoder, kv_on_sync == "recompute"))
 
     @property
     def version(self) -> int:
@@ -170,9 +154,8 @@ class HfPolicy:
 
         Live rollouts go on with the new weights, their KV cache recomputed or kept as ``kv_on_sync`` says.
         In deterministic mode this waits for the end of decoding. An empty ``weights.actor`` changes the version only:
-        the actor was not trained. No tensor crosses to another process of this machine: this process writes the memory
-        that both share, while no other call is made there. To a model that was loaded elsewhere all tensors are sent,
-        or its adapters.
+        the actor was not trained. Another process of this machine shares the memory that is written; to a model that
+        was loaded elsewhere all tensors are sent, or its adapters.
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.

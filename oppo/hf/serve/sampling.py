@@ -21,8 +21,7 @@ from oppo.events import UNTRUNCATED, Support
 from oppo.hf.kv.cache import runs, take
 from oppo.models import Sampling
 
-_NUCLEUS = 1024
-"""Tokens among which the nucleus of ``top_p`` is searched first: sorting a whole vocabulary is slow."""
+_NUCLEUS = 1024  # tokens among which the nucleus of `top_p` is searched first: sorting a whole vocabulary is slow
 
 
 class Drawn(NamedTuple):

@@ -31,7 +31,7 @@ from oppo.hf.head import OwnHead, separable_head
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
-from oppo.hf.recipe import Loadable, ModelRecipe, worker_maker
+from oppo.hf.loading import Loadable, ModelRecipe, worker_maker
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
 from oppo.losses import Input, SupportIndex, token_logprobs, top_logprobs
 from oppo.models import Sampling, Weights
@@ -350,7 +350,6 @@ class TeacherLogprobs(StreamedScorer[TopLogprobs]):
 
     Raises:
         ConfigError: there are fewer ids than ``top_k``.
-        ModelRefused: the model cannot be served row by row.
     """
 
     def __init__(
@@ -367,7 +366,7 @@ class RewardModel(StreamedScorer[float]):
 
     Args:
         model: ``AutoModelForSequenceClassification`` with ``num_labels == 1``; or its recipe, see
-            :class:`~oppo.hf.recipe.ModelRecipe`.
+            :class:`~oppo.hf.loading.ModelRecipe`.
         place: where the model lives: any place.
         deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
 
@@ -386,14 +385,8 @@ class ValueModel(StreamedScorer[FloatArray]):
     is its ``score`` layer on the hidden state at position ``len(prompt) - 1 + i``, and the last one is that of the
     state after the response.
 
-    It follows the trainer. After :meth:`load`, sessions opened under an older version are stale: the caller forgets and
-    replays them.
-
-    Args:
-        model, place, deterministic: as for :class:`RewardModel`.
-
-    Raises:
-        ModelRefused: the model has several labels, no ``score`` layer, or cannot be served row by row.
+    After :meth:`load`, sessions opened under an older version are stale: the caller forgets and replays them. Arguments
+    and errors as for :class:`RewardModel`.
     """
 
     def __init__(self, model: Loadable, *, place: Hosting, deterministic: bool = False) -> None:
@@ -414,8 +407,7 @@ class ValueModel(StreamedScorer[FloatArray]):
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.critic`` from the next call on; tensors that are the model's own are not copied.
 
-        No tensor crosses to another process of this machine: this one writes the memory that both share, while no other
-        call is made there. To another machine they are sent.
+        Another process of this machine shares the memory that is written; to another machine tensors are sent.
 
         Raises:
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
@@ -464,11 +456,10 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
 
     Args:
         model: ``AutoModelForTokenClassification`` of a decoder, which shares the policy's tokenizer; or its recipe.
-        place: where the model lives: any place.
         separators: ids of the tokens that end a step (:meth:`oppo.hf.tokenizer.HfTokenizer.ending_with`).
-        label: the label whose probability counts, by its index; the last one by default.
+        label: index of the label whose probability counts; the last one by default.
         baseline: subtracted from each reward of a step.
-        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
+        place, deterministic: as for :class:`RewardModel`.
 
     Raises:
         ConfigError: there is no such label.
@@ -491,26 +482,15 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
 class RecomputedLogprobs(ReferenceLogprobs):
     """Scores each response token with its log-prob under the actor's current weights: float32 [n], natural logarithm.
 
-    It reads responses while they grow, as the reference does. It follows the trainer: after :meth:`load`, sessions
-    opened under an older version are stale, and the caller forgets and replays them.
-
-    Args:
-        model: the actor. It may be the module that is trained: nothing of it is changed here.
-        sampling: the policy's; only the temperature and the ids that may be sampled count.
-        place: where rollouts are read: any place.
-        deterministic: the bits of results do not depend on arrival patterns and other rollouts; slower.
-
-    Raises:
-        ModelRefused: the model cannot be served row by row.
+    It reads responses while they grow, as the reference does, with the same arguments. The model may be the module that
+    is trained. After :meth:`load`, sessions opened under an older version are stale: the caller forgets and replays
+    them.
     """
 
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.actor`` from the next call on; tensors that are the model's own are not copied.
 
-        An empty ``weights.actor`` changes the version only.
-
-        Raises:
-            ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
+        An empty ``weights.actor`` changes the version only. Errors as of :meth:`ValueModel.load`.
         """
         await self._follow(weights.actor, weights.version)
 
@@ -524,15 +504,10 @@ class ProximalLogprobs(RecomputedLogprobs):
     same weights as :class:`ReferenceLogprobs` does.
 
     Args:
-        model: the actor. It may be the module that decodes: nothing of it is changed here.
-        sampling: the policy's; only the temperature and the ids that may be sampled count.
-        place: where rollouts are read: any place.
-        deterministic: the bits of results do not depend on which rollouts finish together; slower.
+        model: the actor. It may be the module that decodes.
+        sampling, place, deterministic: as for :class:`ReferenceLogprobs`.
         kv_on_sync: what the policy does with the KV cache of deferred rollouts. With ``keep``, no single version
             sampled the tokens that follow older ones, so they are recomputed too.
-
-    Raises:
-        ModelRefused: the model cannot be served row by row.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        # Gradients are added to those of the copies, and cleared.
+        # Gradients are added to the copies' gradients, and cleared.
         for parameter, master in self._copies.items():
             if parameter.grad is not None:
                 gradient = parameter.grad.float()
@@ -152,8 +152,7 @@ def _adamw(settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]])
 _FILE = "trainer.safetensors"
 _PARAMETER = "parameter"
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_STEP = "step"
-"""The one state of AdamW that has not the parameter's shape."""
+_STEP = "step"  # the one state of AdamW that has not the parameter's shape
 
 
 def gather_training(optimisation: Optimisation, team: Team) -> dict[str, Tensor]:

@@ -21,8 +21,7 @@ Name = TypeVar("Name", bound=str)
 CPU_TOKENS: Final = 2048
 """Tokens of a forward pass on a CPU; twice as many take as long each, and a quarter more memory of a small run."""
 
-GPU_TOKENS: Final = 16384
-"""The same on a GPU, where Python needs as long to start a pass of few tokens as of many."""
+GPU_TOKENS: Final = 16384  # the same on a GPU, where Python needs as long to start a pass of few tokens as of many
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -40,61 +40,38 @@ _LAUNCHER = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 """Variables of a program that launched this one: accelerate would take them for a group of its own."""
 
 
-class Team(Protocol):
-    """The ranks of an update; every method is called by all of them, in the same order."""
+class Team:
+    """The ranks of an update, here one process; every method is called by all of them, in the same order."""
 
-    @property
-    def rank(self) -> int:
-        """The number of this process, from 0 on."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
+    rank = 0
+    size = 1
 
     def share(self, costs: Sequence[float]) -> Sequence[int | None]:
         """Return this rank's parts of the work, in order; ``None``: it waits in that round, see :func:`deal`."""
+        return range(len(costs))
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, which have one shape."""
+        return values
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
         """Replace the gradients of ``weights`` by their sums; a weight that no rank has a gradient of keeps none."""
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor; the others give one of its shape and dtype."""
-
-    def first(self, value: T) -> T:
-        """Return the value of the first rank that gave a true one, a value of JSON; the own one, a false one, else."""
-
-    def once(self, work: Callable[[], None]) -> None:
-        """Let rank 0 do ``work``; where it fails, all raise."""
-
-
-class Alone:
-    rank = 0
-    size = 1
-
-    def share(self, costs: Sequence[float]) -> Sequence[int | None]:
-        return range(len(costs))
-
-    def sum(self, values: Tensor) -> Tensor:
-        return values
-
-    def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
-        pass
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def first(self, value: T) -> T:
+        """Return the value of the first rank that gave a true one, a value of JSON; the own one, a false one, else."""
         return value
 
     def once(self, work: Callable[[], None]) -> None:
+        """Let rank 0 do ``work``; where it fails, all raise."""
         work()
 
 
-class Ranked:
-    """Processes that have met by ``torch.distributed``, gloo for tensors of a CPU and NCCL for those of GPUs."""
+class Ranked(Team):
+    """Processes that have met by ``torch.distributed``, by gloo on CPUs and NCCL on GPUs."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
         for name in _LAUNCHER & os.environ.keys():
@@ -285,5 +262,4 @@ class Replicas:
         return self.recipe, replace(self, loaded=True)
 
 
-SHARDS: Final = Replicas()
-"""Each rank has a shard, on the models' device."""
+SHARDS: Final = Replicas()  # each rank has a shard, on the models' device

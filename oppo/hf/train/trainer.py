@@ -34,12 +34,12 @@ from oppo.hf.introspection import vocabulary
 from oppo.hf.lora import adapter_matrices, has_adapters, merged
 from oppo.hf.model_files import quiet
 from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_routes
-from oppo.hf.shared_memory import SharedModel, Source
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
 from oppo.hf.train.packing import MicroBatch, longest_read, micro_batches, minibatches, pack, tokens_read, units
-from oppo.hf.train.ranks import SHARDS, Alone, Ranked, Replicas, Team, reset, whole
+from oppo.hf.train.ranks import SHARDS, Ranked, Replicas, Team, reset, whole
+from oppo.hf.weights import SharedModel
 from oppo.losses import (
     Divided,
     Input,
@@ -145,7 +145,7 @@ class HfTrainerCore:
         self._sampling = sampling
         self._inputs = loss.reads | loss.measures
         self._replicas = replicas
-        self._team: Team = Alone()
+        self._team = Team()
         self._partial: PartialGradient | None = None
 
     def join(self, rank: int, size: int, meeting: str) -> None:
@@ -160,7 +160,7 @@ class HfTrainerCore:
     @cached_property
     def optimisation(self) -> Optimisation:
         # Created at its first use, so that its memory is allocated where updates are made.
-        if isinstance(self._team, Alone):  # else they were prepared before they were sharded
+        if not isinstance(self._team, Ranked):  # else they were prepared before they were sharded
             self._whole.prepare()
         return Optimisation(self._models, self.settings)
 
@@ -264,7 +264,7 @@ class HfTrainerCore:
             )
 
     def _accumulate(self, batch: Batch, rows: list[list[int]], partial: PartialGradient) -> None:
-        # The gradient is that of the sum of these units' losses, if it is finite.
+        # Accumulates the gradient of the sum of these units' losses, if it is finite.
         self.optimisation.require_every_step()
         one = Whole(1.0, 1.0, 1.0, float(self._sampling.max_new_tokens))
         losses = [torch.zeros((), device=self._models.actor.device)]  # a rank may have no part of them
@@ -392,7 +392,7 @@ class HfTrainerCore:
         return self._models.packs(longest_read(batch))
 
     def _idle(self, batch: Batch, rows: list[int]) -> None:
-        # Passes without a gradient: those of other ranks need this one's shards.
+        # Passes without a gradient: other ranks' passes need this one's shards.
         part = self._packed(batch, rows)
         if not torch.is_grad_enabled():
             self.optimisation.models(part, None)
@@ -446,7 +446,7 @@ class HfTrainerCore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MakesCore:
-    models: Source[ActorCritic]
+    models: SharedModel[ActorCritic] | ActorCriticRecipe
     sampling: Sampling
     settings: TrainerSettings
     loss: Loss
@@ -472,35 +472,30 @@ def _remote(
 class HfTrainer(HostedTrainer[HfTrainerCore]):
     """Trains a causal language model, and its critic if it has one; implements :class:`oppo.models.ResumableTrainer`.
 
-    The metrics are those of the loss, of the tokens' staleness, and of the work done.
+    Weights with fewer bits than float32 are trained through float32 copies. Metrics are of the loss, of the tokens'
+    staleness, and of the work done.
 
-    Weights with fewer bits than float32 are trained through float32 copies, see :mod:`oppo.hf.train.optim`.
-
-    A trunk that the two models share (:func:`oppo.hf.value_model_on`) is read once, and its gradient is that of the sum
-    of all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and does not
+    A trunk that the two models share (:func:`oppo.hf.value_model_on`) is read once, and has the gradient of the sum of
+    all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and does not
     learn during the critic's warm-up, which trains the value head only.
 
-    In a :class:`~oppo.placement.Process` the weights lie in memory that both processes share, see
-    :mod:`oppo.hf.shared_memory`: the models given here compute with the trained weights. The float32 copies and the
-    optimizer's moments are in that process alone.
-
-    In :class:`~oppo.placement.Ranks` several processes make each update together, by ``torch.distributed``: they share
-    the micro-batches, sum the gradients, and all make the same optimizer step. A checkpoint is that of one process, and
-    opens in any number of them.
+    In a :class:`~oppo.placement.Process` both processes share the weights (:mod:`oppo.hf.weights`); the float32 copies
+    and the optimizer's moments are in that process alone. In :class:`~oppo.placement.Ranks` several processes share the
+    micro-batches of each update, sum the gradients, and make the same optimizer step. A checkpoint opens in any number
+    of processes.
 
     Args:
         actor: a causal language model; the parameters that require a gradient are trained.
         critic: a sequence-classification model with one label: its head's output at the position before a response
             token is the value of the state in which the policy drew that token. ``None`` if advantages need no values
             (GRPO, RLOO); no value loss is then computed, reported or saved.
-        sampling: the policy's: its temperature divides the logits here too. (The ids that it left out come with the
-            tokens, as their support.)
+        sampling: the policy's: its temperature divides the logits here too.
         place: where updates are made: any place.
         settings: everything about the optimisation.
         loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
         shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
             :mod:`oppo.hf.train.ranks`); otherwise each has all of them.
-        devices: of the ranks; those of the models when empty. Ranks on GPUs are given models on the CPU, which then
+        devices: of the ranks; the models' own when empty. Ranks on GPUs are given models on the CPU, which then
             hold the weights that are synced and saved.
         recipe: how ranks on other machines load the models; the trained weights they get from this one.
 

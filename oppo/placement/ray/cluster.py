@@ -49,14 +49,13 @@ ONE_CORE: Final = Room()
 
 
 class Cluster(Closing):
-    """A connection to a running Ray cluster; it may be used until it is closed.
+    """A connection to a running Ray cluster.
 
-    A process has one at most: where it is connected already, that connection is used, and left open. Ray's handlers of
-    signals are not installed: SIGTERM stays with what handles it. When this process ends, however it does, Ray ends the
-    actors that it has started.
+    A process has one at most: an existing connection is used, and left open. Ray's handlers of signals are not
+    installed. When this process ends, however it does, Ray ends the actors that it has started.
 
     Args:
-        address: ``host:port`` of the head, or ``auto``: that of ``RAY_ADDRESS``, or of the cluster that was started on
+        address: ``host:port`` of the head, or ``auto``: ``RAY_ADDRESS``, or the cluster that was started on
             this machine with ``ray start``.
 
     Raises:
@@ -79,7 +78,7 @@ class Cluster(Closing):
                 raise ConfigError(f"the Ray cluster at {found} cannot be used: {one_line(error)}") from error
 
     def put(self, value: object) -> ray.ObjectRef[object]:
-        """Return a reference to ``value``, which lies in the object store as long as the reference is held.
+        """Return a reference to ``value``, which lies in the object store while the reference is held.
 
         Raises:
             ModelLost: the store has no room for it.
@@ -92,7 +91,6 @@ class Cluster(Closing):
             ) from error
 
     def free(self) -> str:
-        """Return what each machine has left, for errors."""
         found = ray.available_resources().items()
         return listed({name: amount for name, amount in found if ":" not in name and "_group_" not in name})
 

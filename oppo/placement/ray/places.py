@@ -47,7 +47,7 @@ PATIENCE: Final = 300.0
 """Seconds that an actor may wait for room on some machine; a cluster may have to start one."""
 
 SILENCE: Final = 10.0
-"""Seconds of waiting for room, or for a process to start, after which that is told."""
+"""Seconds of waiting for room, or for a process to start, after which a message is logged."""
 
 QUIET: Final = 1.0
 """Seconds after which an order that requests nothing is asked again: how old the gauges can be meanwhile."""
@@ -194,7 +194,7 @@ class RayChild(Child):
                 self.kill()
 
     def _in_time(self, coming: ray.ObjectRef[Arrival], deadline: float) -> Arrival:
-        # A long wait is told once.
+        # A long wait is logged once.
         left = max(0.0, deadline - observe.now())
         if left > SILENCE:
             with suppress(GetTimeoutError):
@@ -307,20 +307,20 @@ def on_this_clock(outcome: Outcome, sent: float, received: float) -> Outcome:
 
 
 class RayPlace(Process):
-    """One actor, owned by one model or shared by several that take turns there.
+    """One actor, for one model or shared by several.
 
-    It is used as a :class:`~oppo.placement.Process` is, but for what machines do not share: the model of an instance is
-    loaded where it lives. Weights that it is given later, as a critic or a policy is after each update, cross by Ray's
-    object store.
+    As a :class:`~oppo.placement.Process`, but machines share no memory: the model of an instance is loaded where it
+    lives, and later weights cross by Ray's object store.
 
     A dead actor, or one on a dead machine, is replaced on any machine with room for it: the instances are made again,
-    get their last weights, and are sent their rollouts again. With ``restarts=0`` it is not, and calls with callbacks,
-    as a policy makes, are possible: the thread that waits for the answer fetches what the call requests, and runs it.
+    get their last weights, and their rollouts are sent again. With ``restarts=0`` it is not, and calls with callbacks,
+    as a policy makes, are possible: the thread that waits for the answer fetches the requests of the call, and runs
+    them.
 
     Args:
         name, listener, time_slice: see :class:`~oppo.placement.Place`.
         cluster: must stay open as long as this place.
-        room: what the actor takes of its machine.
+        room: of the actor on its machine.
         setup: called once in each actor before anything else; importable by name.
         strategy: where Ray puts an actor: one of its scheduling strategies.
         restarts: how many dead actors are replaced in an hour; above 0, calls with callbacks are refused.
@@ -356,21 +356,20 @@ class RayPlace(Process):
 class RayRanks(Process):
     """A child process of this machine and actors of a cluster, the ranks, for an instance that shares its work out.
 
-    It is used as :class:`~oppo.placement.Ranks` are. Rank 0 is a child of this process, with which it shares memory:
-    weights that it gathers need not be sent, and files that it writes are found here. Ray counts nothing of what it
-    takes. The other ranks are actors, for which Ray reserves room at once, or none; there an instance is made as
-    :class:`MakesRemotely` says. All meet at a port of this machine, by ``torch.distributed``.
+    As :class:`~oppo.placement.Ranks`. Rank 0 is a child of this process, with which it shares memory; Ray counts
+    nothing of it. The other ranks are actors, for which Ray reserves room at once, or none; there an instance is made
+    as :class:`MakesRemotely` says. All meet at a port of this machine, by ``torch.distributed``.
 
-    A rank that dies, or whose machine does, ends the others: what they held in shards is lost.
+    A rank that dies, or whose machine does, ends the others: their shards are lost.
 
     Args:
         name, listener, time_slice: see :class:`~oppo.placement.Place`.
         cluster: must stay open as long as this place.
         count: of ranks, at least 2.
-        room: what each rank but the first takes of its machine.
+        room: of each rank but the first on its machine.
         spread: each on a machine of its own; otherwise all on as few as have room.
         setup: called once in each rank before anything else; importable by name.
-        patience: seconds that the ranks may wait for it.
+        patience: seconds that the ranks may wait for room.
 
     Raises:
         ModelError: there was no room for them, or ``setup`` cannot go to another process.

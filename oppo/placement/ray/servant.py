@@ -48,7 +48,7 @@ Gauges: TypeAlias = Mapping[int, bytes]
 """The bytes of gauges, by number."""
 
 Answered: TypeAlias = tuple[bytes, Sequence[object], Gauges]
-"""An answer, pickled, what is large in it, and the gauges."""
+"""An answer, pickled, its large things, and the gauges."""
 
 LINGER: Final = 0.005
 """Seconds that a request which nothing waits for may wait for others: fetching each alone would slow the work down."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -26,18 +25,17 @@ from transformers import (
     T5Config,
 )
 
-from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError, RewardError
+from oppo.errors import ConfigError, ModelError, ModelRefused, RewardError
 from oppo.events import Drop, Finish, Prompt, Response
 from oppo.hf import ClassifierReward, HfTokenizer, SimilarityReward, load_encoder as load_here
 from oppo.hf.as_text.rendering import Form, OverLong
-from oppo.hf.devices import use_cores
 from oppo.placement import Process, Thread
 from oppo.testing import check_scorer
 from tests.hf import tiny
+from tests.hf.child import ONE
 from tests.hf.spot_tokenizers import CORPUS, TEMPLATE, spot
 from tests.responses import chunk, stream
 
-ONE = partial(use_cores, 1)
 POLICY = spot("byte-level")
 load_encoder = tiny.apart(load_here)
 SIZES: Mapping[str, object] = {
@@ -70,12 +68,6 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "llama": tiny.CONFIGS["llama"],
 }
 """Bidirectional models, one that cannot be padded, an encoder-decoder, and a causal one."""
-
-
-@pytest.fixture(scope="module")
-def thread() -> Iterator[Thread]:
-    with Thread("scorers", setup=ONE) as thread:
-        yield thread
 
 
 def classifier(
@@ -234,19 +226,6 @@ async def test_both_keep_the_contract_of_a_scorer(kind: str, thread: Thread, tmp
         return SimilarityReward(encoder, POLICY, column="answer", place=thread)
 
     await check_scorer(make, [Finish(each.prompt.rollout, each, "eos") for each in made], close)
-
-
-async def test_events_out_of_place_are_errors(thread: Thread, tmp_path: Path) -> None:
-    scorer = ClassifierReward(load_encoder(classifier(tmp_path)), POLICY, place=thread)
-    (response,) = rollouts(1)
-    with pytest.raises(ProtocolError, match="rollout 0 is unknown"):
-        await scorer.extend([response.chunk()])
-    await scorer.extend([response.prompt, response.chunk(0, 1)])
-    with pytest.raises(ProtocolError, match=r"rollout 0 finished with \d+ tokens, .* was given"):
-        await scorer.finish([Finish(0, response, "eos")])
-    await scorer.forget([0, 99])
-    with pytest.raises(ProtocolError, match="rollout 0 is unknown"):
-        await scorer.finish([Finish(0, response, "eos")])
 
 
 @pytest.mark.parametrize("over_long", ["error", "drop", "truncate"])

@@ -14,12 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from oppo.hf.kv.graphs import Capture
 from oppo.hf.kv.reader import Incremental
-from tests.hf import tiny
 from tests.hf.kv.test_reader import CLASSES, Operation, model_of, operations, reader_of, run, sequence
 
 Call = tuple[object, ...]
-
-WHOLE = [name for name in tiny.CONFIGS if Incremental(model_of(name))._states is None]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +87,7 @@ class Replayed(Capture):
         self.anew += 1
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt", "qwen3-moe"])
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(work=operations)
 def test_fixed_steps_give_what_a_forward_pass_gives(name: str, work: list[Operation]) -> None:

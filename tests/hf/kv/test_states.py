@@ -18,8 +18,6 @@ from oppo.hf.kv.states import Gates, StateSlots
 from oppo.hf.probe import probe
 from tests.hf import tiny
 
-torch.set_num_threads(1)
-
 EXACT = 1e-12
 """By how much, relative to 1 + |x|, numbers may differ in float64."""
 

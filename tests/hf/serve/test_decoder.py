@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
 
-from oppo.errors import ModelError
+from oppo.errors import ModelError, ProtocolError
 from oppo.events import Prompt
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Signals
-from oppo.models import Sampling
+from oppo.hf.serve.policy import HfDecode, HfPolicy
+from oppo.hf.serve.sampling import AHEAD, Noise, draw, gumbel
+from oppo.models import Sampling, Weights
 from oppo.rollout_buffer import DecodeStep
 from tests.hf import tiny
-from tests.hf.stories import Story, assert_close, prompts, serving, told
-
-torch.set_num_threads(1)
+from tests.hf.stories import Serving, Story, allowed, assert_close, prompts, serving, told
 
 PORTION = 32
 HUGE = 300
@@ -191,3 +199,500 @@ async def test_the_story_of_each_rollout_is_the_same_whatever_the_portion() -> N
         assert story.tokens() == whole.tokens()
         assert_close([x for one in story.logprobs() for x in one], [x for one in whole.logprobs() for x in one])
         assert story.states() == whole.states()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_deferred_rollout_goes_on_as_if_it_had_never_been_cut(serving: Serving, deterministic: bool) -> None:
+    asked = prompts(10)
+    with serving(deterministic=deterministic) as policy:
+        whole = await told(policy, asked)
+        story = Story(await policy.open(asked), cut_after=3)
+        read_at_first = policy.counters.prefilled
+        await story.step(policy)
+        deferred = [k for k, state in enumerate(story.states()) if state == "cut"]
+        finished = sum(map(len, story.told))
+        assert 3 <= finished == len(asked) - len(deferred) < len(asked)
+        cut_at = {len(tokens) for tokens in (story.tokens()[k] for k in deferred)}
+        assert len(cut_at) == 1, "all deferred rows have made as many decode steps"
+        first_prefill = policy.counters.prefilled
+        story.cut_after = 7
+        await story.step(policy)
+        story.cut_after = 1_000_000
+        await story.step(policy)
+        assert policy.counters.prefilled == first_prefill == 2 * read_at_first, "nothing was read twice"
+    assert story.tokens() == whole.tokens()
+    assert_close([x for row in story.logprobs() for x in row], [x for row in whole.logprobs() for x in row])
+    assert story.states() == whole.states()
+    assert story.told == whole.told
+
+
+async def test_rollouts_may_join_the_deferred_ones(serving: Serving) -> None:
+    asked = prompts(9)
+    with serving() as policy:
+        whole = (await told(policy, asked)).tokens()
+        story = Story(await policy.open(asked[:5]), cut_after=2)
+        await story.step(policy)
+        late = await policy.open(asked[5:])
+        story.decodes, story.cut_after = [*story.decodes, *late], 1_000_000
+        story.pieces += [[] for _ in late]
+        await story.step(policy)
+    assert story.tokens() == whole
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_runs_agree_bit_for_bit_however_they_are_read(serving: Serving, deterministic: bool) -> None:
+    asked = prompts(8, longest=90)
+    stories = []
+    for limit in (1, 3, 1000):
+        with serving(deterministic=deterministic) as policy:
+            story = Story(await policy.open(asked), cut_after=4)
+            await story.step(policy, limit)
+            story.cut_after = 1_000_000
+            await story.step(policy, limit)
+            stories.append(story)
+    assert stories[0].tokens() == stories[1].tokens() == stories[2].tokens()
+    assert stories[0].logprobs() == stories[1].logprobs() == stories[2].logprobs()
+
+
+async def test_a_cancelled_read_has_taken_nothing(serving: Serving) -> None:
+    asked = prompts(6)
+    with serving() as policy:
+        whole = await told(policy, asked)
+        story = Story(await policy.open(asked))
+        async with policy.decoding(story.decodes, story.cut):
+            for k in range(len(asked)):
+                while not story.pieces[k] or story.pieces[k][-1].state == "live":
+                    with anyio.CancelScope() as scope:
+                        asyncio.get_running_loop().call_later(0.001, scope.cancel)
+                        story.pieces[k].append(await story.decodes[k].read(9))
+    assert story.tokens() == whole.tokens()
+
+
+async def test_leaving_early_parks_the_rollouts_and_their_tokens_wait(serving: Serving) -> None:
+    asked = prompts(6)
+
+    async def leave_early(policy: HfPolicy, story: Story) -> None:
+        async with policy.decoding(story.decodes, story.cut):
+            story.pieces[0].append(await story.decodes[0].read(1))
+            raise ZeroDivisionError
+
+    with serving() as policy:
+        whole = await told(policy, asked)
+        story = Story(await policy.open(asked))
+        with pytest.raises(ZeroDivisionError):
+            await leave_early(policy, story)
+        for k in range(len(asked)):
+            await story.read(k, 1_000)
+        assert "cut" in story.states()
+        await story.step(policy)
+    assert story.tokens() == whole.tokens()
+
+
+async def test_a_body_that_is_cancelled_leaves_the_thread_free(serving: Serving) -> None:
+    with serving(sampling=Sampling(max_new_tokens=120)) as policy:
+        decodes = await policy.open(prompts(3))
+        with anyio.CancelScope() as scope:
+            async with policy.decoding(decodes, lambda _: False):
+                await decodes[0].read(3)
+                scope.cancel()
+                await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        steps = policy.counters.decode_steps
+        await policy.load(Weights(1))
+        assert policy.counters.decode_steps == steps
+        async with policy.decoding(decodes, lambda _: False):
+            piece = await decodes[0].read(120)
+        assert (len(piece.tokens), piece.state) == (117, "length")
+
+
+async def test_a_task_that_is_cancelled_while_it_decodes_leaves_the_policy_usable(serving: Serving) -> None:
+    """As Ctrl-C does: it cancels a task, not a scope."""
+    with serving(sampling=Sampling(max_new_tokens=120)) as policy:
+        decodes = await policy.open(prompts(3))
+        begun = anyio.Event()
+
+        async def decode_for_ever() -> None:
+            async with policy.decoding(decodes, lambda _: False):
+                await decodes[0].read(3)
+                begun.set()
+                await anyio.sleep_forever()
+
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(decode_for_ever())
+            await begun.wait()
+            task.cancel()
+        assert task.cancelled()
+        steps = policy.counters.decode_steps
+        await policy.load(Weights(1))
+        assert policy.counters.decode_steps == steps
+        async with policy.decoding(decodes, lambda _: False):
+            assert (await decodes[0].read(120)).state == "length"
+
+
+async def test_an_error_of_the_body_is_told_with_the_error_of_the_decode_loop(serving: Serving) -> None:
+    def failing(finished: Sequence[int]) -> bool:
+        raise LookupError(f"no place for {finished}")
+
+    async def fail_too(policy: HfPolicy, decode: HfDecode) -> None:
+        async with policy.decoding([decode], failing):
+            with suppress(LookupError):
+                while True:
+                    await decode.read(5)
+            raise KeyError("the channel is gone")
+
+    with serving() as policy:
+        (decode,) = await policy.open(prompts(1))
+        with pytest.raises(LookupError, match="no place") as caught:
+            await fail_too(policy, decode)
+        assert caught.value.__notes__ == ["while decoding rollouts [0]", "and then KeyError: 'the channel is gone'"]
+
+
+async def test_an_error_of_the_decode_loop_reaches_every_reader_and_the_context(serving: Serving) -> None:
+    asked = prompts(3)
+    caught: list[BaseException] = []
+
+    def failing(finished: Sequence[int]) -> bool:
+        raise LookupError(f"no place for {finished}")
+
+    async def read(decode: HfDecode) -> None:
+        try:
+            while (await decode.read(5)).state == "live":
+                pass
+        except LookupError as error:
+            caught.append(error)
+
+    async def decode_all(policy: HfPolicy, decodes: Sequence[HfDecode]) -> None:
+        async with policy.decoding(decodes, failing), anyio.create_task_group() as readers:
+            for decode in decodes:
+                readers.start_soon(read, decode)
+
+    with serving() as policy:
+        decodes = await policy.open(asked)
+        with pytest.raises(LookupError, match="no place") as raised:
+            await decode_all(policy, decodes)
+        assert caught == [raised.value] * 3
+        assert "while decoding rollouts [0, 1, 2]" in raised.value.__notes__
+        assert (await policy.memory())[1] == 0
+        with pytest.raises(ProtocolError, match="failed"):
+            async with policy.decoding(decodes, failing):
+                pass
+        assert (await told(policy, asked)).states(), "the policy itself goes on"
+
+
+async def test_closing_frees_the_memory_of_deferred_and_of_live_rollouts(serving: Serving) -> None:
+    asked = prompts(6)
+    with serving(sampling=Sampling(max_new_tokens=300, seed=3)) as policy:
+        decodes = await policy.open(asked)
+        async with policy.decoding(decodes, lambda _: False):
+            await decodes[0].read(3)
+            await decodes[1].aclose()
+            await decodes[1].aclose()
+            with pytest.raises(ProtocolError, match="closed"):
+                await decodes[1].read(1)
+            await decodes[0].read(20)
+        deferred = (await policy.memory())[1]
+        assert deferred > 0
+        await decodes[0].aclose()
+        assert 0 < (await policy.memory())[1] < deferred
+        with pytest.raises(ProtocolError, match="closed"):
+            async with policy.decoding(decodes, lambda _: False):
+                pass
+        for decode in decodes:
+            await decode.aclose()
+        assert (await policy.memory())[1] == 0
+
+
+async def test_a_rollout_closed_after_the_cut_is_freed_with_the_context(serving: Serving) -> None:
+    asked = prompts(3)
+    with serving() as policy:
+        decodes = await policy.open(asked)
+        async with policy.decoding(decodes, lambda _: True):
+            while any(decode.live for decode in decodes):
+                await anyio.lowlevel.checkpoint()
+            for decode in decodes:
+                await decode.aclose()
+        assert (await policy.memory())[1] == 0
+
+
+async def test_one_reader_one_context_and_decodes_of_this_policy(serving: Serving) -> None:
+    asked = prompts(2)
+    with serving() as policy, serving() as other:
+        decodes = await policy.open(asked)
+        with pytest.raises(ProtocolError, match="foreign"):
+            async with other.decoding(decodes, lambda _: False):
+                pass
+        assert (await decodes[0].read(4)).state == "cut", "outside of decoding a read does not wait"
+        with pytest.raises(ValueError, match="at least 1 token"):
+            await decodes[0].read(0)
+        async with policy.decoding(decodes, lambda _: False):
+            with pytest.raises(ProtocolError, match="decoding already"):
+                async with policy.decoding(decodes, lambda _: False):
+                    pass
+        async with policy.decoding([], lambda _: False):
+            pass
+
+
+async def test_two_reads_at_once_are_refused(serving: Serving) -> None:
+    with serving(sampling=Sampling(max_new_tokens=200)) as policy:
+        (decode,) = await policy.open(prompts(1))
+        async with policy.decoding([decode], lambda _: False), anyio.create_task_group() as readers:
+            readers.start_soon(decode.read, 200)
+            await anyio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
+            with pytest.raises(ProtocolError, match="one reader"):
+                await decode.read(1)
+
+
+async def test_reading_beyond_the_end_is_refused(serving: Serving) -> None:
+    with serving() as policy:
+        story = await told(policy, prompts(1))
+        with pytest.raises(ProtocolError, match="last piece of rollout 0"):
+            await story.decodes[0].read(1)
+
+
+WORDS = st.integers(min_value=0, max_value=2**40)
+
+
+def noise_at(
+    admission: Tensor, *, sample: int = 0, position: Tensor | None = None, seed: int = 0, vocabulary: int
+) -> Tensor:
+    zeros = torch.zeros_like(admission)
+    return gumbel(seed, admission, zeros + sample, zeros if position is None else position, vocabulary)
+
+
+def noise_of(seed: int, places: Tensor, vocabulary: int) -> Tensor:
+    """The noise at ``places``, rows of admission, sample and position."""
+    return gumbel(seed, places[:, 0], places[:, 1], places[:, 2], vocabulary)
+
+
+def frequencies(logits: Tensor, noise: Tensor, sampling: Sampling) -> Tensor:
+    tokens = draw(logits.expand(len(noise), -1), noise, sampling).tokens
+    return torch.bincount(tokens, minlength=len(logits)).double() / len(noise)
+
+
+def chi_square(observed: Tensor, expected: Tensor, draws: int) -> float:
+    """Pearson's statistic over its degrees of freedom: 1 on average when ``expected`` is true."""
+    return float(draws * ((observed - expected) ** 2 / expected).sum() / (len(expected) - 1))
+
+
+@given(seed=st.integers(), admission=WORDS, sample=WORDS, position=WORDS, neighbours=st.integers(0, 5))
+def test_noise_depends_on_its_place_only(
+    seed: int, admission: int, sample: int, position: int, neighbours: int
+) -> None:
+    places = torch.tensor([[admission, sample, position], *([[7, 0, 9]] * neighbours)])
+    alone = noise_of(seed, places[:1], 64)
+    crowded = noise_of(seed, places.flip(0), 80)
+    assert torch.equal(alone[0], crowded[-1, :64])
+    assert alone.isfinite().all()
+
+
+def noise_by_the_definition(seed: int, place: tuple[int, int, int], token: int) -> float:
+    """The same with Python's integers, which neither overflow nor have a sign bit."""
+    wide, narrow = 2**64 - 1, 2**32 - 1
+
+    def splitmix64(state: int) -> int:
+        word = (state + 0x9E3779B97F4A7C15) & wide
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & wide
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB & wide
+        return word ^ (word >> 31)
+
+    key = seed & wide
+    for value in place:
+        key = splitmix64(key) ^ value
+    key = splitmix64(key)
+    word = (token * 0x9E3779B1 & narrow) ^ (key & narrow)
+    word = ((word ^ (word >> 16)) * 0x7FEB352D + (key >> 32)) & narrow
+    word = (word ^ (word >> 15)) * 0x846CA68B & narrow
+    bits = (word ^ (word >> 16)) & 0x7FFFFFFF
+    return -math.log(-math.log1p(-(bits + 0.5) / 2**31))
+
+
+@given(seed=st.integers(), place=st.tuples(WORDS, WORDS, WORDS), token=st.integers(0, 500))
+def test_noise_is_what_its_definition_says(seed: int, place: tuple[int, int, int], token: int) -> None:
+    noise = noise_of(seed, torch.tensor([place]), 501)
+    assert float(noise[0, token]) == pytest.approx(noise_by_the_definition(seed, place, token), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("word", ["seed", "admission", "sample", "position"])
+def test_each_word_of_the_key_changes_all_the_noise(word: str) -> None:
+    key = dict.fromkeys(("seed", "admission", "sample", "position"), 5)
+    one, other = (
+        noise_of(k["seed"], torch.tensor([[k["admission"], k["sample"], k["position"]]]), 4096)[0].double()
+        for k in (key, key | {word: 6})
+    )
+    assert not (one == other).any() or (one == other).sum() < 3
+    assert abs(float(torch.corrcoef(torch.stack((one, other)))[0, 1])) < 4 / 4096**0.5
+
+
+def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
+    noise = noise_at(torch.arange(256), vocabulary=4096).double()
+    draws = noise.numel()
+    assert abs(float(noise.mean()) - np.euler_gamma) < 5 * (np.pi / 6**0.5) / draws**0.5
+    assert float(noise.var()) == pytest.approx(np.pi**2 / 6, rel=0.01)
+    assert noise.max() > 12
+
+
+@pytest.mark.parametrize("along", ["admission", "position", "vocabulary"])
+def test_neighbouring_noise_is_independent(along: str) -> None:
+    count = 512
+    if along == "position":
+        noise = noise_at(torch.zeros(count, dtype=torch.int64), position=torch.arange(count), vocabulary=count)
+    else:
+        noise = noise_at(torch.arange(count), vocabulary=count)
+    rows = (noise if along != "vocabulary" else noise.T).double()
+    for staleness in (1, 2, 16):
+        pair = torch.stack((rows[staleness:].flatten(), rows[:-staleness].flatten()))
+        assert abs(float(torch.corrcoef(pair)[0, 1])) < 5 / count
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tokens_follow_the_softmax_at_the_temperature(seed: int) -> None:
+    logits = torch.randn(64, generator=torch.Generator().manual_seed(seed))
+    draws = 100_000
+    noise = noise_at(torch.arange(draws), seed=seed, vocabulary=64)
+    for temperature in (0.7, 1.0, 1.5):
+        seen = frequencies(logits, noise, Sampling(temperature=temperature))
+        statistic = chi_square(seen, (logits / temperature).softmax(-1).double(), draws)
+        assert statistic < 1.8  # 63 degrees of freedom: exceeded with a probability below 1e-4
+
+
+def test_pairs_of_successive_tokens_are_independent() -> None:
+    draws = 40_000
+    positions = torch.arange(draws)
+    noise = noise_at(torch.zeros(draws, dtype=torch.int64), position=positions, vocabulary=8)
+    tokens = draw(torch.zeros(draws, 8), noise, Sampling()).tokens
+    pairs = torch.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64).double() / (draws - 1)
+    assert chi_square(pairs, torch.full((64,), 1 / 64, dtype=torch.float64), draws) < 1.8
+
+
+def test_top_k_and_top_p_keep_what_they_say() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log()[torch.tensor([3, 0, 4, 1, 2])]  # at ids 1, 3, 4, 0, 2
+    noise = noise_at(torch.arange(20_000), vocabulary=5)
+
+    def kept(sampling: Sampling) -> set[int]:
+        return set(frequencies(logits, noise, sampling).nonzero().flatten().tolist())
+
+    assert kept(Sampling(top_k=2)) == {1, 3}
+    assert kept(Sampling(top_k=9)) == {0, 1, 2, 3, 4}
+    assert kept(Sampling(top_p=0.35)) == {1}
+    assert kept(Sampling(top_p=0.8)) == {1, 3, 4}
+    assert kept(Sampling(top_p=1e-9)) == {1}
+    assert kept(Sampling(top_k=3, top_p=0.75)) == {1, 3}  # of 0.4, 0.3, 0.15 renormalised
+    assert kept(Sampling(temperature=0.25, top_p=0.9)) == {1, 3}
+
+
+@pytest.mark.parametrize("peak", [0.0, 12.0])
+def test_top_p_of_a_large_vocabulary_needs_no_sorted_vocabulary(peak: float) -> None:
+    logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(1))
+    logits[:, 17] += peak
+    noise = noise_at(torch.arange(4), vocabulary=3000)
+    ranked, ids = logits.sort(-1, descending=True)
+    mass = ranked.softmax(-1)
+    ranked = ranked.masked_fill(mass.cumsum(-1) - mass >= 0.9, -torch.inf)
+    expected = ids.gather(1, (ranked + noise.gather(1, ids)).argmax(-1, keepdim=True))[:, 0]
+    assert torch.equal(draw(logits, noise, Sampling(top_p=0.9)).tokens, expected)
+
+
+@given(temperature=st.floats(0.05, 5), top_k=st.integers(0, 20), top_p=st.floats(0.05, 1))
+def test_log_probs_are_those_of_the_ids_that_were_kept(temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, stop=(3, 99))
+    noise = noise_at(torch.arange(6), vocabulary=20)
+    for drawn in (draw(logits, noise, sampling), draw(logits, noise, sampling, range(0, 6, 2))):
+        inside = allowed(drawn.read_back()[2], 6, 20)
+        expected = (logits.double() / temperature).masked_fill(~inside, -torch.inf).log_softmax(-1)
+        expected = expected.gather(1, drawn.tokens[:, None])[:, 0]
+        torch.testing.assert_close(drawn.logprobs.double(), expected, atol=1e-5, rtol=1e-5)
+        assert inside.sum(-1).max() <= (top_k or 20)
+
+
+def test_where_nothing_is_left_out_no_support_is_kept() -> None:
+    noise = noise_at(torch.arange(6), vocabulary=20)
+    for sampling in (Sampling(), Sampling(top_k=20), Sampling(temperature=0.5, stop=(3,))):
+        assert draw(torch.zeros(6, 20), noise, sampling).read_back()[2].whole
+
+
+def test_of_a_response_that_may_not_end_yet_only_the_ends_are_listed() -> None:
+    noise = noise_at(torch.arange(3), vocabulary=50_000)
+    _, _, support = draw(torch.zeros(3, 50_000), noise, Sampling(stop=(7, 3, 7, 60_000)), [0, 2]).read_back()
+    assert support.ids.tolist() == [3, 7, 3, 7]
+    assert support.counts.tolist() == [-2, 0, -2]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_p=0.9, temperature=0.3), Sampling(top_k=7)])
+def test_a_log_prob_does_not_depend_on_the_other_rows_to_the_bit(sampling: Sampling) -> None:
+    logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(2)) * torch.linspace(0.01, 9, 40)[:, None]
+    noise = noise_at(torch.arange(40), vocabulary=3000)
+    tokens, logprobs, support = draw(logits, noise, sampling).read_back()
+    alone = [draw(logits[n : n + 1], noise[n : n + 1], sampling).read_back() for n in range(40)]
+    assert np.array_equal(tokens, np.concatenate([drawn for drawn, _, _ in alone]))
+    assert np.array_equal(logprobs, np.concatenate([drawn for _, drawn, _ in alone]))
+    assert np.array_equal(support.ids, np.concatenate([drawn.ids for _, _, drawn in alone]))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling(top_k=3), Sampling(top_k=3, top_p=0.9)])
+def test_logits_that_are_no_numbers_have_a_log_prob_that_is_none(sampling: Sampling) -> None:
+    logits = torch.zeros(2, 9)
+    logits[1] = torch.nan
+    logprobs = draw(logits, noise_at(torch.arange(2), vocabulary=9), sampling).logprobs
+    assert logprobs.isfinite().tolist() == [True, False]
+
+
+def test_greedy_takes_the_best_token_and_its_log_prob_at_temperature_one() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]], dtype=torch.bfloat16)
+    tokens, logprobs, kept, barred = draw(logits, None, Sampling(temperature=0, top_k=1, top_p=0.1))
+    assert kept is None
+    assert barred.whole
+    assert tokens.tolist() == [1]
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, logits.float().log_softmax(-1)[:, 1])
+
+
+def test_sampling_without_noise_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs noise"):
+        draw(torch.zeros(1, 3), None, Sampling())
+
+
+def test_a_small_error_in_the_logits_changes_no_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2000, 512, generator=generator)
+    noise = noise_at(torch.arange(2000), vocabulary=512)
+    wrong = logits + 1e-6 * torch.randn(2000, 512, generator=generator)
+    assert torch.equal(draw(logits, noise, Sampling()).tokens, draw(wrong, noise, Sampling()).tokens)
+
+
+CPU = torch.device("cpu")
+SEED = 7
+
+
+def wanted(rows: list[tuple[int, int]], positions: list[int], vocabulary: int) -> Tensor:
+    admission, sample = torch.tensor(rows).unbind(1)
+    return gumbel(SEED, admission, sample, torch.tensor(positions), vocabulary)
+
+
+@pytest.mark.parametrize("vocabulary", [17, 640, 70_000])
+def test_rows_that_draw_together_join_and_leave_get_the_noise_of_their_places_to_the_last_bit(vocabulary: int) -> None:
+    dice, noise = random.Random(3), Noise(SEED)
+    drawn = {(k, k % 2): dice.randrange(5) for k in range(6)}
+    live = list(drawn)[:4]
+    for step in range(2 * AHEAD):
+        positions = [drawn[row] for row in live]
+        assert torch.equal(noise(live, positions, vocabulary, CPU), wanted(live, positions, vocabulary))
+        for row in live:
+            drawn[row] += 1
+        if step == 9:
+            live = sorted([*live[1:], (4, 0), (5, 1)])
+        if step % 6 == 5 and len(live) > 1:
+            live.pop(dice.randrange(len(live)))
+
+
+def test_another_vocabulary_is_not_given_what_was_made_for_the_first() -> None:
+    noise = Noise(SEED)
+    noise([(1, 0)], [0], 50, CPU)
+    assert torch.equal(noise([(1, 0)], [1], 60, CPU), wanted([(1, 0)], [1], 60))
+
+
+def test_a_row_that_goes_back_is_given_its_place_again() -> None:
+    noise = Noise(SEED)
+    for position in (3, 4, 3, 2, 40):
+        assert torch.equal(noise([(1, 0)], [position], 50, CPU), wanted([(1, 0)], [position], 50))

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, cast
 
 import anyio
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from oppo.errors import ModelError, ModelLost, ProtocolError
-from oppo.events import Prompt
+from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
+from oppo.algorithms.group import grpo
+from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
+from oppo.events import Batch, Prompt, Response
+from oppo.hf.serve.decoder import Decoder
 from oppo.hf.serve.policy import HfPolicy
-from oppo.models import Sampling, Weights
-from oppo.testing.conformance import check_policy
+from oppo.hf.serve.sampling import draw, gumbel
+from oppo.hf.train.trainer import HfTrainer
+from oppo.losses import ClippedLoss
+from oppo.models import Policy, Sampling, Trained, Weights
+from oppo.placement import Place, PolicyPool, Process, Thread
+from oppo.testing import FakeScorer, check_policy, fake_scalar
+from oppo.training import TrainerSettings
+from oppo.turns import SLACK, StopCriteria, turn_so_far, turns_answered
+from tests.dialogues import ANSWER, Dialogue, dialogue
 from tests.hf import tiny
+from tests.hf.child import ONE
 from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, reference, serving, told
 
 if TYPE_CHECKING:
@@ -148,20 +167,13 @@ async def test_rollouts_join_while_others_are_decoded(serving: Serving) -> None:
             with pytest.raises(ProtocolError, match=r"rollouts \[6\] are being decoded, so they cannot join"):
                 await decoding.add(story.decodes[6:])
         assert (await policy.memory())[1] == 0
-    for prompt, tokens in zip(asked, story.tokens(), strict=True):
-        assert tokens == reference(model, prompt, SAMPLING)[0]
-
-
-async def test_rollouts_may_join_when_all_others_have_ended(serving: Serving) -> None:
-    model, asked = tiny.causal(), prompts(3)
-    with serving(model) as policy:
-        story = Story(await policy.open(asked))
-        async with policy.decoding([], story.cut) as decoding:
-            for k in range(3):
-                await decoding.add([story.decodes[k]])
-                await story.read(k, 100)
-    assert story.told == [[prompt.rollout] for prompt in asked]
-    for prompt, tokens in zip(asked, story.tokens(), strict=True):
+        late = Story(await policy.open(asked[:3]))
+        async with policy.decoding([], late.cut) as decoding:
+            for k in range(3):  # when all others have ended
+                await decoding.add([late.decodes[k]])
+                await late.read(k, 100)
+    assert late.told == [[prompt.rollout] for prompt in asked[:3]]
+    for prompt, tokens in zip([*asked, *asked[:3]], [*story.tokens(), *late.tokens()], strict=True):
         assert tokens == reference(model, prompt, SAMPLING)[0]
 
 
@@ -219,3 +231,496 @@ async def test_a_closed_thread_is_a_lost_model() -> None:
         async with policy.decoding(decodes, lambda _: False):
             await decodes[0].read(1)
     await decodes[1].aclose()
+
+
+GREEDY = replace(SAMPLING, temperature=0.0, seed=99)
+
+
+async def test_it_makes_the_tokens_of_a_policy_of_its_own(serving: Serving) -> None:
+    asked = prompts(5, first=10**12)
+    with serving(sampling=GREEDY) as own:
+        expected = (await told(own, asked)).tokens()
+    with serving() as policy:
+        assert policy.capabilities.varies_sampling
+        greedy = policy.with_sampling(GREEDY)
+        assert (await told(greedy, asked)).tokens() == expected
+        assert (await told(policy, asked)).tokens() != expected
+        assert (await told(policy.with_sampling(replace(SAMPLING, seed=12)), asked)).tokens() != (
+            await told(policy, asked)
+        ).tokens()
+
+
+async def carried(serving: Serving, *, between: bool, deterministic: bool, keep: bool) -> Story:
+    """Decode up to a cut, then to the end; meanwhile another sampling answers other prompts."""
+    model = tiny.causal()
+    with serving(model, deterministic=deterministic, keep=keep) as policy:
+        greedy = policy.with_sampling(GREEDY)
+        story = Story(await policy.open(prompts(6)), cut_after=2)
+        await story.step(policy)
+        assert story.live
+        if between:
+            before = await policy.memory()
+            await told(greedy, prompts(3, first=10**12))
+            assert await policy.memory() == before
+            assert (await greedy.memory())[0] == 0, "the memory of what has ended is free"
+        story.cut_after = 1_000
+        await story.step(policy)
+        return story
+
+
+@pytest.mark.parametrize(("deterministic", "keep"), [(True, False), (False, True), (False, False)])
+async def test_deferred_rollouts_go_on_as_if_nothing_had_been(
+    serving: Serving, deterministic: bool, keep: bool
+) -> None:
+    plain = await carried(serving, between=False, deterministic=deterministic, keep=keep)
+    disturbed = await carried(serving, between=True, deterministic=deterministic, keep=keep)
+    assert disturbed.tokens() == plain.tokens()
+    assert disturbed.logprobs() == plain.logprobs()
+    assert disturbed.told == plain.told
+
+
+async def test_it_has_the_weights_that_are_synced(serving: Serving) -> None:
+    other = tiny.causal(seed=1)
+    with serving(other, sampling=GREEDY) as own:
+        expected = (await told(own, prompts(4))).tokens()
+    with serving() as policy:
+        greedy = policy.with_sampling(GREEDY)
+        await told(greedy, prompts(4))
+        await policy.load(Weights(3, actor=dict(other.state_dict())))
+        assert greedy.version == policy.version == 3
+        story = await told(greedy, prompts(4))
+        assert story.tokens() == expected
+        assert {version for row in story.versions() for version in row} == {3}
+
+
+async def test_in_a_process_it_makes_the_tokens_that_it_makes_in_a_thread() -> None:
+    weights = Weights(1, actor=dict(tiny.causal(seed=1).state_dict()))
+    made = []
+    for process in (False, True):
+        with (
+            Process("actor", setup=ONE) as place,
+            serving(place=place if process else None) as policy,
+        ):
+            greedy = policy.with_sampling(GREEDY)
+            first = await told(greedy, prompts(3))
+            await policy.load(weights)
+            second = await told(greedy, prompts(3))
+            made.append((first.tokens(), second.tokens(), (await told(policy, prompts(3))).tokens()))
+    assert made[0] == made[1]
+
+
+DRAWN = Sampling(max_new_tokens=24, stop=(2, 3), seed=3)
+
+
+async def test_a_pool_keeps_the_contract_of_a_policy() -> None:
+    with ExitStack() as stack:
+        threads = [stack.enter_context(Thread(f"actor {k}", setup=ONE)) for k in range(2)]
+
+        async def make() -> PolicyPool:
+            return PolicyPool([HfPolicy(tiny.causal(), sampling=SAMPLING, place=thread) for thread in threads])
+
+        await check_policy(make, prompts(6))
+
+
+def test_models_with_other_vocabularies_are_no_pool() -> None:
+    with Thread("actor", setup=ONE) as thread:
+        small, large = tiny.causal(), tiny.causal()
+        large.resize_token_embeddings(tiny.VOCABULARY + 8)
+        policies = [HfPolicy(model, sampling=SAMPLING, place=thread) for model in (small, large)]
+        with pytest.raises(ConfigError, match=rf"vocabularies differ: member 0 has {tiny.VOCABULARY}, member 1 has"):
+            PolicyPool(policies)
+
+
+class Checking(HfTrainer):
+    """Compares, before each update, log-probs with those of the weights that it would train."""
+
+    actor: PreTrainedModel
+    checked: int = 0
+
+    async def update(self, batch: Batch) -> Trained:
+        assert (batch.versions == self.version).all()
+        for response, row in zip(batch.responses, batch.rows(), strict=True):
+            expected = full_logprobs(self.actor, response.prompt, response.tokens.tolist())
+            assert_close(batch.logprobs[row].tolist(), expected)
+            self.checked += 1
+        return await super().update(batch)
+
+
+def fail_once(patch: pytest.MonkeyPatch, thread: str, at: int) -> None:
+    """Let the decode steps of one thread fail, once."""
+    draw, steps = Decoder._draw, 0
+
+    def failing(*arguments: object, **named: object) -> object:
+        nonlocal steps
+        steps += thread in threading.current_thread().name
+        if steps == at:
+            steps += 1
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return draw(*arguments, **named)  # type: ignore[arg-type]  # passed on
+
+    patch.setattr(Decoder, "_draw", failing)
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+async def test_a_run_goes_on_when_an_engine_dies_while_it_decodes(
+    how: Literal["raises", "killed"], monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    actor = tiny.causal(seed=1)
+    with ExitStack() as stack:
+        places: list[Place] = [
+            stack.enter_context(Process("first", setup=ONE) if how == "killed" else Thread("first", setup=ONE)),
+            stack.enter_context(Thread("second", setup=ONE)),
+        ]
+        training = stack.enter_context(Thread("training", setup=ONE))
+
+        def member(place: Place) -> HfPolicy:
+            return HfPolicy(copy.deepcopy(actor), sampling=DRAWN, place=place)
+
+        async def start(index: int) -> Policy:
+            return member(stack.enter_context(Thread("again", setup=ONE)))
+
+        pool = PolicyPool([member(place) for place in places], start=start)
+        trainer = Checking(
+            actor, sampling=DRAWN, place=training, loss=ClippedLoss(), settings=TrainerSettings(learning_rate=1e-3)
+        )
+        trainer.actor = actor
+        graph = grpo(
+            policy=pool,
+            reward=FakeScorer(fake_scalar),
+            trainer=trainer,
+            admission=Overcommit(batch=4, overcommit=0),
+            samples=2,
+            chunks=Fixed(5),
+        )
+        if how == "raises":
+            fail_once(monkeypatch, "first", at=30)
+        asked = [Prompt(n, n, np.arange(10 + n, 14 + n, dtype=np.int32)) for n in range(20)]
+        async with graph.open(asked) as run:
+            async for step in run.steps(4):
+                if step.index == 1 and isinstance(places[0], Process):
+                    os.kill(places[0].pid, signal.SIGKILL)
+        assert (trainer.version, pool.version, trainer.checked) == (4, 4, 4 * 8)
+    assert [message.startswith("member 0 (HfPolicy) of the pool is lost") for message in messages[:1]] == [True]
+    assert any("has been started again" in message for message in messages)
+
+
+MOST = replace(SAMPLING, max_new_tokens=90, stop=tuple(range(2, 14)))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_the_tokens_after_an_answer_are_those_of_the_whole_sequence(
+    serving: Serving, deterministic: bool
+) -> None:
+    model, asked = tiny.causal(), prompts(5)
+    with serving(model, sampling=MOST, deterministic=deterministic) as policy:
+        talk = await dialogue(policy, asked)
+    assert sorted(rollout for told in talk.told for rollout in told) == [prompt.rollout for prompt in asked]
+    for k, response in enumerate(talk.responses()):
+        assert turns_answered(response) == 2
+        assert response.tokens[~response.sampled].tolist() == [*ANSWER, *ANSWER]
+        assert turn_so_far(response) == talk.heard[k][-1].tolist()
+        assert talk.states()[k] in {"eos", "stop"}
+        expected = full_logprobs(model, asked[k], response.tokens.tolist()).numpy()
+        np.testing.assert_allclose(response.logprobs[response.sampled], expected[response.sampled], atol=1e-4)
+
+
+async def test_only_the_answer_is_read_after_a_turn(serving: Serving) -> None:
+    asked = prompts(5)
+    with serving(sampling=MOST) as policy:
+        await dialogue(policy, asked)
+        read = sum(len(prompt.tokens) for prompt in asked) + 2 * len(asked) * (1 + len(ANSWER))
+        assert policy.counters.prefilled == read, "prompts, and for each turn its last token and the answer"
+
+
+async def test_the_others_decode_while_a_tool_works(serving: Serving) -> None:
+    asked = prompts(4)
+    with serving(sampling=MOST) as policy:
+        reached, release = anyio.Event(), anyio.Event()
+        first, *others = await policy.open_turns(asked)
+
+        async def slow() -> None:
+            assert await first.turn() is not None
+            reached.set()
+            await release.wait()
+            assert first.finish()
+
+        async def quick(number: int) -> None:
+            while await others[number].turn() is not None:
+                others[number].finish()
+
+        story = Story([first, *others])
+        async with policy.decoding(story.decodes, story.cut), anyio.create_task_group() as tasks:
+            tasks.start_soon(slow)
+            for k in range(len(others)):
+                tasks.start_soon(quick, k)
+            async with anyio.create_task_group() as readers:
+                for k in range(len(others)):
+                    readers.start_soon(story.read, k + 1, 5)
+            await reached.wait()
+            before = policy.counters.decode_steps
+            await anyio.sleep(0.05)
+            assert policy.counters.decode_steps == before, "where all wait, nothing is computed"
+            release.set()
+            await story.read(0, 5)
+    assert all(state in {"eos", "stop"} for state in story.states())
+    assert story.told[-1] == [0]
+
+
+@pytest.mark.parametrize("cuts", [0, 2])
+async def test_exact_decoding_does_not_depend_on_how_long_tools_take(serving: Serving, cuts: int) -> None:
+    asked, model = prompts(5), tiny.causal()
+    with serving(model, sampling=MOST, deterministic=True) as policy:
+        quick = await dialogue(policy, asked, cuts=range(1, cuts + 1))
+    with serving(model, sampling=MOST, deterministic=True) as policy:
+        slow = await dialogue(policy, asked, lambda k, turn: 0.03 * ((k + turn) % 3), cuts=range(1, cuts + 1))
+    assert quick.tokens() == slow.tokens()
+    for one, other in zip(quick.responses(), slow.responses(), strict=True):
+        assert one.logprobs.tolist() == other.logprobs.tolist()
+    assert quick.told == slow.told
+
+
+async def test_a_half_written_conversation_goes_on_with_the_same_tokens(serving: Serving) -> None:
+    asked, model = prompts(4), tiny.causal()
+    with serving(model, sampling=MOST) as policy:
+        whole = await dialogue(policy, asked)
+        halves = []
+        for response, prompt in zip(whole.responses(), asked, strict=True):
+            end = int(np.flatnonzero(~response.sampled)[len(ANSWER) - 1]) + 3  # a token or two after the first answer
+            cut = [piece for piece in response.pieces() if piece.start < end]
+            half = Response.of(prompt, cut[:2])
+            halves.append(half.then(response.chunk(len(half), end)))
+        rest = Dialogue(await policy.open_turns(halves), asked, turns=1)
+        await rest.step(policy)
+    for half, tokens, all_tokens in zip(halves, rest.tokens(), whole.tokens(), strict=True):
+        assert [*half.tokens.tolist(), *tokens] == all_tokens
+
+
+async def test_a_conversation_that_is_opened_at_the_end_of_a_turn_is_answered_there(serving: Serving) -> None:
+    asked, model = prompts(4), tiny.causal()
+    with serving(model, sampling=MOST) as policy:
+        whole = await dialogue(policy, asked)
+        halves = [Response.of(response.prompt, response.pieces()[:1]) for response in whole.responses()]
+        rest = Dialogue(await policy.open_turns(halves), asked)
+        await rest.step(policy)
+    assert [each[0].tolist() for each in rest.heard] == [half.tokens.tolist() for half in halves]
+    for half, tokens, all_tokens in zip(halves, rest.tokens(), whole.tokens(), strict=True):
+        assert [*half.tokens.tolist(), *tokens] == all_tokens
+
+
+async def test_an_answer_waits_for_the_next_decoding_if_the_step_was_cut(serving: Serving) -> None:
+    asked = prompts(3)
+    with serving(sampling=MOST) as policy:
+        decodes = await policy.open_turns(asked)
+        async with policy.decoding(decodes, lambda finished: False):
+            tokens = await decodes[0].turn()
+            assert tokens is not None
+        assert await decodes[0].turn() is None
+        assert not decodes[0].proceed(ANSWER), "nothing is decoded"
+        await policy.load(Weights(1))
+        async with policy.decoding(decodes, lambda finished: False):
+            again = await decodes[0].turn()
+            assert again is not None
+            assert again.tolist() == tokens.tolist()
+            piece = await decodes[0].read(100)
+            assert (piece.tokens.tolist(), piece.state) == (tokens.tolist(), "live")
+            assert decodes[0].proceed(ANSWER)
+            piece = await decodes[0].read(100)
+            assert piece.from_tool
+            assert piece.tokens.tolist() == ANSWER.tolist()
+            with pytest.raises(ProtocolError, match="expected a turn that has ended"):
+                decodes[0].proceed(ANSWER)
+
+
+async def test_a_rollout_may_be_closed_while_its_tool_works(serving: Serving) -> None:
+    asked = prompts(2)
+    with serving(sampling=MOST) as policy:
+        decodes = await policy.open_turns(asked)
+        async with policy.decoding(decodes, lambda finished: False):
+            for decode in decodes:
+                assert await decode.turn() is not None
+            for decode in decodes:
+                await decode.aclose()
+        _, held = await policy.memory()
+        assert held == 0
+
+
+async def test_a_response_ends_at_its_limit_in_any_turn(serving: Serving) -> None:
+    asked = prompts(5)
+    with serving(sampling=replace(MOST, max_new_tokens=16)) as policy:
+        talk = await dialogue(policy, asked)
+    assert {"length"} <= set(talk.states())
+    for response in talk.responses():
+        assert len(response) <= 16
+        assert response.sampled[-1]
+
+
+PIECES = ("", "a", "b", "ab", "ba", "abc", " ", "\n", "\n\n", "c")
+"""The text of each token."""
+
+
+def text(tokens: Sequence[int]) -> str:
+    return "".join(PIECES[token % len(PIECES)] for token in tokens)
+
+
+def ended(tokens: Sequence[int], *stops: str, young: int = 0) -> int | None:
+    """Return after how many tokens a response ends with reason stop."""
+    ending = StopCriteria(Sampling(stop_strings=stops, min_new_tokens=young), text)
+    return next((n for n in range(1, len(tokens) + 1) if ending.reason(tokens[:n], 99) == "stop"), None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "young", "end"),
+    [
+        ([1, 2, 7, 1, 7, 7, 1], ("\n\n",), 0, 6),
+        ([1, 8, 1], ("\n\n",), 0, 2),
+        pytest.param([1, 2, 9, 1], ("abc",), 0, 3, id="a text may span tokens"),
+        pytest.param([6, 5, 1], ("bc",), 0, 2, id="a token may hold more than the text"),
+        ([1, 1, 1], ("b",), 0, None),
+        ([1, 1, 2, 9], ("c", "b"), 0, 3),
+        pytest.param([*([1] * 500), 2, 9, 1], ("abc",), 0, 502, id="however long the response is"),
+        pytest.param([*([9] * 50), *([1, 2] * 40), 1], ("ab" * 40,), 0, 130, id="however long the text is"),
+        ([9, 1, 1, 1, 9], ("c",), 0, 1),
+        pytest.param([9, 1, 1, 1, 9], ("c",), 1, 5, id="what was complete too early ends nothing later"),
+        ([9, 1, 1, 1, 9], ("c",), 4, 5),
+        pytest.param([9, 0, 0], ("c",), 1, None, id="tokens without text complete nothing"),
+    ],
+)
+def test_a_response_ends_with_the_token_that_completes_a_stop_text(
+    tokens: list[int], stops: tuple[str, ...], young: int, end: int | None
+) -> None:
+    assert ended(tokens, *stops, young=young) == end
+
+
+def bytes_text(tokens: Sequence[int]) -> str:
+    """Return the text of tokens that are one byte each, as a byte-level tokenizer gives it."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def byte_runs_text(tokens: Sequence[int]) -> str:
+    """Return the same as a tokenizer with a fallback to bytes gives it: a run that is no text is a mark for each."""
+    try:
+        return bytes(tokens).decode("utf-8")
+    except UnicodeDecodeError:
+        return "\ufffd" * len(tokens)
+
+
+@pytest.mark.parametrize("decode", [bytes_text, byte_runs_text])
+@pytest.mark.parametrize("stop", ["\N{OCTAGONAL SIGN}", "so\N{OCTAGONAL SIGN}", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
+@pytest.mark.parametrize("young", [0, 3])
+def test_a_text_whose_last_character_takes_several_tokens_ends_a_response(
+    decode: Callable[[Sequence[int]], str], stop: str, young: int
+) -> None:
+    ending = StopCriteria(Sampling(stop_strings=(stop,), min_new_tokens=young), decode)
+    tokens = list(f"also{stop} and on".encode())
+    found = next(n for n in range(1, len(tokens) + 1) if ending.reason(tokens[:n], 99) == "stop")
+    assert bytes(tokens[:found]).decode() == f"also{stop}"
+
+
+@pytest.mark.parametrize("decode", [bytes_text, byte_runs_text])
+def test_a_character_that_is_incomplete_makes_no_earlier_text_a_new_one(decode: Callable[[Sequence[int]], str]) -> None:
+    first, later = "\N{OCTAGONAL SIGN}", "\N{LATIN SMALL LETTER E WITH ACUTE}"
+    ending = StopCriteria(Sampling(stop_strings=(first,), min_new_tokens=4), decode)
+    tokens = list(f"{first}{later}{first}".encode())
+    reasons = [ending.reason(tokens[:n], 99) for n in range(1, len(tokens) + 1)]
+    assert reasons == [*[None] * (len(tokens) - 1), "stop"]
+
+
+def test_only_the_last_tokens_are_decoded() -> None:
+    seen: list[int] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        seen.append(len(tokens))
+        return text(tokens)
+
+    ending = StopCriteria(Sampling(stop_strings=("é\n",)), decode)
+    for n in range(1, 100):
+        ending.reason([1] * n, 999)
+    assert max(seen) == SLACK + len("é\n".encode())
+
+
+def test_stop_tokens_and_the_length_end_responses_too() -> None:
+    ending = StopCriteria(Sampling(stop=(3, 4), stop_strings=("c",)), text)
+    assert [ending.reason([1, last], 2) for last in (3, 4, 9, 1)] == ["eos", "stop", "stop", "length"]
+    assert ending.reason([1], 2) is None
+
+
+def test_stop_texts_need_a_way_to_read_tokens() -> None:
+    with pytest.raises(ValueError, match="give the policy decode="):
+        StopCriteria(Sampling(stop_strings=("x",)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, r"must be at most max_new_tokens \(8\); got 9"),
+        ({"min_new_tokens": -1}, "not -1"),
+        ({"stop_strings": ("x", "")}, "at least one character"),
+    ],
+)
+def test_impossible_endings_are_refused(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**fields)  # type: ignore[arg-type] # by keyword
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_rows_that_must_not_end_yet_draw_no_stop_token_and_others_are_unchanged(temperature: float, top_k: int) -> None:
+    logits = torch.randn(64, 12, generator=torch.Generator().manual_seed(0))
+    logits[:, 4] += 4
+    sampling = Sampling(temperature=temperature, top_k=top_k, stop=(4, 5, 99))
+    places = torch.arange(64)
+    noise = gumbel(0, places, places, places, 12)
+    short = places % 2 == 0
+    plain, plain_logprobs, _, _ = draw(logits, noise, sampling)
+    drawn = draw(logits, noise, sampling, range(0, 64, 2))
+    tokens, logprobs = drawn.tokens, drawn.logprobs
+    assert not set(tokens[short].tolist()) & {4, 5}
+    assert 4 in plain[short].tolist()
+    assert torch.equal(tokens[~short], plain[~short])
+    assert torch.equal(logprobs[~short], plain_logprobs[~short])
+    assert not drawn.read_back()[2].whole
+    if not (top_k and temperature):
+        logits[short, 4:6] = -torch.inf
+        expected = (logits / (temperature or 1)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, expected)
+
+
+async def test_responses_are_as_long_as_asked_and_their_log_probs_are_the_models() -> None:
+    asked = prompts(8)
+    model = tiny.causal()
+    sampling = Sampling(max_new_tokens=32, min_new_tokens=12, stop=tuple(range(2, 40)), seed=11)
+    with serving(model, sampling=sampling) as policy:
+        story = await told(policy, asked)
+        cut = Story(await policy.open(asked), cut_after=2)
+        await cut.step(policy, limit=3)
+        cut.cut_after = 1_000_000
+        await cut.step(policy, limit=3)
+    assert min(map(len, story.tokens())) == 13, "some response ends as soon as it may"
+    assert {"eos", "stop"} & set(story.states())
+    assert cut.tokens() == story.tokens()
+    for prompt, tokens, logprobs, support in zip(
+        asked, story.tokens(), story.logprobs(), story.supports(), strict=True
+    ):
+        assert support.counts.tolist() == [-38] * 12 + [0] * (len(tokens) - 12)
+        np.testing.assert_allclose(logprobs, full_logprobs(model, prompt, tokens, support), atol=1e-5)
+
+
+async def test_a_policy_ends_responses_at_a_text_whether_or_not_they_were_deferred() -> None:
+    asked = prompts(8)
+    sampling = Sampling(max_new_tokens=64, stop_strings=("ab", "\n"), seed=3)
+    with Thread("actor", setup=ONE) as thread:
+        policy = HfPolicy(tiny.causal(), sampling=sampling, place=thread, decode=text)
+        story = await told(policy, asked)
+        cut = Story(await policy.open(asked), cut_after=3)
+        await cut.step(policy)
+        cut.cut_after = 1_000_000
+        await cut.step(policy)
+    assert cut.tokens() == story.tokens()
+    assert cut.states() == story.states()
+    assert "stop" in story.states()
+    for tokens, state in zip(story.tokens(), story.states(), strict=True):
+        stopped = "ab" in text(tokens) or "\n" in text(tokens)
+        before = text(tokens[:-1])
+        assert (state == "stop") == stopped
+        assert "ab" not in before
+        assert "\n" not in before

@@ -1,31 +1,54 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelError, ModelRefused, ProtocolError
-from oppo.events import Finish, FloatArray, Prompt, Response
+from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError
+from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
 from oppo.hf.introspection import backbone, score_head
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.loading import load_process
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import (
+    ProcessRewardModel,
+    RecomputedLogprobs,
+    ReferenceLogprobs,
+    RewardModel,
+    ScorerInput,
+    TeacherLogprobs,
+    ValueModel,
+)
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.train.packing import MicroBatch, micro_batches, pack, units
+from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.weights import weights_digest
+from oppo.losses import PPOLoss, SupportIndex, token_logprobs
 from oppo.models import Sampling, Scorer, Weights
-from oppo.placement import Thread
-from oppo.testing.conformance import check_scorer
+from oppo.placement import Place, Process, Thread
+from oppo.returns import TokenRewards, TopLogprobs
+from oppo.stages import GAE, ScoredRollout
+from oppo.testing import check_scorer, respond_serially, score_serially
+from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.hf.child import ONE
+from tests.hf.serve.test_whole import causal as only_whole
+from tests.hf.stories import Story, allowed, full_logprobs, prompts, serving, told
+from tests.known import known
 from tests.responses import EOS, PADDING, chunk, endings, responses, stream
-
-torch.set_num_threads(1)
+from tests.workplace import tokenizer
 
 TEMPERATURE = 0.7
-
-
-@pytest.fixture
-def thread() -> Iterator[Thread]:
-    with Thread("scorers", setup=lambda: torch.set_num_threads(1)) as thread:
-        yield thread
 
 
 def sequence(response: Response) -> torch.Tensor:
@@ -60,44 +83,35 @@ def assert_close(got: object, want: object) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", [*tiny.PLAIN, *tiny.WINDOWED])
-async def test_streamed_reference_logprobs_equal_one_forward_pass(
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral", "neox"])
+async def test_streamed_log_probs_and_values_equal_one_forward_pass(
     name: str, deterministic: bool, thread: Thread
 ) -> None:
-    model = tiny.causal(name)
-    scorer = ReferenceLogprobs(
-        model, sampling=Sampling(temperature=TEMPERATURE), place=thread, deterministic=deterministic
+    causal, scalar, made = tiny.causal(name), tiny.scalar(name), responses()
+    reference = ReferenceLogprobs(
+        causal, sampling=Sampling(temperature=TEMPERATURE), place=thread, deterministic=deterministic
     )
-    made = responses()
-    values = await stream(scorer, made, seed=1)
+    logprobs = await stream(reference, made, seed=1)
+    values = await stream(ValueModel(scalar, place=thread, deterministic=deterministic), made, seed=3)
     for response in made:
-        got = values[response.prompt.rollout]
+        got = logprobs[response.prompt.rollout]
         assert isinstance(got, np.ndarray)
         assert (got.dtype, got.shape) == (np.float32, response.tokens.shape)
-        assert_close(got, expected_logprobs(model, response))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", [*tiny.PLAIN, *tiny.WINDOWED])
-async def test_a_streamed_score_equals_the_librarys_own_call(name: str, deterministic: bool, thread: Thread) -> None:
-    model = tiny.scalar(name)
-    made = responses()
-    values = await stream(RewardModel(model, place=thread, deterministic=deterministic), made, seed=2)
-    for response in made:
-        assert_close(values[response.prompt.rollout], library_score(model, response))
+        assert_close(got, expected_logprobs(causal, response))
+        assert_close(values[response.prompt.rollout], expected_values(scalar, response))
 
 
 @pytest.mark.parametrize("pad", [PADDING, EOS, None], ids=["padding", "eos", "none"])
-@pytest.mark.parametrize("name", tiny.CONFIGS)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral", "opt"])
 async def test_wherever_padding_stands_the_score_is_that_of_the_librarys_own_call(
     name: str, pad: int | None, thread: Thread
 ) -> None:
     model = tiny.scalar(name, pad=pad)
-    made = endings()
-    for seed, deterministic in ((3, False), (4, True)):
-        values = await stream(RewardModel(model, place=thread, deterministic=deterministic), made, seed)
-        for response in made:
-            assert_close(values[response.prompt.rollout], library_score(model, response))
+    for made in (endings(), responses()):
+        for seed, deterministic in ((3, False), (4, True)):
+            values = await stream(RewardModel(model, place=thread, deterministic=deterministic), made, seed)
+            for response in made:
+                assert_close(values[response.prompt.rollout], library_score(model, response))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "opt"])
@@ -121,18 +135,6 @@ async def test_a_streamed_score_is_that_of_the_librarys_batch_padded_on_either_s
     assert_close([values[response.prompt.rollout] for response in made], padded)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", tiny.PLAIN)
-async def test_streamed_values_equal_the_score_head_on_one_forward_pass(
-    name: str, deterministic: bool, thread: Thread
-) -> None:
-    model = tiny.scalar(name)
-    made = responses()
-    values = await stream(ValueModel(model, place=thread, deterministic=deterministic), made, seed=3)
-    for response in made:
-        assert_close(values[response.prompt.rollout], expected_values(model, response))
-
-
 async def test_exact_results_are_equal_to_the_bit_for_any_arrival_pattern(thread: Thread) -> None:
     made = responses(4)
     scorers: list[Scorer[object]] = [
@@ -152,10 +154,13 @@ async def test_a_response_without_tokens_has_a_score_and_the_value_of_its_only_s
     response = Response.empty(Prompt(0, 0, np.array([5, 6, 7], np.int32)))
     finish = [Finish(0, response, "stop")]
     value, reward = ValueModel(tiny.scalar(), place=thread), RewardModel(tiny.scalar(), place=thread)
-    await value.extend([response.prompt])
-    await reward.extend([response.prompt])
+    steps = ProcessRewardModel(tiny.steps(), place=thread, separators=SEPARATORS)
+    for scorer in (value, reward, steps):
+        await scorer.extend([response.prompt])
     assert_close(await value.finish(finish), [expected_values(tiny.scalar(), response)])
     assert_close(await reward.finish(finish), [library_score(tiny.scalar(), response)])
+    (score,) = await steps.finish(finish)
+    assert (float(score), len(score.rewards)) == (0.0, 0)
 
 
 async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,21 +232,17 @@ async def test_weights_that_do_not_fit_leave_the_old_ones(thread: Thread) -> Non
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-async def test_a_gap_names_the_rollout_and_both_positions(thread: Thread) -> None:
-    scorer = ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=thread)
-    tokens = np.array([5, 6], np.int32)
-    await scorer.extend([Prompt(7, 7, tokens)])
-    with pytest.raises(ProtocolError, match=r"rollout 7: .* expected tokens from 0 .* Chunk starts at 2"):
-        await scorer.extend([chunk(7, 2, tokens)])
-
-
-async def test_events_out_of_place_are_errors(thread: Thread) -> None:
-    scorer = RewardModel(tiny.scalar(), place=thread)
+async def test_events_out_of_place_and_tokens_that_cannot_be_read_are_errors_that_name_the_rollout(
+    thread: Thread,
+) -> None:
+    scorer = RewardModel(tiny.scalar("gpt2"), place=thread)
     tokens = np.array([5, 6], np.int32)
     response = Response.empty(Prompt(1, 1, tokens)).then(chunk(1, 0, tokens))
     with pytest.raises(ProtocolError, match=r"rollout 1 is unknown"):
         await scorer.extend([chunk(1, 0, tokens)])
     await scorer.extend([response.prompt])
+    with pytest.raises(ProtocolError, match=r"rollout 1: .* expected tokens from 0 .* Chunk starts at 2"):
+        await scorer.extend([chunk(1, 2, tokens)])
     with pytest.raises(ProtocolError, match="a second time"):
         await scorer.extend([response.prompt])
     with pytest.raises(ProtocolError, match=r"finished with 4 tokens.* was given 2"):
@@ -249,26 +250,17 @@ async def test_events_out_of_place_are_errors(thread: Thread) -> None:
     await scorer.forget([1, 99])
     with pytest.raises(ProtocolError, match="unknown"):
         await scorer.finish([Finish(1, response, "eos")])
-
-
-async def test_a_sequence_too_long_or_of_another_vocabulary_is_named(thread: Thread) -> None:
-    scorer = RewardModel(tiny.scalar("gpt2"), place=thread)
     with pytest.raises(ModelError, match=r"rollout 4 has 600 tokens.* GPT2ForSequenceClassification .* 512"):
         await scorer.extend([Prompt(4, 4, np.full(600, 5, np.int32))])
     with pytest.raises(ModelError, match=r"rollout 5 has token ids from 5 to 96.* 96"):
         await scorer.extend([Prompt(5, 5, np.array([5, 96], np.int32))])
 
 
-async def test_dropout_of_a_model_in_training_mode_is_off(thread: Thread) -> None:
+async def test_dropout_is_off_and_gradients_stay_possible_for_a_critic_that_is_trained_too(thread: Thread) -> None:
     model = tiny.scalar("gpt2")
     assert model.training
-    RewardModel(model, place=thread)
-    assert not any(module.training for module in model.modules())
-
-
-async def test_gradients_stay_possible_for_a_critic_that_is_trained_too(thread: Thread) -> None:
-    model = tiny.scalar()
     await stream(ValueModel(model, place=thread), responses(2), seed=0)
+    assert not any(module.training for module in model.modules())
     tiny.apart(model)(torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -282,18 +274,22 @@ def test_a_model_with_several_labels_or_no_score_layer_is_refused(thread: Thread
         ValueModel(model, place=thread)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-async def test_every_scorer_keeps_the_contract(thread: Thread, deterministic: bool) -> None:
+@pytest.mark.parametrize(("at", "deterministic"), [("thread", False), ("thread", True), ("process", False)])
+async def test_every_scorer_keeps_the_contract(at: str, deterministic: bool, request: pytest.FixtureRequest) -> None:
+    place: Place = request.getfixturevalue(at)
     finished = [Finish(response.prompt.rollout, response, "eos") for response in responses(3, seed=4)]
 
     async def reference() -> ReferenceLogprobs:
-        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=thread, deterministic=deterministic)
+        return ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=place, deterministic=deterministic)
 
     async def reward() -> RewardModel:
-        return RewardModel(tiny.scalar(), place=thread, deterministic=deterministic)
+        return RewardModel(tiny.scalar(), place=place, deterministic=deterministic)
 
     async def critic() -> ValueModel:
-        return ValueModel(tiny.scalar(), place=thread, deterministic=deterministic)
+        return ValueModel(tiny.scalar(), place=place, deterministic=deterministic)
+
+    async def steps() -> ProcessRewardModel:
+        return ProcessRewardModel(tiny.steps(), place=place, separators=SEPARATORS, deterministic=deterministic)
 
     def close(a: FloatArray, b: FloatArray) -> bool:
         return np.allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -301,3 +297,344 @@ async def test_every_scorer_keeps_the_contract(thread: Thread, deterministic: bo
     await check_scorer(reference, finished, close)
     await check_scorer(critic, finished, close)
     await check_scorer(reward, finished, lambda a, b: abs(a - b) <= 1e-5 * (1 + abs(b)))
+    await check_scorer(steps, finished, lambda a, b: close(a.rewards, b.rewards))
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, np.int32)
+
+
+def chunk_of(rollout: int, start: int, *tokens: int, ids: tuple[int, ...] = (), counts: tuple[int, ...] = ()) -> Chunk:
+    n = len(tokens)
+    support = Support(ints(*ids), ints(*counts))
+    return Chunk(rollout, start, ints(*tokens), np.full(n, -1, np.float32), np.ones(n, np.int32), support)
+
+
+def read(scorer_input: object) -> list[tuple[object, ...]]:
+    """Return what a scorer reads of its input."""
+    assert isinstance(scorer_input, ScorerInput)
+    heads = [(type(event).__name__, event.rollout, event.tokens.tolist()) for event in scorer_input.events]
+    starts = [() if isinstance(event, Prompt) else (event.start,) for event in scorer_input.events]
+    supports = [
+        (event.support.ids.tolist(), event.support.counts.tolist())
+        if isinstance(event, Chunk) and not event.support.whole
+        else ()
+        for event in scorer_input.events
+    ]
+    return [head + start + support for head, start, support in zip(heads, starts, supports, strict=True)]
+
+
+def inputs() -> ScorerInput:
+    return ScorerInput(
+        [
+            Prompt(7, 7, ints(1, 2), columns={"judge": lambda: None}),
+            chunk_of(3, 5, 9, 8, 7, ids=(9, 1, 4, 5), counts=(2, 0, -2)),
+            ToolTokens(4, 0, ints()),
+            chunk_of(6, 0, 3),
+            ToolTokens(5, 2, ints(6)),
+            chunk_of(8, 1, 5, 6, ids=(5, 6), counts=(1, 1)),
+        ],
+        supports=True,
+    )
+
+
+def test_a_scorers_input_crosses_as_its_token_ids_and_their_supports() -> None:
+    crossed = pickle.loads(pickle.dumps(inputs()))
+    assert read(crossed) == read(inputs())
+    assert all(event.tokens.dtype == np.int32 for event in crossed.events)
+    assert crossed.events[0].columns == {}
+    assert read(pickle.loads(pickle.dumps(ScorerInput([])))) == []
+    bare = pickle.loads(pickle.dumps(ScorerInput(inputs().events)))
+    assert all(event.support.whole for event in bare.events if isinstance(event, Chunk)), "unless the scorer needs them"
+    assert [event.tokens.tolist() for event in bare.events] == [event.tokens.tolist() for event in inputs().events]
+    long = ScorerInput([chunk_of(rollout, 0, *range(32)) for rollout in range(32)], supports=True)
+    assert len(pickle.dumps(long, 5)) < 1.5 * 4 * 32 * 32
+
+
+SEPARATORS = tuple(range(10, 30))
+
+
+@tiny.apart
+@torch.no_grad()
+def expected(model: PreTrainedModel, response: Response, label: int = -1) -> FloatArray:
+    tokens = np.concatenate((response.prompt.tokens, response.tokens)).astype(np.int64)
+    logits = model.eval()(torch.from_numpy(tokens)[None]).logits[0, len(response.prompt.tokens) :]
+    rewards = logits[:, 0] if logits.shape[-1] == 1 else logits.softmax(-1)[:, label]
+    ends = np.isin(response.tokens, SEPARATORS)
+    ends[-1:] = True
+    result: FloatArray = np.where(ends, rewards.numpy(), 0).astype(np.float32)
+    return result
+
+
+def rewards_of(values: dict[int, object], made: Sequence[Response]) -> list[FloatArray]:
+    scores = [values[response.prompt.rollout] for response in made]
+    assert all(isinstance(score, TokenRewards) for score in scores)
+    return [score.rewards for score in scores if isinstance(score, TokenRewards)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("labels", [1, 2, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-sliding"])
+async def test_streamed_rewards_are_those_of_the_librarys_own_call(
+    name: str, labels: int, deterministic: bool, thread: Thread
+) -> None:
+    model, made = tiny.steps(name, labels=labels), responses()
+    scorer = ProcessRewardModel(model, place=thread, separators=SEPARATORS, deterministic=deterministic)
+    for response, rewards in zip(made, rewards_of(await stream(scorer, made, seed=2), made), strict=True):
+        np.testing.assert_allclose(rewards, expected(model, response), rtol=1e-5, atol=1e-5)
+        assert np.count_nonzero(rewards) > 1 or len(response) < 8
+
+
+async def test_another_label_and_a_baseline_may_be_chosen_and_a_response_may_have_no_step(thread: Thread) -> None:
+    model, made = tiny.steps(labels=3), responses(3)
+    scorer = ProcessRewardModel(model, place=thread, separators=SEPARATORS, label=0, baseline=0.5)
+    for response, rewards in zip(made, rewards_of(await stream(scorer, made, seed=0), made), strict=True):
+        want = expected(model, response, 0)
+        np.testing.assert_allclose(rewards, np.where(want > 0, want - 0.5, 0), rtol=1e-5, atol=1e-5)
+    alone = ProcessRewardModel(model, place=thread, separators=())
+    for rewards in rewards_of(await stream(alone, made, seed=0), made):
+        assert np.flatnonzero(rewards).tolist() == [len(rewards) - 1]
+    with pytest.raises(ConfigError, match="3 labels, and none with the index 3"):
+        ProcessRewardModel(model, place=thread, separators=(), label=3)
+
+
+async def test_exact_rewards_are_equal_to_the_bit_for_any_arrival_pattern_and_in_a_process(thread: Thread) -> None:
+    made = responses(4)
+
+    async def seen(place: Place, seed: int) -> list[bytes]:
+        scorer = ProcessRewardModel(tiny.steps(), place=place, separators=SEPARATORS, deterministic=True)
+        return [rewards.tobytes() for rewards in rewards_of(await stream(scorer, made, seed), made)]
+
+    first = await seen(thread, 0)
+    assert all([await seen(thread, seed) == first for seed in range(1, 5)])
+    with Process("scorers", setup=ONE) as process:
+        assert await seen(process, 9) == first
+
+
+async def test_the_advantage_of_a_token_counts_the_steps_from_it_on(thread: Thread) -> None:
+    tokens = np.array([5, 12, 6, 13, 7], np.int32)
+    prompt = Prompt(0, 0, np.array([5], np.int32))
+    response = Response.empty(prompt).then(chunk(0, 0, tokens))
+    scorer = ProcessRewardModel(tiny.steps(), place=thread, separators=SEPARATORS)
+    await scorer.extend([prompt, response.chunk()])
+    (score,) = await scorer.finish([Finish(0, response, "eos")])
+    batch = GAE(kl=0.0, whiten_advantages=False).batch([ScoredRollout(Finish(0, response, "eos"), None, score)])
+    a, b, c = score.rewards[[1, 3, 4]].tolist()
+    np.testing.assert_allclose(known(batch.advantages), [a + b + c, a + b + c, b + c, b + c, c], rtol=1e-6)
+
+
+def test_it_is_loaded_with_its_head_and_nothing_else(tmp_path: Path) -> None:
+    tiny.steps(seed=3).save_pretrained(tmp_path / "steps")
+    loaded = load_process(tmp_path / "steps")
+    assert type(loaded).__name__ == "LlamaForTokenClassification"
+    assert not loaded.training
+    tiny.causal().save_pretrained(tmp_path / "causal")
+    with pytest.raises(
+        ConfigError, match=r"has no score.* expected a token classification model; a reward from an untr"
+    ):
+        load_process(tmp_path / "causal")
+
+
+def test_tokens_are_found_by_the_text_that_they_end_with() -> None:
+    text = HfTokenizer(tokenizer())
+    assert text.ending_with(["w5", "7"]) == (5, 7, 17, 27, 37, 47, 57, 67, 77, 87)
+    with pytest.raises(ConfigError, match="no token of the policy's tokenizer ends with any of"):
+        text.ending_with(["\n"])
+
+
+STOP = (2, 3, 4)
+TRUNCATED = {
+    "top_k": Sampling(max_new_tokens=24, top_k=20, stop=STOP, seed=5),
+    "top_p": Sampling(max_new_tokens=24, top_p=0.9, stop=STOP, seed=5),
+    "min_new_tokens": Sampling(max_new_tokens=24, min_new_tokens=6, stop=STOP, seed=5),
+    "cooler": Sampling(max_new_tokens=24, temperature=0.7, top_k=20, top_p=0.9, min_new_tokens=4, stop=STOP, seed=5),
+}
+
+
+@pytest.fixture(params=list(TRUNCATED.values()), ids=list(TRUNCATED))
+def sampling(request: pytest.FixtureRequest) -> Sampling:
+    made = request.param
+    assert isinstance(made, Sampling)
+    return made
+
+
+def batch_of(finished: Sequence[Finish], reference: Sequence[FloatArray], *, kl: float = 0.05) -> Batch:
+    rows = [
+        ScoredRollout(event, logprobs, float(k % 3), np.zeros(len(event.response), np.float32))
+        for k, (event, logprobs) in enumerate(zip(finished, reference, strict=True))
+    ]
+    return GAE(kl=kl).batch(rows)
+
+
+async def rolled_out(model: PreTrainedModel, sampling: Sampling, thread: Thread, count: int = 6) -> list[Finish]:
+    return await respond_serially(HfPolicy(model, sampling=sampling, place=thread), prompts(count))
+
+
+@tiny.apart
+@torch.no_grad()
+def current(trainer: HfTrainer, part: MicroBatch) -> Tensor:
+    outputs, _ = trainer.core.optimisation.models(part, lambda logits, at, again: {"logprobs": logits})
+    logits: Tensor = outputs["logprobs"]
+    return logits
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+async def test_before_the_first_step_the_ratio_of_every_token_is_one(
+    name: str, sampling: Sampling, thread: Thread
+) -> None:
+    actor, critic = tiny.causal(name, seed=1), tiny.scalar(name, seed=2)
+    finished = await rolled_out(actor, sampling, thread)
+    batch = batch_of(finished, [event.response.logprobs for event in finished])
+    assert batch.support(range(len(batch))).holds(batch.tokens).all()
+    settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
+    trainer = HfTrainer(actor, critic, sampling=sampling, place=thread, settings=settings)
+    cpu = torch.device("cpu")
+    for group in micro_batches(batch, units(batch, "row"), cpu, 100):
+        part = pack(batch, group, cpu)
+        logits = current(trainer, part)
+        ours = token_logprobs(logits, part.tokens, sampling.temperature, SupportIndex.of(part.support, cpu))
+        assert ((ours - part.behaviour).exp() - 1).abs().max() <= 1e-5
+        full = token_logprobs(logits, part.tokens, sampling.temperature)
+        assert (full - part.behaviour).min() < -1e-3, "nothing was left out, so this shows nothing"
+    metrics = (await trainer.update(batch)).metrics
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+async def test_of_a_reference_equal_to_the_policy_the_kl_is_zero(
+    name: str, deterministic: bool, sampling: Sampling, thread: Thread
+) -> None:
+    finished = await rolled_out(tiny.causal(name, seed=1), sampling, thread)
+    scorer = ReferenceLogprobs(tiny.causal(name, seed=1), sampling=sampling, place=thread, deterministic=deterministic)
+    reference = await score_serially(scorer, finished)
+    for event, logprobs in zip(finished, reference, strict=True):
+        np.testing.assert_allclose(logprobs, event.response.logprobs, atol=1e-5)
+    batch = batch_of(finished, reference)
+    assert batch.metrics["objective/kl"] == pytest.approx(0, abs=1e-4)  # nats a response, of up to 24 tokens
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_reference_log_probs_are_over_the_support_however_the_tokens_come(
+    deterministic: bool, sampling: Sampling, thread: Thread
+) -> None:
+    finished = await rolled_out(tiny.causal(seed=1), sampling, thread)
+    model, dice = tiny.causal(seed=7), random.Random(3)
+    scorer = ReferenceLogprobs(model, sampling=sampling, place=thread, deterministic=deterministic)
+    await scorer.extend([event.response.prompt for event in finished])
+    for event in finished:
+        start = 0
+        while start < len(event.response):
+            stop = min(len(event.response), start + dice.choice([1, 2, 9]))
+            await scorer.extend([event.response.chunk(start, stop)])
+            start = stop
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        response = event.response
+        expected = full_logprobs(
+            model, response.prompt, response.tokens.tolist(), response.support, sampling.temperature
+        )
+        np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "truncated",
+    [Sampling(), Sampling(top_k=20), Sampling(min_new_tokens=6, temperature=0.7)],
+    ids=["whole", "top_k", "min_new_tokens"],
+)
+async def test_ids_of_a_padded_table_are_never_sampled_and_no_log_prob_counts_them(
+    truncated: Sampling, thread: Thread
+) -> None:
+    known = 70
+    actor, critic = tiny.causal("llama", seed=1), tiny.scalar("llama", seed=2)
+    sampling = replace(truncated, max_new_tokens=24, stop=STOP, seed=5, vocabulary=known)
+    with torch.no_grad():
+        actor.get_output_embeddings().weight[known:] *= 30
+    reference = ReferenceLogprobs(copy.deepcopy(actor), sampling=sampling, place=thread)
+    finished = await rolled_out(actor, sampling, thread)
+    assert max(int(event.response.tokens.max()) for event in finished) < known
+    for event, logprobs in zip(finished, await score_serially(reference, finished), strict=True):
+        np.testing.assert_allclose(logprobs, event.response.logprobs, atol=1e-5)
+    batch = batch_of(finished, [event.response.logprobs for event in finished])
+    settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
+    trainer = HfTrainer(actor, critic, sampling=sampling, place=thread, settings=settings)
+    metrics = (await trainer.update(batch)).metrics
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert 0 < metrics["policy/entropy_avg"] < np.log(known)
+
+
+READERS: Final[Mapping[str, Callable[..., Scorer[Any]]]] = {
+    "reference": ReferenceLogprobs,
+    "proximal": RecomputedLogprobs,
+    "teacher": partial(TeacherLogprobs, top_k=4),
+    "all-ids": partial(TeacherLogprobs, top_k=tiny.VOCABULARY),
+}
+
+
+@pytest.mark.parametrize("made", [tiny.causal, partial(only_whole, "mamba")], ids=["streamed", "whole"])
+@pytest.mark.parametrize("kind", READERS)
+async def test_ids_that_the_policy_lacks_make_no_difference_to_what_a_model_says(
+    kind: str, made: Callable[[], PreTrainedModel], thread: Thread
+) -> None:
+    model, texts = made(), responses()
+    sampling = Sampling(temperature=0.7, vocabulary=tiny.VOCABULARY)
+    plain, wide = [
+        await stream(READERS[kind](each, sampling=sampling, place=thread), texts, seed=1)
+        for each in (model, tiny.apart(tiny.lengthened)(model))
+    ]
+    for rollout, said in plain.items():
+        for one, other in zip(_arrays(said), _arrays(wide[rollout]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def _arrays(said: object) -> Sequence[np.ndarray[Any, Any]]:
+    return (said.tokens, said.ids, said.top) if isinstance(said, TopLogprobs) else (np.asarray(said),)
+
+
+async def test_a_support_outside_of_the_references_vocabulary_is_refused(thread: Thread) -> None:
+    scorer = ReferenceLogprobs(tiny.causal(), sampling=Sampling(), place=thread)
+    prompt = Prompt(0, 0, np.array([5], np.int32))
+    support = Support(np.array([6, tiny.VOCABULARY], np.int32), np.array([2], np.int32))
+    one = np.zeros(1, np.float32)
+    chunk = Chunk(0, 0, np.array([6], np.int32), one, np.zeros(1, np.int32), support)
+    await scorer.extend([prompt])
+    with pytest.raises(ModelError, match=f"token ids from 6 to {tiny.VOCABULARY}"):
+        await scorer.extend([chunk])
+
+
+async def test_what_is_learnt_does_not_depend_on_how_a_support_is_written(thread: Thread) -> None:
+    sampling = TRUNCATED["min_new_tokens"]
+    finished = await rolled_out(tiny.causal(seed=1), sampling, thread)
+    digests = set()
+    for kept in (False, True):
+        events = [Finish(e.rollout, listed(e.response) if kept else e.response, e.reason) for e in finished]
+        actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
+        settings, loss = TrainerSettings(epochs=1, learning_rate=1e-3), PPOLoss(entropy_coefficient=0.1)
+        trainer = HfTrainer(actor, critic, sampling=sampling, place=thread, settings=settings, loss=loss)
+        before = weights_digest(actor)
+        batch = batch_of(events, [event.response.logprobs - 0.1 for event in events])
+        metrics = (await trainer.update(batch)).metrics
+        assert weights_digest(actor) != before
+        digests.add(tuple(round(metrics[name], 4) for name in ("policy/entropy_avg", "train/grad_norm", "val/ratio")))
+    assert len(digests) == 1
+
+
+def listed(response: Response) -> Response:
+    """The same, each token's support written as the ids that were kept."""
+    rows = [row.nonzero()[:, 0].int().numpy() for row in allowed(response.support, len(response), tiny.VOCABULARY)]
+    counts = np.array([len(row) for row in rows], np.int32)
+    support = Support(np.concatenate(rows), counts)
+    return Response(response.prompt, response.tokens, response.logprobs, response.versions, response.sampled, support)
+
+
+async def test_deferred_rollouts_keep_their_supports(sampling: Sampling) -> None:
+    with serving(sampling=sampling) as policy:
+        whole = await told(policy, prompts(6))
+        cut = Story(await policy.open(prompts(6)), cut_after=2)
+        await cut.step(policy, limit=3)
+        cut.cut_after = 1_000_000
+        await cut.step(policy, limit=3)
+    assert cut.tokens() == whole.tokens()
+    for ours, theirs in zip(cut.supports(), whole.supports(), strict=True):
+        assert ours.counts.tolist() == theirs.counts.tolist()
+        assert ours.ids.tolist() == theirs.ids.tolist()

@@ -3,50 +3,56 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.errors import ModelRefused
-from oppo.events import Batch, Finish, FloatArray, IntArray, Prompt
+from oppo.errors import ModelError, ModelRefused
+from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, StepReport, ToolTokens
 from oppo.hf.introspection import backbone, score_head
 from oppo.hf.kv.reader import WholeRows, reader_of
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import RecomputedLogprobs, ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.shared_memory import SharedModel
+from oppo.hf.serve.scorers import (
+    ProximalLogprobs,
+    RecomputedLogprobs,
+    ReferenceLogprobs,
+    RewardModel,
+    ScorerWorker,
+    ValueModel,
+)
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.weights import weights_digest
+from oppo.hf.weights import SharedModel, weights_digest
 from oppo.losses import PPOLoss
-from oppo.models import Sampling
-from oppo.placement import Thread
+from oppo.models import Sampling, Weights
+from oppo.placement import Process, Thread
 from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.returns import Correction
+from oppo.stages import GAE
+from oppo.stages.batch import ScoredRollout
+from oppo.testing import respond_serially
 from oppo.testing.conformance import check_scorer
 from oppo.training import TrainerSettings
 from oppo.vllm import VllmPolicy
 from tests.hf import tiny
+from tests.hf.child import ONE
+from tests.hf.stories import full_logprobs, prompts
 from tests.known import known
 from tests.pipelines import Tap
 from tests.responses import responses, stream
+from tests.test_returns import EVERY
 from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, engine_of, running
 
-torch.set_num_threads(1)
-
 SAMPLING = Sampling(max_new_tokens=30, temperature=0.7, stop=(2, 3))
-
-
-@pytest.fixture(scope="module")
-def thread() -> Iterator[Thread]:
-    with Thread("scorers", setup=lambda: torch.set_num_threads(1)) as thread:
-        yield thread
 
 
 @tiny.apart
@@ -119,10 +125,6 @@ def test_a_whole_reader_in_another_process_knows_that_it_is_one() -> None:
     assert isinstance(reader_of(crossed.load()), WholeRows)
 
 
-def one_core() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize(("actor", "others"), [("jamba", "minimax"), ("mamba", "jamba"), ("rwkv", "bloom")])
 async def test_a_ppo_step_beside_vllm_with_models_that_read_whole_responses(actor: str, others: str) -> None:
     """All of them but the engine's copy of the policy: what they score is what one forward pass of each says."""
@@ -132,7 +134,7 @@ async def test_a_ppo_step_beside_vllm_with_models_that_read_whole_responses(acto
     llm = FakeAsyncLLM(seconds=0.0)
     asked = [Prompt(n, n, np.arange(10 + n, 12 + 9 * n, dtype=np.int32)) for n in range(1, 6)]
     tap = Tap()
-    with Thread("score", setup=one_core) as scoring, Thread("train", setup=one_core) as training:
+    with Thread("score", setup=ONE) as scoring, Thread("train", setup=ONE) as training:
         policy = VllmPolicy(engine_of(llm), sampling=SAMPLING)
         graph = ppo(
             policy=policy,
@@ -165,3 +167,263 @@ async def test_a_ppo_step_beside_vllm_with_models_that_read_whole_responses(acto
     assert weights_digest(trained) != old
     assert all(parameter.isfinite().all() for parameter in trained.parameters())
     assert policy.version == 1
+
+
+TRUNCATING = Sampling(max_new_tokens=24, temperature=0.8, top_k=30, stop=(2, 3, 4), seed=5)
+
+
+def aged(event: Finish, versions: Sequence[int]) -> Finish:
+    """The same, its tokens made by these versions in turns of four."""
+    response = event.response
+    made = np.repeat(np.array(versions, np.int32), 4)
+    made = np.concatenate((made, np.full(len(response), versions[-1], np.int32)))[: len(response)]
+    return replace(event, response=replace(response, versions=made))
+
+
+async def rolled_out(thread: Thread, *, seed: int = 1) -> list[Finish]:
+    """Responses of more than four tokens."""
+    policy = HfPolicy(tiny.causal(seed=seed), sampling=TRUNCATING, place=thread)
+    return [event for event in await respond_serially(policy, prompts(8)) if len(event.response) > 4]
+
+
+async def at_version(scorer: ProximalLogprobs, version: int) -> ProximalLogprobs:
+    await scorer.load(Weights(version))
+    return scorer
+
+
+def expected(event: Finish, seed: int) -> FloatArray:
+    response = event.response
+    return np.asarray(
+        full_logprobs(
+            tiny.causal(seed=seed), response.prompt, response.tokens.tolist(), response.support, TRUNCATING.temperature
+        )
+    )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_stale_tokens_are_computed_again_and_current_ones_keep_what_was_recorded(
+    deterministic: bool, thread: Thread
+) -> None:
+    finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
+    scorer = await at_version(
+        ProximalLogprobs(tiny.causal(seed=7), sampling=TRUNCATING, place=thread, deterministic=deterministic), 2
+    )
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        assert logprobs.dtype == np.float32
+        assert_array_equal(logprobs[4:], event.response.logprobs[4:])
+        assert_allclose(logprobs[:4], expected(event, 7)[:4], rtol=1e-5, atol=1e-5)
+        assert np.abs(logprobs[:4] - event.response.logprobs[:4]).max() > 1e-3, "other weights, other log-probs"
+
+
+async def test_of_the_same_weights_what_is_computed_again_agrees_with_what_was_recorded(thread: Thread) -> None:
+    finished = await rolled_out(thread)
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=1), sampling=TRUNCATING, place=thread), 1)
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        assert_allclose(logprobs, event.response.logprobs, rtol=1e-5, atol=1e-5)
+
+
+async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = [aged(event, (3,)) for event in await rolled_out(thread)]
+    scorer = await at_version(ProximalLogprobs(tiny.causal(), sampling=TRUNCATING, place=thread), 3)
+    monkeypatch.delattr(ScorerWorker, "extend")
+    for event in finished:
+        await scorer.extend([event.response.prompt])
+        await scorer.extend([event.response.chunk()])
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        assert logprobs is event.response.logprobs
+
+
+async def test_exact_log_probs_do_not_depend_on_what_finishes_together(thread: Thread) -> None:
+    finished = [aged(event, (0, 1)) for event in await rolled_out(thread)]
+    model = tiny.causal(seed=7)
+    scorer = await at_version(ProximalLogprobs(model, sampling=TRUNCATING, place=thread, deterministic=True), 1)
+    together = await scorer.finish(finished)
+    alone = [(await scorer.finish([event]))[0] for event in reversed(finished)]
+    for one, other in zip(together, reversed(alone), strict=True):
+        assert_array_equal(one, other)
+
+
+async def test_where_the_kv_cache_is_kept_everything_after_a_stale_token_is_stale(thread: Thread) -> None:
+    finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
+    mixed = ProximalLogprobs(tiny.causal(seed=7), sampling=TRUNCATING, place=thread, kv_on_sync="keep")
+    for event, logprobs in zip(finished, await (await at_version(mixed, 2)).finish(finished), strict=True):
+        assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+
+
+async def test_given_tokens_are_read_and_keep_a_log_prob_of_zero(thread: Thread) -> None:
+    event = max(await rolled_out(thread), key=lambda event: len(event.response))
+    whole = event.response
+    answer = ToolTokens(event.rollout, 2, np.array([9, 11], np.int32))
+    tail = whole.chunk(2)
+    shifted = Chunk(event.rollout, 4, tail.tokens, tail.logprobs, tail.versions, tail.support)
+    response = Response.empty(whole.prompt).then(whole.chunk(0, 2)).then(answer).then(shifted)
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=TRUNCATING, place=thread), 1)
+    (logprobs,) = await scorer.finish([Finish(event.rollout, response, "eos")])
+    everything = expected(Finish(event.rollout, response, "eos"), 7)
+    assert_allclose(logprobs, np.where(response.sampled, everything, 0), rtol=1e-5, atol=1e-5)
+
+
+async def test_a_failure_leaves_no_session_behind(thread: Thread) -> None:
+    (event, *_) = await rolled_out(thread)
+    foreign = event.response.tokens.copy()
+    foreign[0] = tiny.VOCABULARY
+    broken = Finish(event.rollout, replace(event.response, tokens=foreign), "eos")
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=TRUNCATING, place=thread), 1)
+    with pytest.raises(ModelError, match="vocabulary"):
+        await scorer.finish([broken])
+    (logprobs,) = await scorer.finish([event])
+    assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+
+
+async def test_what_another_engine_sampled_is_computed_again_also_if_it_is_current(thread: Thread) -> None:
+    finished = await rolled_out(thread)
+    scorer = RecomputedLogprobs(tiny.causal(seed=1), sampling=TRUNCATING, place=thread)
+    await scorer.load(Weights(3, actor=tiny.causal(seed=7).state_dict()))
+    for first, rest in ((0, 2), (2, 5), (5, None)):
+        if not first:
+            await scorer.extend([event.response.prompt for event in finished])
+        await scorer.extend([event.response.chunk(first, rest) for event in finished if len(event.response) > first])
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+    assert scorer.version == 3
+    await scorer.load(Weights(4))
+    assert scorer.version == 4, "an actor that is not trained yet has a version too"
+
+
+@pytest.mark.parametrize("kind", [ProximalLogprobs, RecomputedLogprobs])
+async def test_in_another_process_the_trainers_new_weights_are_those_that_count(
+    kind: type[RecomputedLogprobs], thread: Thread
+) -> None:
+    finished = await rolled_out(thread)
+    actor = tiny.causal(seed=1)
+    with Process("scorers", setup=ONE) as process:
+        scorer = kind(actor, sampling=TRUNCATING, place=process)
+        newer = tiny.causal(seed=7)
+        await scorer.load(Weights(1, actor=newer.state_dict()))
+        await scorer.extend([part for event in finished for part in (event.response.prompt, event.response.chunk())])
+        for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+            assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+
+
+@dataclass
+class Ran:
+    """What a run came to."""
+
+    digest: str
+    batches: list[Batch]
+    reports: list[StepReport]
+
+
+async def ran(correction: Correction | None, *, extra: int, keep: bool = False, steps: int = 3) -> Ran:
+    """A streamed run; ``None``: through the graph of four inputs, as it is where nothing is corrected."""
+    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
+    tap = Tap()
+    with Thread("decode", setup=ONE) as decoding, Thread("score", setup=ONE) as scoring:
+        graph = ppo(
+            policy=HfPolicy(
+                actor,
+                sampling=TRUNCATING,
+                place=decoding,
+                deterministic=True,
+                kv_on_sync="keep" if keep else "recompute",
+            ),
+            reference=ReferenceLogprobs(tiny.causal(seed=3), sampling=TRUNCATING, place=scoring, deterministic=True),
+            reward=RewardModel(tiny.scalar(seed=4), place=scoring, deterministic=True),
+            critic=ValueModel(critic, place=scoring, deterministic=True),
+            trainer=HfTrainer(
+                actor,
+                critic,
+                sampling=TRUNCATING,
+                place=decoding,
+                settings=TrainerSettings(learning_rate=2e-3, epochs=2),
+                loss=PPOLoss(correction=Correction() if correction is None else correction),
+            ),
+            admission=Overcommit(batch=4, overcommit=extra),
+            chunks=Fixed(7),
+            proximal=None
+            if correction is None
+            else ProximalLogprobs(
+                actor,
+                sampling=TRUNCATING,
+                place=scoring,
+                deterministic=True,
+                kv_on_sync="keep" if keep else "recompute",
+            ),
+        )
+        async with graph.open(prompts(40), observers=[tap]) as run:
+            reports = [report async for report in run.steps(steps)]
+    batches = [item for _, _, item in tap.items if isinstance(item, Batch)]
+    return Ran(weights_digest(actor) + weights_digest(critic), batches, reports)
+
+
+async def test_where_nothing_is_deferred_every_choice_makes_the_same_update_bit_for_bit() -> None:
+    plain = await ran(None, extra=0, steps=2)
+    for correction in EVERY:
+        assert (await ran(correction, extra=0, steps=2)).digest == plain.digest, correction
+    for report in plain.reports:
+        assert report.metrics["staleness/share_0"] == 1
+        assert report.metrics["mismatch/kl"] == report.metrics["mismatch/masked"] == 0
+        assert report.metrics["mismatch/ess"] == pytest.approx(1, abs=1e-6)
+        assert "policy/clipfrac_staleness_1" not in report.metrics
+
+
+async def test_where_rollouts_are_deferred_the_choices_differ_and_the_metrics_say_by_how_much() -> None:
+    chosen = [
+        Correction(),
+        Correction(ratio_base="proximal"),
+        Correction(ratio_base="proximal", weight="truncated", cap=1.0),
+        Correction(weight="mask", low=0.99, high=1.01),
+    ]
+    runs = [await ran(correction, extra=3) for correction in chosen]
+    assert len({run.digest for run in runs}) == len(chosen)
+    for run in runs:
+        stale = [report.metrics for report in run.reports if report.metrics["staleness/share_1"]]
+        assert stale
+        for metrics in stale:
+            staleness = [metrics[f"staleness/share_{staleness}"] for staleness in ("0", "1", "2plus")]
+            assert sum(staleness) == pytest.approx(1)
+            assert metrics["mismatch/kl"] > 1e-6
+            assert 0 < metrics["mismatch/kl_current"] < 1e-8
+            assert 0 < metrics["mismatch/ess"] < 1
+            assert 0 <= metrics["policy/clipfrac_staleness_1"] <= 1
+    assert any(report.metrics["mismatch/masked"] > 0 for report in runs[-1].reports)
+    assert any(report.metrics["mismatch/weight"] < 1 for report in runs[2].reports)
+
+
+async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
+    run = await ran(Correction(ratio_base="proximal"), extra=3)
+    for batch, report in zip(run.batches, run.reports, strict=True):
+        log = (known(batch.proximal) - batch.logprobs).astype(np.float64)[batch.sampled]
+        stale = batch.versions[batch.sampled] < report.index
+        ratio = np.exp(log)
+        assert report.metrics["mismatch/ess"] == pytest.approx(
+            ratio.sum() ** 2 / (len(log) * (ratio**2).sum()), rel=1e-5
+        )
+        if stale.any():
+            divergence = (np.expm1(log) - log)[stale].mean()
+            assert report.metrics["mismatch/kl"] == pytest.approx(divergence, rel=1e-3, abs=1e-8)
+        assert_array_equal(known(batch.proximal)[batch.sampled][~stale], batch.logprobs[batch.sampled][~stale])
+
+
+async def test_a_kept_kv_cache_shows_as_a_mismatch_of_current_tokens() -> None:
+    corrected = Correction(ratio_base="proximal")
+    kept, recomputed = [await ran(corrected, extra=3, keep=keep, steps=4) for keep in (True, False)]
+    assert any(len(set(response.versions.tolist())) > 1 for batch in kept.batches for response in batch.responses)
+    largest = [max(report.metrics["mismatch/kl_current"] for report in run.reports) for run in (kept, recomputed)]
+    assert largest[0] > 1e-6 > largest[1]
+
+
+async def test_ratios_over_the_proximal_policy_begin_at_one_for_stale_tokens_too(thread: Thread) -> None:
+    finished = [aged(event, (0,)) for event in await rolled_out(thread, seed=9)]
+    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
+    scorer = await at_version(ProximalLogprobs(actor, sampling=TRUNCATING, place=thread), 1)
+    proximal = await scorer.finish(finished)
+    rows = [
+        ScoredRollout(event, event.response.logprobs, 0.0, np.zeros(len(event.response), np.float32), again)
+        for event, again in zip(finished, proximal, strict=True)
+    ]
+    loss = PPOLoss(correction=Correction(ratio_base="proximal"))
+    trainer = HfTrainer(actor, critic, sampling=TRUNCATING, place=thread, settings=TrainerSettings(epochs=1), loss=loss)
+    metrics = (await trainer.update(GAE().batch(rows))).metrics
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/clipfrac_avg"] == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,13 +47,6 @@ from tests.invariants import test_equivalence as equivalence
 ADAPTED = [pytest.param(name, True, marks=pytest.mark.adapters) for name in ("llama", "gpt2")]
 
 
-@pytest.fixture
-def thread() -> Iterator[Thread]:
-    torch.set_num_threads(1)
-    with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
-        yield thread
-
-
 def over(actor: PreTrainedModel) -> PreTrainedModel:
     """Return a critic on the actor's trunk whose head says something."""
     critic = value_model_on(actor)
@@ -67,10 +60,7 @@ def one_trunk(name: str = "llama", *, lora: bool = False) -> tuple[PreTrainedMod
     actor = tiny.causal(name, seed=1).train(mode=False)
     if lora:
         add_lora(actor, 4, 8, seed=3)
-        with torch.no_grad():
-            for parameter in actor.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+        tiny.shaken(actor)
     return actor, over(actor)
 
 
@@ -453,14 +443,6 @@ def test_a_model_that_mixes_tokens_beside_its_attention_is_padded(monkeypatch: p
 
 
 IDS = torch.arange(3, 23).reshape(2, 10)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def counted(model: PreTrainedModel) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelLost, ModelRefused
 from oppo.events import Batch, Response, RoutedExperts
-from oppo.hf.devices import use_cores
 from oppo.hf.lora import add_lora
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.train.ranks import deal
@@ -33,6 +32,7 @@ from oppo.placement.wire import Call, pack
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.hf.child import ONE
 from tests.hf.ranked import (
     FailsOnce,
     Talkers,
@@ -53,18 +53,6 @@ from tests.placement.instances import gone
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, micro_batch_tokens=40)
 
 SEVERAL_STEPS = replace(SETTINGS, minibatches=2, epochs=2)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks("trainer", 2, setup=partial(use_cores, 1)) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def thread() -> Iterator[Thread]:
-    with Thread("trainer", setup=partial(use_cores, 1)) as thread:
-        yield thread
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +192,7 @@ async def test_gradients_in_16_bits_are_summed_over_the_ranks_in_float32(thread:
     alone = trainer_of(one, thread, settings=each_alone)
     parts = await alone._hosted.call("gradient", parts_of_gradient, three)
     assert len(parts) == 3
-    with Ranks("trainer", 3, setup=partial(use_cores, 1)) as ranks:
+    with Ranks("trainer", 3, setup=ONE) as ranks:
         together = trainer_of(several, ranks, settings=each_alone)
         found = await together._hosted.call("gradient", gradient, three)
     assert found.keys() == parts[0].keys()
@@ -357,7 +345,7 @@ async def test_it_keeps_the_contract_of_a_trainer(ranks: Ranks, batch: Batch) ->
     async def made() -> HfTrainer:
         return trainer_of(models, ranks)
 
-    with Thread("actor", setup=partial(use_cores, 1)) as thread:
+    with Thread("actor", setup=ONE) as thread:
         await check_trainer(made, batch, [HfPolicy(followed, sampling=SAMPLING, place=thread)])
     assert weights_digest(followed) == weights_digest(models.actor)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 import anyio
@@ -17,7 +16,6 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError
 from oppo.events import Batch
-from oppo.hf.devices import use_cores
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Divided, Loss, PairwiseLoss, SequenceLoss
@@ -39,18 +37,6 @@ LOSSES: dict[str, Loss] = {
     "sequences": SequenceLoss(),
     "pairs": PairwiseLoss(),
 }
-
-
-@pytest.fixture(scope="module")
-def thread() -> Iterator[Thread]:
-    with Thread("trainer", setup=partial(use_cores, 1)) as thread:
-        yield thread
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks("trainer", 2, setup=partial(use_cores, 1)) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

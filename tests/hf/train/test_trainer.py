@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,35 +24,32 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from oppo.errors import ConfigError, ModelError, ModelRefused
+from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
+from oppo.algorithms.group import grpo
+from oppo.errors import CheckpointError, ConfigError, ModelError, ModelRefused
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
 from oppo.hf.kv.length_bucketing import cheapest_groups
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import ValueModel
+from oppo.hf.serve.scorers import ProximalLogprobs, RewardModel, ValueModel
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Input, LossValue, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Place, Thread
-from oppo.returns import gae, kl_estimate, shaped_rewards, whiten
-from oppo.testing import check_trainer
+from oppo.returns import Correction, gae, kl_estimate, shaped_rewards, whiten
+from oppo.testing import check_trainer, prompts
 from oppo.training import TrainerSettings
 from tests.golden import fixed
 from tests.hf import tiny
+from tests.hf.child import ONE
 from tests.known import known
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SAMPLING = Sampling(max_new_tokens=16, stop=(2,))
 LENGTHS = ((3, 5), (9, 1), (1, 12), (6, 7), (4, 4), (12, 16))
 """Tokens of each row's prompt and response."""
-
-
-@pytest.fixture
-def thread() -> Iterator[Thread]:
-    torch.set_num_threads(1)
-    with Thread("train", setup=lambda: torch.set_num_threads(1)) as thread:
-        yield thread
 
 
 def batch_of(
@@ -222,17 +220,6 @@ async def test_an_update_equals_trls(thread: Thread) -> None:
         np.testing.assert_allclose(ours[name], tensor, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "neox"])
-async def test_before_the_first_step_the_ratio_is_one(name: str, thread: Thread) -> None:
-    trainer = make(thread, name=name)
-    trained = await trainer.update(rollouts(trainer.core.actor, critic_of(trainer)))
-    assert trained.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
-    assert trained.metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-8)
-    assert trained.metrics["policy/clipfrac_avg"] == 0
-    assert not trainer.core.actor.training
-    assert not critic_of(trainer).training
-
-
 async def test_micro_batching_does_not_change_the_gradient(thread: Thread) -> None:
     def gradients(budget: int) -> tuple[dict[str, Tensor], int]:
         trainer = make(thread, micro_batch_tokens=budget)
@@ -329,12 +316,7 @@ async def test_a_minibatch_that_is_not_finite_is_skipped_and_its_rollouts_are_re
     assert trained.metrics["train/minibatches_skipped"] == 2
     assert all(math.isfinite(value) for value in trained.metrics.values())
     assert all(p.isfinite().all() for p in trainer.core.optimisation.models.parameters())
-
-
-async def test_a_rollout_that_another_minibatch_trained_is_not_reported_as_not_finite(thread: Thread) -> None:
-    trainer = make(thread, epochs=4, minibatches=3)
-    batch = rollouts(trainer.core.actor, critic_of(trainer))
-    known(batch.advantages)[batch.rows()[3]] = np.nan
+    trainer = make(thread, epochs=4, minibatches=3)  # where others of its minibatch are trained in another
     trained = await trainer.update(batch)
     assert trained.nonfinite == (13,)
     assert {13} < set(trained.skipped) <= set(batch.rollouts)
@@ -593,16 +575,179 @@ async def test_saved_models_load_with_the_same_bits(thread: Thread, tmp_path: Pa
     assert (tmp_path / "actor" / "model.safetensors").is_file()
 
 
-def test_a_critic_with_two_labels_is_refused(thread: Thread) -> None:
-    with pytest.raises(ModelRefused, match="must have one label, a value, but has 2"):
-        HfTrainer(tiny.causal(), tiny.scalar(labels=2), sampling=SAMPLING, place=thread)
+@pytest.mark.parametrize(
+    ("actor", "critic", "refusal"),
+    [
+        (tiny.causal, partial(tiny.scalar, labels=2), "must have one label, a value, but has 2"),
+        (tiny.causal, tiny.causal, "has no 'score' head"),
+        (lambda: tiny.causal().requires_grad_(False), tiny.scalar, "no parameter of the actor requires a gradient"),
+    ],
+)
+def test_models_that_cannot_be_trained_together_are_refused(
+    actor: Callable[[], PreTrainedModel], critic: Callable[[], PreTrainedModel], refusal: str, thread: Thread
+) -> None:
+    with pytest.raises(ModelRefused, match=refusal):
+        HfTrainer(actor(), critic(), sampling=SAMPLING, place=thread)
 
 
-def test_a_critic_without_a_head_is_refused(thread: Thread) -> None:
-    with pytest.raises(ModelRefused, match="has no 'score' head"):
-        HfTrainer(tiny.causal(), tiny.causal(), sampling=SAMPLING, place=thread)
+def actor_alone(thread: Thread, critic: PreTrainedModel | None = None, **settings: object) -> tuple[HfTrainer, Batch]:
+    """Return a trainer of a fresh actor, and a batch to train it on."""
+    actor = tiny.causal(seed=1)
+    trainer = trainer_of(actor, critic, thread, {"epochs": 2, "minibatches": 2} | settings)
+    return trainer, rollouts(actor, tiny.scalar(seed=2), given=True)
 
 
-def test_models_without_anything_to_train_are_refused(thread: Thread) -> None:
-    with pytest.raises(ModelRefused, match="no parameter of the actor requires a gradient"):
-        HfTrainer(tiny.causal().requires_grad_(False), tiny.scalar(), sampling=SAMPLING, place=thread)
+@pytest.mark.parametrize("settings", [{}, {"entropy_coefficient": 0.1, "kl": 0.1, "max_grad_norm": 1e-2}])
+async def test_the_actor_learns_to_the_bit_what_it_learns_beside_a_critic(
+    thread: Thread, settings: dict[str, object]
+) -> None:
+    async def learnt(critic: PreTrainedModel | None) -> tuple[str, dict[str, float]]:
+        trainer, batch = actor_alone(thread, critic, **settings)
+        await trainer.update(batch)
+        metrics = dict((await trainer.update(batch)).metrics)
+        return weights_digest(trainer.core.actor), metrics
+
+    alone, beside = await learnt(None), await learnt(tiny.scalar(seed=2))
+    assert alone[0] == beside[0] != weights_digest(tiny.causal(seed=1))
+    assert beside[1].keys() - alone[1].keys() == {"loss/value_avg", "val/clipfrac_avg", "train/critic_grad_norm"}
+    assert alone[1] == {name: beside[1][name] for name in alone[1]}
+
+
+async def test_only_the_actor_is_synced_and_saved(thread: Thread, tmp_path: Path) -> None:
+    trainer, batch = actor_alone(thread)
+    await trainer.update(batch)
+    served = Served()
+    await trainer.sync_weights(served)
+    assert (served.version, dict(served.weights.critic)) == (1, {})
+    assert served.weights.actor.keys() == trainer.core.actor.state_dict().keys()
+    await trainer.save(tmp_path)
+    assert (tmp_path / "actor").is_dir()
+    assert not (tmp_path / "critic").exists()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    assert weights_digest(saved) == weights_digest(trainer.core.actor)
+
+
+async def test_it_goes_on_where_it_was_and_refuses_what_was_written_beside_a_critic(
+    thread: Thread, tmp_path: Path
+) -> None:
+    first, batch = actor_alone(thread)
+    await first.update(batch)
+    await first.write(tmp_path)
+    second, _ = actor_alone(thread)
+    await second.restore(tmp_path)
+    for trainer in (first, second):
+        await trainer.update(batch)
+    assert weights_digest(first.core.actor) == weights_digest(second.core.actor)
+    with_critic, _ = actor_alone(thread, tiny.scalar(seed=2))
+    with pytest.raises(CheckpointError, match="written of other models"):
+        await with_critic.restore(tmp_path)
+
+
+async def test_it_keeps_the_contract_of_a_trainer(thread: Thread) -> None:
+    trainer, batch = actor_alone(thread)
+
+    async def made() -> HfTrainer:
+        return trainer
+
+    await check_trainer(made, batch, [HfPolicy(trainer.core.actor, sampling=SAMPLING, place=thread)])
+
+
+async def test_a_minibatch_that_is_not_finite_is_skipped(thread: Thread) -> None:
+    trainer, batch = actor_alone(thread, minibatches=len(LENGTHS))
+    known(batch.advantages)[batch.rows()[3]] = np.nan
+    assert (await trainer.update(batch)).nonfinite == (13,)
+    assert all(parameter.isfinite().all() for parameter in trainer.core.actor.parameters())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("critic_warmup", 1), ("critic_learning_rate", 1e-4)],
+)
+def test_a_setting_that_is_about_a_critic_is_refused(thread: Thread, setting: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} = {value} is about a critic, and there is none"):
+        actor_alone(thread, None, **{setting: value})
+
+
+def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(thread: Thread) -> None:
+    actor, critic = tiny.causal(), tiny.scalar()
+    with pytest.raises(ConfigError, match=r"the loss PPOLoss\(.* reads old_values, returns, values, and there is no"):
+        HfTrainer(actor, sampling=SAMPLING, place=thread, loss=PPOLoss())
+    with pytest.raises(ConfigError, match=r"there is a critic, and the loss ClippedLoss\(.* does not read its values"):
+        HfTrainer(actor, critic, sampling=SAMPLING, place=thread, loss=ClippedLoss())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"kl": 0.01, "kl_estimator": "k3"},
+            r"kl=0\.01.* reads reference log-probs, and the batch has none: give the recipe reference=",
+        ),
+        (
+            {"correction": Correction(weight="truncated")},
+            r"weight='truncated'.* reads proximal log-probs, and the batch has none: give the recipe proximal=",
+        ),
+        ({"correction": Correction(ratio_base="proximal")}, r"ratio_base='proximal'.* give the recipe proximal="),
+    ],
+)
+async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_and_nothing_stands_for_it(
+    thread: Thread, settings: dict[str, object], message: str
+) -> None:
+    trainer, _ = actor_alone(thread, None, **settings)
+    graph = grpo(
+        policy=HfPolicy(trainer.core.actor, sampling=Sampling(max_new_tokens=8, stop=(1, 2), seed=3), place=thread),
+        reward=RewardModel(tiny.scalar(seed=4), place=thread),
+        trainer=trainer,
+        admission=Overcommit(batch=2, overcommit=0),
+        samples=2,
+    )
+
+    async def one_step() -> None:
+        async with graph.open(prompts(8)) as run:
+            async for _ in run.steps(1):
+                pass
+
+    before = weights_digest(trainer.core.actor)
+    with pytest.raises(ConfigError, match=message):
+        await one_step()
+    assert (trainer.version, weights_digest(trainer.core.actor)) == (0, before)
+
+
+async def test_without_a_reference_nothing_is_said_of_a_kl_to_it(thread: Thread) -> None:
+    trainers = [actor_alone(thread) for _ in range(2)]
+    beside, alone = [
+        (await trainer.update(batch if referred else replace(batch, reference=None))).metrics
+        for (trainer, batch), referred in zip(trainers, (True, False), strict=True)
+    ]
+    assert beside.keys() - alone.keys() == {"policy/kl_avg"}
+
+
+async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequence[float]]:
+    """Return the weights after a streamed run of three steps, and how far stale tokens had drifted in each."""
+    sampling, actor = Sampling(max_new_tokens=30, stop=(1, 2, 3, 4), seed=3), tiny.causal(seed=1)
+    settings = TrainerSettings(learning_rate=2e-3, epochs=2)
+    loss = ClippedLoss(correction=correction or Correction())
+    with Thread("decode", setup=ONE) as decoding:
+        graph = grpo(
+            policy=HfPolicy(actor, sampling=sampling, place=decoding, deterministic=True),
+            reward=RewardModel(tiny.scalar(seed=4), place=decoding, deterministic=True),
+            trainer=HfTrainer(actor, sampling=sampling, place=decoding, settings=settings, loss=loss),
+            admission=Overcommit(batch=2, overcommit=extra),
+            samples=3,
+            chunks=Fixed(7),
+            proximal=ProximalLogprobs(actor, sampling=sampling, place=decoding, deterministic=True)
+            if correction
+            else None,
+        )
+        async with graph.open(prompts(40)) as run:
+            reports = [report async for report in run.steps(3)]
+    return weights_digest(actor), [report.metrics["mismatch/kl"] for report in reports]
+
+
+async def test_stale_tokens_are_corrected_as_beside_a_critic() -> None:
+    decoupled = Correction(ratio_base="proximal", weight="truncated", cap=1.0)
+    plain, corrected = await ran(None, extra=0), await ran(decoupled, extra=0)
+    assert plain == corrected, "where nothing is deferred, nothing is stale"
+    stale, mended = await ran(None, extra=2), await ran(decoupled, extra=2)
+    assert max(stale[1]) > 1e-6
+    assert stale[0] != mended[0]

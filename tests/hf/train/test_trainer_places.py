@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph
-from oppo.hf.devices import use_cores
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
@@ -36,24 +35,11 @@ from oppo.models import Sampling
 from oppo.placement import Hosting, Place, Process, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.pausing import Pausing, deadly
+from tests.hf.child import ONE, Pausing, deadly_update
 from tests.hf.train.test_trainer import rollouts
 
-ONE = partial(use_cores, 1)
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=2, micro_batch_tokens=64)
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    with Process("trainer", setup=ONE) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def thread() -> Iterator[Thread]:
-    with Thread("everything", setup=ONE) as thread:
-        yield thread
 
 
 @dataclass(frozen=True)
@@ -219,14 +205,14 @@ async def test_progress_is_seen_while_an_update_goes_on_elsewhere(process: Proce
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(trainer.update, batch)
             await anyio.to_thread.run_sync(begun.read_text)
-            assert (process.at_work, trainer.progress, trainer.version) == ("trainer: update", 0, 0)
+            assert (process.at_work, trainer.progress, trainer.version) == ("models: update", 0, 0)
             await anyio.to_thread.run_sync(go_on.write_text, "go on")
     assert (trainer.progress, trainer.version) == (2 * len(batch), 1)
 
 
 async def test_a_run_whose_trainer_is_killed_in_an_update_says_how_to_go_on(thread: Thread, tmp_path: Path) -> None:
     models = tiny.apart(plain)()
-    with Process("trainer", setup=partial(deadly, tmp_path, 2)) as process, anyio.fail_after(60):
+    with Process("trainer", setup=partial(deadly_update, tmp_path, 2)) as process, anyio.fail_after(60):
         trainer = trainer_of(models, process)
         with pytest.raises(ModelLost, match=r"was killed by SIGKILL .* while it did 'update' for 'trainer'") as lost:
             await steps(graph_of(models, trainer, thread, thread), 2)

@@ -23,6 +23,8 @@ from oppo.placement.shared_memory import Block, Gauge, Notice
 from tests.placement.instances import Caller, Meter, Total
 from tests.placement.test_callback import (  # noqa: F401 - run with this module's places
     test_a_call_is_given_answers_and_what_it_tells_is_heard_in_order,
+    test_a_callback_is_carried_out_here_while_the_event_loop_goes_on,
+    test_a_reply_that_cannot_cross_is_refused,
     test_after_the_first_error_no_callback_is_carried_out,
     test_an_error_of_a_callback_ends_the_call_as_itself_and_the_place_goes_on,
     test_an_error_of_the_last_thing_told_ends_the_call_too,
@@ -38,28 +40,10 @@ def place(cluster: Cluster) -> Iterator[RayPlace]:
         yield place
 
 
-async def test_a_callback_is_carried_out_here_while_the_event_loop_goes_on(place: RayPlace) -> None:
-    may_answer, pids = threading.Event(), list[int]()
-
-    def answer(number: int) -> int:
-        assert may_answer.wait(60)
-        pids.append(os.getpid())
-        return number
-
-    async def let() -> None:
-        may_answer.set()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(let)
-        assert await place.host(Caller).call("ask", Caller.ask_again, Callback(answer)) == 2
-    assert pids == [os.getpid()] * 2
-
-
-async def test_a_reply_that_cannot_cross_is_refused(place: RayPlace) -> None:
-    caller = place.host(Caller)
-    with pytest.raises(ModelError, match="cannot go to another process"):
-        await caller.call("ask", Caller.ask_again, Callback(lambda number: lambda: number))  # type: ignore[arg-type]
-    assert await caller.call("ask", Caller.ask_again, Callback(abs)) == 2
+@pytest.fixture
+def process(place: RayPlace) -> RayPlace:
+    """The place, by the name that tests of processes have for it."""
+    return place
 
 
 async def test_an_actor_that_dies_between_a_question_and_its_answer_is_lost(cluster: Cluster) -> None:

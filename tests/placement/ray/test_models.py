@@ -19,7 +19,7 @@ from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ConfigError, ModelError, SessionsLost
 from oppo.events import Finish, FloatArray
-from oppo.hf.recipe import ModelRecipe
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer

@@ -17,9 +17,8 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
-from oppo.hf.recipe import ModelRecipe
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.policy import HfDecode, HfPolicy
-from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
@@ -27,7 +26,6 @@ from tests.hf import child, tiny
 from tests.hf.serve.test_policy_process import RUNS, unreadable
 from tests.hf.stories import SAMPLING, Story, prompts, serving, told
 from tests.placement.ray.machines import Machine, Machines
-from tests.workplace import tokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -144,15 +142,6 @@ async def test_weights_that_have_diverged_name_the_rollouts(place: RayPlace, act
     with pytest.raises(ModelError, match=r"at version 1 are not finite for rollouts \[0\]"):
         async with policy.decoding([decode], lambda _: False):
             await decode.read(1)
-
-
-async def test_stop_strings_end_responses_in_an_actor(place: RayPlace, actor: ModelRecipe) -> None:
-    text = HfTokenizer(tokenizer()).decode
-    sampling = Sampling(max_new_tokens=60, seed=3, stop_strings=("w7", "w40"))
-    story = await told(HfPolicy(actor, sampling=sampling, place=place, decode=text), prompts(8))
-    assert "stop" in story.states()
-    for tokens, state in zip(story.tokens(), story.states(), strict=True):
-        assert (state == "stop") == any(each in text(tokens) for each in sampling.stop_strings)
 
 
 async def test_a_model_that_holds_its_weights_is_refused_and_so_is_a_path_without_a_model(

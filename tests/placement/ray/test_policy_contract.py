@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from oppo.hf.recipe import ModelRecipe
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.weights import weights_digest
 from oppo.models import Sampling
 from oppo.placement.ray import Cluster, RayPlace
 from tests.hf import child, tiny
-from tests.hf.serve import test_decoding, test_policy, test_turns, test_weights_in_flight, test_with_sampling
+from tests.hf.serve import test_decoder, test_policy, test_policy_process
 from tests.hf.stories import SAMPLING, Serving
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
-HELD = (test_decoding, test_policy, test_weights_in_flight, test_turns, test_with_sampling)
+HELD = (test_decoder, test_policy, test_policy_process)
 
 OF_THIS_MACHINE = {
     "test_the_model_that_was_given_has_the_weights_that_were_synced": "an actor has a model of its own",

@@ -16,11 +16,11 @@ import torch
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch
 from oppo.hf.devices import use_cores
-from oppo.hf.recipe import ModelRecipe
+from oppo.hf.loading import ModelRecipe
 from oppo.hf.train.actor_critic import ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import PPOLoss
-from oppo.placement import Hosted, Hosting, Member, Thread
+from oppo.placement import Hosting, Member, Thread
 from oppo.placement.ray import Cluster, RayRanks, Room
 from tests.hf import tiny
 from tests.hf.train.test_ranks import SEVERAL_STEPS, difference, norm, require_equal_metrics, trained, weights_of
@@ -191,9 +191,3 @@ async def test_the_death_of_another_machine_is_a_lost_model_and_ends_all_ranks(
             await trained(trainer, [batch] * 10_000)  # its other processes outlive a raylet for a while
         assert gone(pids[:1])
         assert not {*pids[1:]} & two.settled(before)
-
-
-def test_an_instance_may_be_given_by_its_recipe(cluster: Cluster) -> None:
-    with RayRanks("where", cluster, 2) as ranks:
-        _: Hosted[Where] = ranks.host(Where)
-        ranks.wait_until_ready()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -67,12 +68,32 @@ def engine_processes() -> set[int]:
     return found
 
 
+def blocks_of(pids: Iterable[int | str]) -> set[Path]:
+    """Return the blocks of shared memory, as engines have them, that processes have mapped."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended meanwhile
+            found |= {Path(each) for each in re.findall(r"/dev/shm/psm_\w+", Path(f"/proc/{pid}/maps").read_text())}
+    return found
+
+
 def left_behind() -> set[Path]:
-    """Return the sockets and files, as engines have them, that no process of this machine uses."""
+    """Return the sockets, files and blocks of shared memory, as engines have them, that no process here uses."""
     names = ("oppo-vllm-*", "vllm_dist_*", "????????-????-????-????-????????????")
     found = {path for name in names for path in Path(gettempdir()).glob(name)}
     used = Path("/proc/net/unix").read_text()
-    return {path for path in found if str(path) not in used}
+    blocks = set(Path("/dev/shm").glob("psm_*"))
+    mapped = blocks_of(each.name for each in Path("/proc").glob("[0-9]*")) if blocks else set()
+    return {path for path in found if str(path) not in used} | (blocks - mapped)
+
+
+def require_swept(before: set[Path]) -> None:
+    """Fail unless nothing more is left than before, once the next engine has started."""
+    deadline = time.monotonic() + 60
+    while left := left_behind() - before:
+        assert time.monotonic() < deadline, left
+        with temporary("vllm"):  # as the next engine's start takes what killed ones left
+            time.sleep(0.2)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -80,11 +101,7 @@ def _nothing_is_left_in_the_end() -> Iterator[None]:
     before = left_behind()
     yield
     gc.collect()
-    deadline = time.monotonic() + 60
-    while left := left_behind() - before:
-        assert time.monotonic() < deadline, left
-        with temporary("vllm"):  # as the next engine's start takes what killed ones left
-            time.sleep(0.2)
+    require_swept(before)
 
 
 @contextmanager

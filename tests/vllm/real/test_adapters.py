@@ -17,7 +17,7 @@ from oppo.events import Prompt
 from oppo.hf.lora import adapter_matrices, add_lora
 from oppo.models import Piece, Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
-from oppo.vllm.sync import AdapterFolder
+from oppo.vllm.sync import WeightFiles
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import tiny_actor
 
@@ -96,12 +96,12 @@ async def test_an_adapter_that_was_changed_on_its_way_is_named(
     second: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=8, seed=2))
-    write = AdapterFolder.write
+    write = WeightFiles.write
 
-    def other(folder: AdapterFolder, tensors: dict[str, torch.Tensor], version: str) -> Path:
+    def other(folder: WeightFiles, tensors: dict[str, torch.Tensor], version: str) -> Path:
         return write(folder, {name: each + 1 for name, each in tensors.items()}, version)
 
-    monkeypatch.setattr(AdapterFolder, "write", other)
+    monkeypatch.setattr(WeightFiles, "write", other)
     with pytest.raises(ModelLost, match=r"are not those that the trainer sent: .*lora_A"):
         await policy.load(weights(1))
     with anyio.fail_after(5), pytest.raises(ModelLost, match="nothing is decoded any more"):

@@ -22,7 +22,7 @@ from oppo.hf.lora import add_lora, merged
 from oppo.log import routed
 from oppo.models import Piece, Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
-from oppo.vllm.sync import FileSender, WeightFile
+from oppo.vllm.sync import FileSender, WeightFiles
 from tests.vllm.real.conftest import VOCABULARY
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -148,7 +148,7 @@ async def test_an_update_that_the_workers_refuse_ends_the_run(
 ) -> None:
     """The file cannot be read; it is read whole before anything changes, but of that nobody can be sure."""
     policy = VllmPolicy(second, sampling=Sampling(max_new_tokens=8, seed=2))
-    monkeypatch.setattr(WeightFile, "write", lambda file, tensors: setattr(file, "path", tmp_path / "nothing"))
+    monkeypatch.setattr(WeightFiles, "write", lambda files, tensors, version: tmp_path / "nothing")
     monkeypatch.setattr(second, "sender", FileSender())
     with pytest.raises(ModelLost, match="could not load the weights"):
         await policy.load(Weights(1, tied_actor(7).state_dict()))
@@ -162,9 +162,9 @@ async def test_the_weights_of_another_update_are_not_served(
     second: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a file system of several machines goes on reading what a name once held."""
-    policy, write = VllmPolicy(second, sampling=Sampling(max_new_tokens=8, seed=2)), WeightFile.write
+    policy, write = VllmPolicy(second, sampling=Sampling(max_new_tokens=8, seed=2)), WeightFiles.write
     stale = {name: tensor + (name == "model.norm.weight") for name, tensor in tied_actor(7).state_dict().items()}
-    monkeypatch.setattr(WeightFile, "write", lambda file, tensors: write(file, stale))
+    monkeypatch.setattr(WeightFiles, "write", lambda files, tensors, version: write(files, stale, version))
     monkeypatch.setattr(second, "sender", FileSender())
     with pytest.raises(ModelLost, match=r"tensors are not those that the trainer sent: model\.norm\.weight is float32"):
         await policy.load(Weights(1, tied_actor(7).state_dict()))

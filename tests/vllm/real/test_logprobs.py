@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
-from vllm import SamplingParams
 
 from oppo.errors import ConfigError
 from oppo.hf.serve.scorers import ReferenceLogprobs, TeacherLogprobs
@@ -70,7 +69,7 @@ def assert_close(got: object, want: object) -> None:
 
 
 async def test_it_does_what_the_fake_does(engine: VllmEngine) -> None:
-    await scenario.reading(engine.llm, SamplingParams(**scenario.READING), BLOCK)
+    await scenario.reading(engine, BLOCK)
 
 
 async def test_the_contract_is_kept(engine: VllmEngine) -> None:
@@ -89,7 +88,7 @@ async def test_streamed_log_probs_are_those_of_transformers(
     sampled: tuple[float, int], top_k: int, model: LlamaForCausalLM, engine: VllmEngine, thread: Thread
 ) -> None:
     sampling = Sampling(max_new_tokens=128, temperature=sampled[0], vocabulary=sampled[1])
-    await engine.llm.collective_rpc("oppo_temper", args=(1.0, VOCABULARY))
+    await engine.call_workers("oppo_temper", 1.0, VOCABULARY)
     library = (
         TeacherLogprobs(model, sampling=sampling, place=thread, top_k=top_k)
         if top_k

@@ -17,13 +17,19 @@ from transformers import LlamaForCausalLM
 from oppo.events import Prompt, Response
 from oppo.models import Decode, Piece, Sampling, Weights
 from oppo.testing import check_policy
+from oppo.turns import turns_answered
 from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
+from oppo.vllm.async_llm import Collected
+from oppo.vllm.engine import NewTokens
 from oppo.vllm.requests import Request
-from oppo.vllm.surface import Output, WeightVersionSpan
+from oppo.vllm.sync import FILES, WeightFiles, fingerprints, untied
+from tests.dialogues import ANSWER, dialogue
+from tests.vllm import scenario
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
 
 SAMPLING = Sampling(max_new_tokens=48, stop=(2, 3), seed=11)
 TOLERANCE = 1e-4
@@ -80,6 +86,12 @@ async def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int
         return logprobs
 
     return await anyio.to_thread.run_sync(forward)
+
+
+async def test_it_does_what_the_fake_does(engine: VllmEngine) -> None:
+    files, sent = WeightFiles(), tiny_actor().state_dict()
+    path = str(files.write(sent, "one") / FILES[False])
+    await scenario.generating(engine, {"path": path, "prints": fingerprints(untied(sent))})
 
 
 async def test_it_keeps_the_contract_of_a_policy(engine: VllmEngine) -> None:
@@ -159,7 +171,7 @@ async def test_tokens_follow_from_the_seed_and_the_rollout(engine: VllmEngine) -
 async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEngine) -> None:
     """Recomputing the KV cache after a sync of the same weights preempts every request and changes no token."""
     model, prompts = tiny_actor(), some(4)
-    sampling = Sampling(max_new_tokens=80, seed=3)
+    sampling = Sampling(max_new_tokens=200, seed=3)
     undisturbed = await whole(VllmPolicy(engine, sampling=sampling), prompts)
     policy = VllmPolicy(engine, sampling=sampling, kv_on_sync="recompute")
     decodes = await policy.open(prompts)
@@ -200,22 +212,22 @@ async def test_syncing_while_it_decodes_counts_every_token_to_the_weights_that_m
     for prompt, each, made in zip(prompts, pieces, versions, strict=True):
         assert (np.diff(made) >= 0).all()
         assert len(set(made.tolist())) > 3, "three syncs within one response"
-        spans = named[prompt.rollout]
-        assert [policy.number_of(span.version) for span in spans for _ in range(span.start, span.end)] == made.tolist()
+        ends = [*(start for _, start in named[prompt.rollout][1:]), 900]
+        spans = [(label, end - start) for (label, start), end in zip(named[prompt.rollout], ends, strict=True)]
+        assert [policy.number_of(label) for label, count in spans for _ in range(count)] == made.tolist()
         wanted = await reference.logprobs(models, prompt, each, kept=kv_on_sync == "keep")
         np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
 
 
-def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[WeightVersionSpan]]:
-    """Return the spans that the engine will name, by rollout."""
-    named: dict[int, Sequence[WeightVersionSpan]] = {}
+def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[tuple[str, int]]]:
+    """Return the versions, with their first tokens, that the engine will name when a request ends, by rollout."""
+    named: dict[int, Sequence[tuple[str, int]]] = {}
     take = Request.take
 
-    def noting(self: Request, output: Output, *others: Any) -> bool:
-        spans = getattr(output.outputs[0], "weight_versions", None)
-        if spans is not None:
-            named[self.prompt.rollout] = spans
-        return take(self, output, *others)
+    def noting(self: Request, new: NewTokens, *others: Any) -> bool:
+        if new.reason is not None:
+            named[self.prompt.rollout] = new.starts
+        return take(self, new, *others)
 
     monkeypatch.setattr(Request, "take", noting)
     return named
@@ -252,15 +264,30 @@ async def test_groups_share_the_prefix_of_their_prompt(engine: VllmEngine) -> No
     policy = VllmPolicy(engine, sampling=replace(SAMPLING, max_new_tokens=3))
     cached: list[int] = []
     decodes = await policy.open([replace(prompt, rollout=k, sample=k) for k in range(2)])
-    take = Request.take
+    new = Collected._new
 
-    def noting(self: Request, output: Output, *others: Any) -> bool:
-        cached.append(getattr(output, "num_cached_tokens", 0) or 0)
-        return take(self, output, *others)
+    def noting(self: Collected, output: Any) -> NewTokens:
+        cached.append(output.num_cached_tokens or 0)
+        return new(self, output)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Request, "take", noting)
+        patch.setattr(Collected, "_new", noting)
         for decode in decodes:
             async with policy.decoding([decode], lambda ended: False):
                 await decode.read(100)
     assert max(cached) == 2 * block
+
+
+@pytest.mark.parametrize("cuts", [(), (1, 2)])
+async def test_an_answer_goes_on_with_what_the_engine_has_read(engine: VllmEngine, cuts: tuple[int, ...]) -> None:
+    sampling = replace(SAMPLING, max_new_tokens=200, stop=tuple(range(2, 40)))
+    policy, asked, model = VllmPolicy(engine, sampling=sampling), some(4), tiny_actor()
+    talk = await dialogue(policy, asked, lambda k, turn: 0.05 * (k % 2), cuts)
+    assert sorted(rollout for told in talk.told for rollout in told) == [0, 1, 2, 3]
+    for prompt, response in zip(asked, talk.responses(), strict=True):
+        assert turns_answered(response) == 2
+        assert response.tokens[~response.sampled].tolist() == [*ANSWER, *ANSWER]
+        tokens = response.tokens.tolist()
+        logprobs = (await expected(model, prompt, tokens, sampling)).numpy()[np.arange(len(tokens)), tokens]
+        sampled = response.sampled
+        np.testing.assert_allclose(response.logprobs[sampled], logprobs[sampled], atol=TOLERANCE)

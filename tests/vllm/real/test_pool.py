@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from oppo.events import Prompt
 from oppo.models import Piece, Policy, Sampling, Weights
 from oppo.placement import PolicyPool
-from oppo.placement.pool_rollout import PooledDecode
+from oppo.placement.pool_members import PooledDecode
 from oppo.vllm import VllmPolicy
 from oppo.vllm.sync import free_port
 from tests.vllm.real import reference

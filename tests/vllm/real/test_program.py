@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.real.conftest import blocks_of, left_behind, require_swept
 from tests.vllm.real.program import Program, furnish
 from tests.workplace import records
 
@@ -54,9 +55,15 @@ def train(place: Path, name: str, *overrides: str, before: str = "") -> Program:
 
 
 def test_a_run_trains_with_stragglers_and_its_engine_keeps_to_its_log(place: Path) -> None:
+    before = left_behind()
     with train(place, "first", "run.steps=3") as program:
+        program.until("step 1/", 300)
+        blocks = blocks_of(program.pids)
         assert program.wait() == 0, program.said
         assert program.leaves_nothing()
+    assert blocks, "the engine talks to its processes by shared memory"
+    require_swept(before)
+    assert not any(block.exists() for block in blocks)
     lines = records(place, "first", "metrics.jsonl")
     assert [line["trained"] for line in lines] == [4, 4, 4]
     for line in lines:
@@ -133,12 +140,17 @@ def test_ctrl_c_twice_while_weights_are_synced_ends_it_when_the_engine_has_them(
 
 
 def test_a_killed_run_takes_its_engine_with_it(place: Path) -> None:
+    before = left_behind()
     with train(place, "gone", *LONG) as program:
-        program.until("step 1/")
+        program.until("step 1/", 300)
         assert len(program.pids) > 1
+        blocks = blocks_of(program.pids)
         program.signal(signal.SIGKILL)
         assert program.wait(60) == -signal.SIGKILL
         assert program.leaves_nothing()
+    require_swept(before)
+    assert blocks
+    assert not any(block.exists() for block in blocks)
 
 
 def test_a_killed_engine_is_a_lost_model_and_the_run_goes_on_from_its_checkpoint(place: Path) -> None:

@@ -17,7 +17,7 @@ from oppo.hf.weights import SentWeights
 from oppo.models import Sampling
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.processes import ServerProcess
-from oppo.vllm.sync import MATRICES, HostedFile
+from oppo.vllm.sync import FILES, HostedFiles
 from tests.placement.ray.machines import MARK, Machines, machines
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import tiny_actor
@@ -88,7 +88,7 @@ def test_adapters_alone_go_to_the_machine_of_a_server_and_make_the_tokens_that_n
 
         url, path = await hosted.call("start", ServerProcess.whereabouts, writes=True)
         assert path is not None
-        server = VllmServer(url, model=directory, api_key="canary", adapters=4, file=HostedFile(path, load))
+        server = VllmServer(url, model=directory, api_key="canary", adapters=4, files=HostedFiles(path, load))
         policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=300, seed=2))
         await policy.load(weights(1))
         (prompt,) = some(1)
@@ -97,7 +97,7 @@ def test_adapters_alone_go_to_the_machine_of_a_server_and_make_the_tokens_that_n
         wanted = await reference.logprobs([adapted(version) for version in range(3)], prompt, pieces)
         np.testing.assert_allclose(logprobs_of(pieces), wanted, rtol=0, atol=TOLERANCE)
         assert policy.sync_metrics["sync/bytes"] < 0.2 * sum(each.nbytes for each in tiny_actor().state_dict().values())
-        files = [each / MATRICES for each in path.iterdir()]
+        files = [each / FILES[True] for each in path.iterdir()]
         assert len(files) == 2
         assert {int(file.readlink().parts[2]) for file in files} == {actor.pid}, "of its machine's memory"
         folders.append(path)

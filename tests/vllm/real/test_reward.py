@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel, Qwen2Config
-from vllm import PoolingParams
 
 from oppo.hf.serve.scorers import RewardModel
 from oppo.placement import Thread
@@ -75,8 +74,7 @@ async def test_the_contract_is_kept(engine: VllmEngine) -> None:
 
 
 async def test_it_does_what_the_fake_does(engine: VllmEngine) -> None:
-    params = PoolingParams(task="classify", use_activation=False)
-    await scenario.pooling(engine.llm, params, BLOCK, partial(anyio.sleep, 0.1))
+    await scenario.pooling(engine, BLOCK, partial(anyio.sleep, 0.1))
 
 
 def assert_close(got: object, want: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from vllm.v1.engine.detokenizer import check_stop_strings
 
-from oppo.agents.conversation import ChatRequests
+from oppo.agents.requests import ChatRequests
 from oppo.models import SamplingSettings
 
 pytestmark = pytest.mark.vllm

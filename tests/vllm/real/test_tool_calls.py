@@ -10,8 +10,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.tool_parsers import ToolParserManager
 
 from tests.hf.random_calls import Case
-from tests.hf.test_calls import drawn, reading, turn
-from tests.hf.test_chat import SPECIAL, tokenizer
+from tests.hf.test_chat import SPECIAL, drawn, reading, tokenizer, turn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
