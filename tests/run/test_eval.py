@@ -17,7 +17,7 @@ from oppo.report.metrics import metric
 from oppo.run.checkpoint import CHECKPOINTS, verified
 from tests.report.tracked import board
 from tests.run.test_resume_real import stable
-from tests.workplace import furnish, oppo, records, start, weights
+from tests.workplace import furnish, oppo, records, start
 
 EXACT = ("run.deterministic=true", "run.panel=off", "run.trace=0", "run.steps=4", "run.checkpoint_every=2")
 EVAL = ("eval.prompts=held_out.jsonl", "eval.every=2")
@@ -161,27 +161,6 @@ def test_each_evaluation_draws_the_same_noise_and_its_seed_another(folder: Path,
     assert {key: drawn["same-seed"][key] for key in measured} == {key: first[key] for key in measured}
     assert drawn["other-seed"]["eval/score"] == first["eval/score"], "the most likely response has no noise"
     assert drawn["other-seed"]["eval/sampled_score"] != first["eval/sampled_score"]
-
-
-def test_a_killed_run_goes_on_to_the_same_weights_and_evaluations(folder: Path, whole: Path) -> None:
-    chosen = (*EXACT, *EVAL, "eval.samples=4", "rewards.0.source=judges.py:rule", "run.steps=5", "run.name=killed")
-    with start(folder, *chosen) as process:
-        while not list((folder / "runs" / "killed" / CHECKPOINTS).glob("step-*2/COMPLETE")):
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.kill()
-        process.communicate()
-    assert main(["resume", str(folder / "runs" / "killed")]) == DONE
-    assert weights(folder, "killed") == weights(folder, "whole")
-    del whole
-
-    def untimed(name: str) -> list[dict[str, object]]:
-        return [
-            {key: value for key, value in each.items() if key != "eval/seconds"}
-            for each in records(folder, name, "eval.jsonl")
-        ]
-
-    assert untimed("killed") == untimed("whole")
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_not_evaluated_twice_before_it_begins(folder: Path) -> None:
