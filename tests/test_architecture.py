@@ -90,7 +90,7 @@ BUDGETS = {
     "admission": 1_426,
     "agents": 1_693,
     "algorithms": 1_052,
-    "config": 3_603,
+    "config": 3_602,
     "data": 849,
     "demo": 1_663,
     "environments": 1_286,
@@ -105,7 +105,7 @@ BUDGETS = {
     "rewards": 1_798,
     "run": 4_851,
     "simulate": 3_097,
-    "stages": 3_798,
+    "stages": 3_800,
     "testing": 1_425,
     "vllm": 4_584,
 }

@@ -331,7 +331,7 @@ class FakeDecode:
         self.length = length
         self.lane: Lane[FakeDecode] | None = None
         self.paused = self.taken = made  # tokens when its lane stopped decoding it; tokens read
-        self.ends: list[int] = []  # lengths at which its turns end; an answer moves the later ones
+        self.ends: Sequence[int] = ()  # lengths at which its turns end; an answer moves the later ones
         self.answers: dict[int, IntArray] = {}  # tool tokens after turns, by position
         self.waiting = False  # a turn has ended and is unanswered
         self.closed = False
