@@ -1,7 +1,7 @@
 """Declarations of settings: the fields of a dataclass, each with a type and its bounds, a default and a description.
 
-A setting is declared once. :func:`require_declared` holds values from Python to the declaration, where they come in;
-:mod:`oppo.config.load` holds those of a file to it.
+A setting is declared once. :func:`require_declared` checks values from Python by the declaration,
+:mod:`oppo.config.load` values from a file.
 """
 
 from __future__ import annotations

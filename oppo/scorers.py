@@ -24,7 +24,7 @@ E = TypeVar("E", Growth, Finish)
 
 
 class Unscored:
-    """A scorer that reads nothing and gives every rollout the score 0, for what learns from no score."""
+    """A scorer that reads nothing and gives every rollout the score 0, for algorithms without a score."""
 
     version = 0
 

@@ -40,7 +40,7 @@ class BorrowsWeights(Protocol):
     """A synced model that may go on to read the trainer's own tensors when it has loaded them."""
 
     async def settled(self) -> None:
-        """Wait until it does not, and read none of them before the next load: they may change."""
+        """Wait until it reads none of these tensors, and read none before the next load: they may change."""
 
     async def starved(self) -> None:
         """Wait until it can serve nothing before the next load, so that nobody waits for what it does before that."""

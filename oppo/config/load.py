@@ -1,7 +1,7 @@
 """The settings of a training run: a TOML file in, checked and resolved, and the same file out with every default.
 
-An error names section and key, what was expected and what came; one error lists all faults of a file. Paths, those of
-``--set`` included, are relative to the folder of the file and come out absolute, so the resolved file can be moved.
+An error names section and key, what was expected and what came, and lists all faults of a file. Paths, also by
+``--set``, are relative to the folder of the file and come out absolute, so the resolved file can be moved.
 """
 
 from __future__ import annotations

@@ -275,7 +275,6 @@ class Script:
 
     @classmethod
     def of(cls, tree: ast.Module) -> Script:
-        """Return those of a program, as they are at its end."""
         script = cls()
         for node in sorted(ast.walk(tree), key=lambda each: getattr(each, "lineno", 0)):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -288,7 +287,7 @@ class Script:
         return script
 
     def value(self, node: ast.expr) -> object:
-        """Return the value of an expression: a literal, or what is known of a model or a dataset."""
+        """Return a literal, a model's path, or the source of a dataset."""
         if isinstance(node, ast.Name) and node.id in self.known:
             return self.known[node.id]
         if isinstance(node, ast.List | ast.Tuple):

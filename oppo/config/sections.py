@@ -189,7 +189,7 @@ def _listed(devices: object) -> object:
 DeviceName: TypeAlias = Annotated[str, AfterValidator(_require_device)]
 
 Another: TypeAlias = Annotated[str, AfterValidator(lambda device: device and _require_device(device))]
-"""A device, or nothing for that of something else."""
+"""A device; empty for the default, which another setting names."""
 
 Several: TypeAlias = Annotated[tuple[DeviceName, ...], FromList(), BeforeValidator(_listed)]
 """A device or a list of them."""

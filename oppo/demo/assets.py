@@ -151,7 +151,7 @@ class Facts:
     pair_accuracy: float  # fraction of held-out pairs, labelled with noise, that the reward model orders as labelled
     fluency: float  # fraction of the clauses in the base policy's complete responses that belong to the language
     language_tokens: Mapping[str, float]  # `p50`, `p99` and `mean` of the lengths of the language's reviews
-    response_tokens: Mapping[str, float]  # the same of the base policy's responses, of which there are fewer
+    response_tokens: Mapping[str, float]  # likewise, of the base policy's responses
     capped: float  # fraction of the base policy's responses that the limit cut off
     base_score: Mapping[str, float]  # `mean` and `sd` of the reward model's scores of these responses
 

@@ -255,7 +255,7 @@ def train_reward(
 ) -> LlamaForSequenceClassification:
     r"""Return a reward model trained on ``budget.rows`` prompts a step, with the preferences among four texts each.
 
-    The loss is that of Bradley and Terry (1952), :math:`-\log \sigma(r_\text{better} - r_\text{worse})`.
+    The loss is Bradley and Terry's (1952), :math:`-\log \sigma(r_\text{better} - r_\text{worse})`.
     """
     model = scalar_model(policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -328,7 +328,7 @@ def _loss(
 def _margins(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Preferences]
 ) -> torch.Tensor:
-    # Of each pair, the score of the better text minus that of the worse, float32 [pairs].
+    # The score of each pair's better text minus its worse one's, float32 [pairs].
     prompts = [each.ask.text for each in batch for _ in each.texts]
     texts = [text for each in batch for text in each.texts]
     scores = model.score(_last_states(model, tokenizer, prompts, texts)).squeeze(1)  # [texts]

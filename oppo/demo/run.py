@@ -92,30 +92,24 @@ class Findings:
     deferred_fraction: float  # fraction of the finished rollouts that were deferred to a later step
     deferral_steps: Mapping[int, int]  # rollouts deferred, by the number of steps
     digests: Digests  # of a serial and of a streamed run in deterministic mode
-    directory: Path  # of the run
+    directory: Path
     actor: Path  # directory of the trained policy
     assets: Path  # directory of the models and prompts that the demo made
-    steps: int  # of PPO
-    seconds: float  # of the whole demo
+    steps: int
+    seconds: float
 
     def facts(self) -> dict[str, object]:
+        scores = self.scores
+        found = {key: value for key, value in asdict(self).items() if key not in {"scores", "directory", "assets"}}
         return {
-            "score_before": self.scores.before,
-            "score_after": self.scores.after,
-            "score_gain": self.scores.gain,
-            "score_after_ci95": self.scores.half_width,
-            "score_spread_before": self.scores.spread,
-            "kl": self.kl,
-            "length_before": self.length_before,
-            "length_after": self.length_after,
-            "seconds": self.seconds,
-            "hidden_fraction": self.hidden_fraction,
-            "deferred_fraction": self.deferred_fraction,
-            "deferral_steps": dict(self.deferral_steps),
+            "score_before": scores.before,
+            "score_after": scores.after,
+            "score_gain": scores.gain,
+            "score_after_ci95": scores.half_width,
+            "score_spread_before": scores.spread,
+            **found,
             "tokens_identical_to_serial": self.digests.identical,
-            "digests": asdict(self.digests),
             "actor": str(self.actor),
-            "steps": self.steps,
         }
 
     def lines(self) -> list[str]:
@@ -163,17 +157,17 @@ SHOWN = 3  # held-out prompts whose responses are shown
 
 UNMEASURED = "The short demo does not measure what overlap gains: its models are too small. `make demo` does."
 
-SECONDS_BETWEEN_LINES = 3.0  # of the progress while the models are made
+SECONDS_BETWEEN_LINES = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
     small: bool  # make tiny models
-    steps: int  # of PPO
-    max_new_tokens: int  # of a response
-    learning_rate: float  # of the actor; the critic's is two and a half times as high
+    steps: int
+    max_new_tokens: int
+    learning_rate: float  # the actor's; the critic's is two and a half times as high
     examined: int  # held-out prompts that both policies answer
-    effort: Effort | None  # of measuring the speedup by overlap; `None` for tiny models, whose seconds mean little
+    effort: Effort | None  # to measure the speedup by overlap; `None` for tiny models, whose seconds mean little
 
 
 FULL = DemoPlan(

@@ -41,10 +41,10 @@ class Metric:
     """One metric."""
 
     name: str  # in this package; parts in braces stand for any text without a slash
-    unit: str  # of its value
-    meaning: str  # its description, and where TRL's or verl's differs
-    trl: str = ""  # its name in TRL's GRPO, if that is another
-    verl: str = ""  # its name in verl, if that is another
+    unit: str
+    meaning: str  # and where TRL's or verl's differs
+    trl: str = ""  # the name in TRL's GRPO, if it differs
+    verl: str = ""  # the name in verl, if it differs
 
 
 MetricNames: TypeAlias = Literal["trl", "verl"]  # the names of TRL's GRPO, or of verl
@@ -338,7 +338,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("bottleneck/limit_lookahead", RATIO,
                "The same by scoring and updating beside decoding (steps in flight, streamed updates), where each has "
                "hardware of its own."),
-        Metric("bottleneck/scoring", RATIO, "Busy time of the slowest scorer over that of decoding."),
+        Metric("bottleneck/scoring", RATIO, "Busy time of the slowest scorer over the decoding time."),
         Metric("bottleneck/capped", "units", "Units that ended at the length cap."),
         Metric("bottleneck/finished", "units", "Units that were completed."),
     ),

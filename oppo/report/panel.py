@@ -100,7 +100,7 @@ class _Stage:
 
     step: int
     sent: int = 0  # items
-    seconds: float | None = None  # of its execution, once that has ended
+    seconds: float | None = None  # of a finished execution
 
     def doing(self, snapshots: Mapping[int, Snapshot], name: str) -> str:
         if self.seconds is not None:

@@ -204,7 +204,7 @@ def rewind(path: Path, steps: int) -> list[str]:
 
 
 def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
-    later: list[Record] = []  # of the few steps that are repeated
+    later: list[Record] = []  # of the repeated steps, which are few
     for record in records:
         step = cast("int", record["step"])
         if record.get("event") == DRAINED:  # what came after it before is another run's
@@ -346,7 +346,7 @@ def story(path: Path, rollout: int) -> list[Record]:
 class Replay:
     """The decisions that a resumed run repeats, from its journal."""
 
-    observations: Mapping[int, Observation] = field(default_factory=dict)  # of the controllers, by step
+    observations: Mapping[int, Observation] = field(default_factory=dict)  # by step
     drains: frozenset[int] = frozenset()  # the steps after which the run drained because a signal had ended it
 
 
@@ -381,7 +381,7 @@ def _observation(seen: object) -> Observation | None:
     return found
 
 
-# Whether what is read back is a record of the file of that name
+# By file: whether a line that was read is one of its records
 _FITS: Final[Mapping[str, Callable[[Record], bool]]] = {
     SAMPLES: _is_sample,
     JOURNAL: _is_entry,
@@ -398,7 +398,7 @@ Work: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def work_of(spans: Iterable[Span]) -> Work:
-    """Return the work in the spans of models; that of evaluations, which is no part of a step, is left out.
+    """Return the models' work in spans, without evaluations, which are no part of a step.
 
     Example:
         >>> work_of([Span("reward", "extend", 0.0, 0.5), Span("reward", "extend", 1.0, 1.25)])

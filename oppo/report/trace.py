@@ -24,7 +24,6 @@ class TimedStep:
     """One step; all times in seconds on the clock of :mod:`oppo.observe`."""
 
     index: int  # of the step in its run, from 0
-    # start, end: of the whole step
     start: float
     end: float
     cut: float | None  # when the last rollout finished or was deferred; `None` without one

@@ -28,7 +28,7 @@ from oppo.report.metrics import scalars
 from oppo.report.records import Record, Writer
 
 SAMPLE: Final = ("rollout", "score", "kl", "tokens", "reason", "prompt", "completion")  # the columns of a table
-TABLE: Final = "samples"  # its name
+TABLE: Final = "samples"
 IDENTITY: Final = "run-id"  # the file with the run's identity in a tracker: a resumed run goes on as the same
 
 
@@ -346,7 +346,9 @@ class MLflow(Tracker):
         from mlflow.tracking import MlflowClient  # noqa: PLC0415 - an extra
 
         if not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
-            raise ConfigError("MLflow logs to MLFLOW_TRACKING_URI, which is not set: give that of a server, http://...")
+            raise ConfigError(
+                "MLflow logs to MLFLOW_TRACKING_URI, which is not set: give a server's address, http://..."
+            )
         self._metric: Any = Metric
         try:
             self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)

@@ -134,9 +134,9 @@ LAYOUTS: Final[Mapping[str, Contention]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    seen: Observation  # its observation
+    seen: Observation
     trained: int  # rollouts in its batch
-    tokens: int  # of their responses
+    tokens: int  # response tokens in the batch
     # update, weight_sync: seconds
     update: float
     weight_sync: float
@@ -149,7 +149,7 @@ class MeasuredStep:
 def calibrated(
     steps: Sequence[MeasuredStep], *, prompt: float, contention: Contention, recomputes: bool = True
 ) -> System:
-    # `contention` is that of the layout in which the steps were measured, and for which the system is.
+    # `contention`: of the layout in which the steps were measured and the system is simulated.
     known = [step for step in steps if step.seen.stretches and step.trained]
     if len(known) < LEAST:
         raise DataError(
@@ -170,7 +170,7 @@ def calibrated(
 def _decoder(
     steps: Sequence[MeasuredStep], contention: Contention, reading: Passes | None, *, recomputes: bool
 ) -> Decoder:
-    # ``reading`` is that of prompts, fitted too when ``None``.
+    # `reading`: the cost of reading prompts; `None`: it is fitted too.
     known = 0.0 if reading is None else reading.token
     work, seconds = [], []
     for step in steps:

@@ -55,20 +55,20 @@ STAGES: Final[Mapping[ScorerName, str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    floor: float = 0.0  # of any decode step
+    floor: float = 0.0  # least seconds of a decode step
     step: float = 0.0  # for itself, as for reading the weights
     # the part of `step` in which it starts kernels; `None`: unknown, as of measured steps
     launching: float | None = None
     row: float = 0.0  # for each live row
     context: float = 0.0  # for each token in the context of the live rows, prompts included
-    ending: float = 0.0  # for each rollout that ends: what is left of its rows is put together anew
-    # of reading a rollout's context before it is decoded; decode steps wait meanwhile
+    ending: float = 0.0  # for each rollout that ends: the rows left are put together anew
+    # reading a rollout's context before it is decoded; decode steps wait meanwhile
     prefill: Passes = field(default_factory=Passes)
     recomputes: bool = True  # whether that is read again with new weights
     replicas: int = 1  # copies of the actor, each with rows and decode steps of its own
     # a row that has ended keeps its place until the cut, padded to the longest; in the serial schedule only
     static: bool = False
-    device: str = "actor"  # of all replicas
+    device: str = "actor"
 
     def __post_init__(self) -> None:
         require_declared(self)
@@ -88,23 +88,23 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    passes: Passes = field(default_factory=Passes)  # of what it reads
-    call: float = 0.0  # of each call that reads
-    answer: float = 0.0  # of each rollout that it answers for
+    passes: Passes = field(default_factory=Passes)
+    call: float = 0.0  # for each call that reads
+    answer: float = 0.0  # for each rollout that is scored
     # whether it reads along while responses are written; otherwise it reads them whole, after the cut
     streams: bool = True
     padded: bool = False  # whether rows that it reads whole are padded to the longest of the step
-    device: str = "scorers"  # that it works on
+    device: str = "scorers"
     place: str = "scorers"  # scorers of a place take turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updater:
     passes: Passes = field(default_factory=Passes)  # of all epochs, actor and critic
-    fixed: float = 0.0  # of each update: the optimizer, the data
+    fixed: float = 0.0  # for each update: the optimizer, the data
     padded: bool = False  # whether rows are padded to the longest of the batch
     weight_sync: float = 0.0  # from the update to the new weights in the actor
-    device: str = "actor"  # that it works on
+    device: str = "actor"
 
     def seconds(self, rows: NDArray[np.float64]) -> float:
         """Seconds of an update on whole rows of so many tokens, prompts included."""
@@ -117,7 +117,7 @@ class System:
     # the scorers; without a `reward` it is a rule that costs nothing
     readers: Mapping[ScorerName, Reader] = field(default_factory=dict)
     updater: Updater = Updater()
-    interference: Interference = time_shared  # of kinds of work on one device: `decode`, `score` and `train`
+    interference: Interference = time_shared  # between `decode`, `score` and `train` on one device
     cache: float = 0.0  # bytes of KV cache for a token of the actor; 0: unknown
 
 
@@ -130,7 +130,7 @@ class Workload:
     """Size of a batch and lengths of its prompts and responses."""
 
     batch: int  # units in a batch: rollouts, or groups of `samples` rollouts
-    lengths: DrawLengths  # of the responses
+    lengths: DrawLengths  # draws the lengths of responses
     cap: int  # the longest response, in tokens
     prompt: int  # tokens of a prompt
     samples: int = 1  # rollouts for each prompt
@@ -217,7 +217,7 @@ MODELS: Final[Mapping[str, Transformer]] = MappingProxyType(
 class Reached:
     """Shares of a data sheet's figures that engines reach.
 
-    The defaults for decoding are those of vLLM, fitted to the speeds that Qwen publishes for 3B and 7B on an A100 (one
+    The defaults for decoding are vLLM's, fitted to the speeds that Qwen publishes for 3B and 7B on an A100 (one
     request, bfloat16: 127.61 and 84.28 tokens a second; their slopes over 30,000 tokens of context).
     """
 
@@ -265,7 +265,7 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Lengths sampled anew from observed ones, those of a group together."""
+    """Lengths sampled from observed ones, a group's together."""
 
     groups: tuple[tuple[int, ...], ...]
 

@@ -42,7 +42,7 @@ ReadSeconds: TypeAlias = Callable[[int, int], float]
 class Session(RolloutSession):
     """What a fake scorer has read of one rollout."""
 
-    tokens: array[int] = field(default_factory=lambda: array("i"))  # read, those of the prompt included
+    tokens: array[int] = field(default_factory=lambda: array("i"))  # read so far, the prompt's included
 
 
 @dataclass(eq=False)

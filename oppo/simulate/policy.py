@@ -61,7 +61,7 @@ class FakePolicy:
         cap: a response of this many tokens ends with reason ``length``.
         given: the positions of a response that are not sampled but a tool's answer.
         turns: the lengths at which turns of a response end, answers not counted, and which are not its end.
-        holds: decoding waits while a turn is unanswered, as that of a deterministic engine does.
+        holds: decoding waits while a turn is unanswered, as a deterministic engine does.
         kept: the number of ids in each token's support; 0: all.
         capabilities: those it claims; it implements all of them.
         reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
@@ -134,7 +134,7 @@ class FakePolicy:
         )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
-        """Make a decode for each; that of a response goes on after its tokens."""
+        """Make a decode for each; a response goes on after its tokens."""
         return [self._decode(Response.empty(each) if isinstance(each, Prompt) else each) for each in rollouts]
 
     def _decode(self, response: Response) -> FakeDecode:
@@ -331,7 +331,7 @@ class FakeDecode:
         self.length = length
         self.lane: Lane[FakeDecode] | None = None
         self.paused = self.taken = made  # tokens when its lane stopped decoding it; tokens read
-        self.ends: list[int] = []  # lengths at which its turns end; an answer moves the later ones
+        self.ends: Sequence[int] = ()  # lengths at which its turns end; an answer moves the later ones
         self.answers: dict[int, IntArray] = {}  # tool tokens after turns, by position
         self.waiting = False  # a turn has ended and is unanswered
         self.closed = False

@@ -63,7 +63,7 @@ class WorkloadSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthsSection:
-    """``[lengths]``: how long responses are, in tokens: lognormal, or those of a file."""
+    """``[lengths]``: how long responses are, in tokens: lognormal, or read from a file."""
 
     cap: PositiveCount = required("the longest response")
     median: Positive | None = setting(None, "of a lognormal distribution")
@@ -124,7 +124,7 @@ class LayoutSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection(Reached):
-    """``[engine]``: how fast models run on these devices; seconds that are given replace those of the roofline."""
+    """``[engine]``: how fast models run on these devices; seconds that are given replace the roofline's."""
 
     floor_seconds: NonNegative = setting(0.0, "least seconds of a decode step")
     step_seconds: NonNegative | None = setting(None, "seconds of a decode step for itself")

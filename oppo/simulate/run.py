@@ -59,8 +59,8 @@ class ScheduleOutcome:
     seconds: float  # mean of a step, until the next could begin
     tokens: float  # trained in a step, mean
     staleness: float  # mean versions between a rollout's first token and its update
-    longest_staleness: int  # the largest
-    token_staleness: float  # the same of a token, mean
+    longest_staleness: int
+    token_staleness: float  # mean over sampled tokens
     extra: float  # mean of the controller's choices
     predicted: float  # mean predicted seconds of a step over the mean measured ones; NaN without predictions
     spread: float  # root mean square of the predictions' relative errors
@@ -70,7 +70,7 @@ class ScheduleOutcome:
     # of a step's time, what the busiest device did in it: the parts of a decode step, `scoring`, `training`; shares,
     # the largest first
     parts: Mapping[str, float] = field(default_factory=dict)
-    restarts: Restarts | None = None  # of a controller that restarts rollouts; `None` for the others
+    restarts: Restarts | None = None  # only of controllers that restart rollouts
 
     @property
     def per_token(self) -> float:
@@ -133,8 +133,8 @@ FORESEEN: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    name: str  # of a line in a report
-    about: str  # it in words
+    name: str
+    about: str
     admission: MakeAdmission  # makes a new policy of admission
     chunk: int | None = None  # tokens that travel at once; `None`: whole responses
     held: bool = False  # scoring waits until decoding has ended
@@ -249,9 +249,9 @@ class SimulatedRun:
     schedule: Schedule
     steps: int = 120
     skipped: int = 20  # first steps that do not count; at least one
-    seed: int = 0  # of the lengths
+    seed: int = 0  # draws the lengths
     grain: int = 0  # tokens for which a fake token stands; 0: as many as keep the longest response short
-    observers: Sequence[Observer] = ()  # of the run
+    observers: Sequence[Observer] = ()
     listener: SpanListener = silent  # called with the span of each call of a scorer
     drain_after: Collection[int] = ()  # indexes of steps that end before any later one begins, whatever the lookahead
 

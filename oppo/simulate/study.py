@@ -197,7 +197,7 @@ def _follow_parent() -> None:
 WIDTH: Final = 120  # columns where the output is no terminal
 
 LEGEND: Final = (
-    "Speed is trained tokens a second over those of {baseline!r} (*); ranges are over seeds. Staleness is in updates, "
+    "Speed is trained tokens a second, relative to {baseline!r} (*); ranges are over seeds. Staleness is in updates, "
     "from a response's first token to its training. Idle is the share of the time in which the actor decodes nothing; "
     "in flight is what it decodes at once at the most, with its KV cache. A step is bound by what takes the largest "
     "share of it on the busiest device; of {baseline!r}: {parts}."

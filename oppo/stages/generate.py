@@ -43,7 +43,7 @@ from oppo.stages.selection import Round, Selection
 from oppo.turns import Branching, Environment, MultiTurnPolicy
 
 LENGTHS: Final = 256
-"""Rollouts that ended last, by which the tokens of the next ones are expected."""
+"""Ended rollouts whose mean length is the expected length of live ones."""
 
 Groups: TypeAlias = Sequence[tuple[Prompt, ...]]
 """The rollouts of some units, by their prompts."""

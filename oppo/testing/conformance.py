@@ -615,7 +615,7 @@ async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close:
     Args:
         make: returns a fresh scorer.
         finished: at least two complete rollouts, with at least four response tokens each.
-        close: whether two values are equal, up to the backend's rounding: ``1e-5 * (1 + |x|)`` for those of oppo.
+        close: whether two values are equal, up to the backend's rounding: ``1e-5 * (1 + |x|)`` for oppo's own.
 
     Raises:
         ProtocolError: what was expected and what came.

@@ -269,7 +269,7 @@ class FaultyPolicy(_FaultySynced):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of its model, except for those that need another policy behind it, and that rollouts cannot join."""
+        """The model's, except that rollouts cannot join, nor sampling vary, nor progress be reported."""
         return replace(
             self.inner.capabilities, adds_while_decoding=False, varies_sampling=False, reports_progress=False
         )

@@ -48,8 +48,8 @@ def faults(items: Sequence[Sent], reports: Sequence[StepReport], source: str) ->
 @dataclass(slots=True)
 class Life:
     known: bool  # whether its events begin with its prompt; false in a resumed run, until it begins again
-    state: str = "unknown"  # of its events
-    pieces: list[Chunk | ToolTokens] = field(default_factory=list)  # of its response so far
+    state: str = "unknown"
+    pieces: list[Chunk | ToolTokens] = field(default_factory=list)
     length: int = 0  # tokens in them
     newest: int = -1  # version of its last sampled token; -1 without one
     age: int = 0  # at its last deferral; 0 without one
@@ -58,7 +58,7 @@ class Life:
     deferred: set[int] = field(default_factory=set)  # those at whose end it was deferred
     ended: int | None = None  # the step in which it finished or was dropped
     outcomes: list[str] = field(default_factory=list)  # by the reports of the steps
-    scorers: set[str] = field(default_factory=set)  # that have scored it
+    scorers: set[str] = field(default_factory=set)
 
     def tell(self, event: object, step: int) -> Iterable[str]:
         """Take the next event of the source; return the rules that it breaks."""
@@ -162,7 +162,7 @@ def _named(event: object) -> str:
     return f"a {type(event).__name__}"
 
 
-# What has happened to a rollout when a stage sends an item of this type; the names are those of the journal
+# Events of a rollout, as the journal names them, by the type of the item that a stage sends
 NAMES: Final[Mapping[type, str]] = {
     Prompt: "admitted",
     Chunk: "chunk",

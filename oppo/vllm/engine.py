@@ -7,6 +7,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
 
 import anyio
@@ -14,7 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.errors import ConfigError, ModelError, ModelLost, OppoError, ProtocolError, as_itself, one_line, running_loop
+from oppo.errors import (
+    ConfigError,
+    ModelError,
+    ModelLost,
+    ModelRefused,
+    OppoError,
+    ProtocolError,
+    as_itself,
+    one_line,
+    running_loop,
+)
 from oppo.placement.place import Closing
 
 if TYPE_CHECKING:
@@ -83,6 +94,14 @@ class ServedWeights:
     shapes: Mapping[str, tuple[int, ...]]
     needed: tuple[frozenset[str], ...]
     outline: PreTrainedModel | None = None
+
+    @classmethod
+    def known(cls, model: str | Path, config: PretrainedConfig, trust_remote_code: bool) -> Self | None:
+        """Return them where transformers can train the model."""
+        try:
+            return cls.of(Path(model).name, config, trust_remote_code=trust_remote_code)
+        except (ModelRefused, ValueError):
+            return None
 
     @classmethod
     def of(cls, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:

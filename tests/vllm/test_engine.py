@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from oppo.signals import SIGNALS, Stopped, stoppable
 from oppo.testing import run_virtual
 from oppo.vllm import plugin
 from oppo.vllm.arguments import (
+    OF_LOGPROBS,
     OF_REWARDS,
     OWNED,
     SETTINGS,
@@ -54,62 +55,33 @@ PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [
-        *OWNED,
-        *SETTINGS,
-        *VALUES,
-        "dtype",
-        "load_format",
-        "max_num_seqs",
-        "enable_prefix_caching",
-        "quantization",
-    ]
+    names = {*OWNED, *SETTINGS, *VALUES, *OF_REWARDS, *OF_LOGPROBS}
+    names |= {"dtype", "load_format", "max_num_seqs", "quantization"}
     module = ModuleType("vllm.engine.arg_utils")
     module.__dict__["AsyncEngineArgs"] = make_dataclass("AsyncEngineArgs", names)
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
     monkeypatch.setattr("oppo.libraries.find_spec", lambda name: object())
 
 
-def refused(**arguments: object) -> str:
+def refused(of: Mapping[str, str] = SETTINGS, **arguments: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        require_arguments(arguments, of=SETTINGS)
+        require_arguments(arguments, of=of)
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("of", "table"), [(SETTINGS, OWNED), (SETTINGS, SETTINGS), (OF_REWARDS, OF_REWARDS), (OF_LOGPROBS, OF_LOGPROBS)]
+)
 @pytest.mark.usefixtures("vllm")
-def test_what_users_choose_passes() -> None:
-    require_arguments(
-        {
-            "dtype": "bfloat16",
-            "enable_prefix_caching": False,
-            "load_format": "safetensors",
-            "max_num_seqs": 4,
-            "quantization": None,
-            "distributed_executor_backend": "mp",
-        },
-        of=SETTINGS,
-    )
-
-
-@pytest.mark.parametrize("name", OWNED)
-@pytest.mark.usefixtures("vllm")
-def test_what_oppo_needs_is_refused_with_the_reason(name: str) -> None:
-    assert refused(**{name: "x"}) == f"vllm.{name} is set by oppo, since {OWNED[name]}: leave it out"
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.usefixtures("vllm")
-def test_what_other_settings_say_is_refused_in_a_file_and_not_in_a_program(name: str) -> None:
-    assert refused(**{name: "x"}) == f"vllm.{name} is set by oppo, since {SETTINGS[name]}: leave it out"
-    require_arguments({name: "x"})
-
-
-@pytest.mark.parametrize("name", OF_REWARDS)
-@pytest.mark.usefixtures("vllm")
-def test_what_a_reward_says_elsewhere_is_refused_in_its_table(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        require_arguments({name: "x"}, of=OF_REWARDS)
-    assert str(caught.value) == f"vllm.{name} is set by oppo, since {OF_REWARDS[name]}: leave it out"
+def test_what_oppo_sets_is_refused_with_the_reason_and_what_users_choose_passes(
+    of: Mapping[str, str], table: Mapping[str, str]
+) -> None:
+    for name, reason in table.items():
+        assert refused(of, **{name: "x"}) == f"vllm.{name} is set by oppo, since {reason}: leave it out"
+    for name in SETTINGS:
+        require_arguments({name: "x"})
+    chosen = {"dtype": "bfloat16", "load_format": "safetensors", "quantization": None, "max_num_seqs": 4}
+    require_arguments({**chosen, "distributed_executor_backend": "mp"}, of=of)
 
 
 @pytest.mark.usefixtures("vllm")

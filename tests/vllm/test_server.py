@@ -24,7 +24,7 @@ from oppo.models import Sampling, Weights
 from oppo.testing import check_policy, run_virtual
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.engine import NewTokens
-from oppo.vllm.http import Inbox, Logprob
+from oppo.vllm.http import Inbox, ServedLogprob
 from oppo.vllm.server import ServerSettings
 from oppo.vllm.sync import FILES, FileSender, WeightFiles
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
@@ -392,8 +392,8 @@ def test_a_closed_server_is_left_to_others() -> None:
 def test_an_error_waits_behind_the_tokens_before_it() -> None:
     async def main() -> None:
         inbox = Inbox()
-        inbox.put(NewTokens([1], [{1: Logprob(-1.0)}]))
-        inbox.put(NewTokens([2], [{2: Logprob(-1.0)}], "stop"))
+        inbox.put(NewTokens([1], [{1: ServedLogprob(-1.0)}]))
+        inbox.put(NewTokens([2], [{2: ServedLogprob(-1.0)}], "stop"))
         inbox.fail(ValueError("gone"))
         new = await inbox.get()
         assert (new.tokens, new.reason) == ([1, 2], "stop")
@@ -545,6 +545,7 @@ def test_a_server_on_another_machine_gets_its_weights_through_a_directory_that_b
     server = VllmServer("http://far:8000", transport=fake, weights_directory=tmp_path)
     assert isinstance(server.sender, FileSender)
     assert Path(fake.init["path"]).parent == tmp_path
+    assert Path(fake.init["path"]).exists(), "its workers look whether they can read there"
     assert "cannot be written" in refused(FakeServer(), "http://far:8000", weights_directory=tmp_path / "none")
 
 
