@@ -357,8 +357,9 @@ def _weights(run: Path) -> Iterator[bytes]:
 def _records(run: Path, name: str) -> list[bytes]:
     """Return the lines of a file without what they say of the clock, in an order of their own."""
     lines = read_lines(run / name) if (run / name).exists() else []
+    timed = ("at", "seconds", "agents/refused")  # an agent's last request is refused in this evaluation or the next
     kept = [
-        {key: value for key, value in line.items() if key != "at" and not key.endswith("seconds")}
+        {key: value for key, value in line.items() if not key.endswith(timed)}
         for line in lines
         if line.get("event") != "observed"
     ]
