@@ -104,6 +104,16 @@ def _nothing_is_left_in_the_end() -> Iterator[None]:
     require_swept(before)
 
 
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(900):
+        assert process.poll() is None, log.read_text()[-3000:]
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health").is_success:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(log.read_text()[-3000:])
+
+
 @contextmanager
 def scoring_server(directory: Path, folder: Path, *flags: str) -> Iterator[str]:
     """Yield the URL of a server that is started as errors say, but for a small machine."""
@@ -125,13 +135,8 @@ def scoring_server(directory: Path, folder: Path, *flags: str) -> Iterator[str]:
             start_new_session=True,
         )
         try:
-            for _ in range(900):
-                assert process.poll() is None, log.read_text()[-3000:]
-                with suppress(httpx.HTTPError):
-                    if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
-                        break
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
+            wait_until_healthy(url := f"http://127.0.0.1:{port}", process, log)
+            yield url
         finally:
             kill_group(process.pid)
             process.wait()
