@@ -159,7 +159,7 @@ async def test_tokens_have_the_log_probs_of_the_weights_that_they_name_across_de
 
 async def test_weights_are_synced_while_responses_are_decoded(server: VllmServer) -> None:
     models = [tiny_actor(seed) for seed in range(4)]
-    policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=300, seed=3))
+    policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=700, seed=3))
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(3)
     decodes = await policy.open(prompts)
@@ -172,7 +172,7 @@ async def test_weights_are_synced_while_responses_are_decoded(server: VllmServer
             await policy.load(Weights(version, models[version].state_dict()))
     for prompt, each in zip(prompts, pieces, strict=True):
         versions = np.concatenate([piece.versions for piece in each])
-        assert len(versions) == 300
+        assert len(versions) == 700
         assert set(versions.tolist()) == {0, 1, 2, 3}
         wanted = await reference.logprobs(models, prompt, each)
         np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
