@@ -344,7 +344,6 @@ class Checking(HfTrainer):
 
 
 def fail_once(patch: pytest.MonkeyPatch, thread: str, at: int) -> None:
-    """Let the decode steps of one thread fail, once."""
     draw, steps = Decoder._draw, 0
 
     def failing(*arguments: object, **named: object) -> object:
