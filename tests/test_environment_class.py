@@ -575,18 +575,16 @@ def test_an_evaluation_leaves_the_instances_of_deferred_responses_alone(connecti
     assert connections == []
 
 
-@pytest.mark.parametrize("rewards", [False, True])
 @pytest.mark.parametrize("admission", [TailBatched(batch=4, launch=2), Overcommit(batch=4, overcommit=3)])
-def test_what_is_open_at_the_end_of_a_step_is_of_responses_that_go_on(
-    admission: Admission, connections: list[Connected], *, rewards: bool
+def test_what_is_open_at_the_end_of_a_step_without_its_reward_is_of_responses_that_go_on(
+    admission: Admission, connections: list[Connected]
 ) -> None:
     environment = EnvironmentClass(Connected, cast("ChatFormat", Stub()), max_turns=2)
 
     def zeros(completions: list[str], **row: object) -> list[float]:
         return [0.0] * len(completions)
 
-    reward = environment.reward if rewards else FunctionReward(zeros, str)
-    graph = playing(environment, straggling(3, 7, cap=20), reward=reward, admission=admission)
+    graph = playing(environment, straggling(3, 7, cap=20), reward=FunctionReward(zeros, str), admission=admission)
 
     async def main() -> None:
         async with graph.open(games(4, 5)) as run:

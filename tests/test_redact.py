@@ -102,12 +102,16 @@ def test_secrets_in_urls_headers_and_of_known_shapes_are_hidden(text: str) -> No
     assert "***" in redacted(text, {})
 
 
-def test_a_url_keeps_what_is_no_secret() -> None:
-    assert redacted("GET https://me:pw@host/a?token=x&n=1 failed", {}) == "GET https://***@host/a?token=***&n=1 failed"
-
-
-def test_the_key_of_an_account_is_hidden() -> None:
-    assert redacted("AKIAIOSFODNN7EXAMPLE and ASIAIOSFODNN7EXAMPLE", {}) == "*** and ***"
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("GET https://me:pw@host/a?token=x&n=1 failed", "GET https://***@host/a?token=***&n=1 failed"),
+        ("AKIAIOSFODNN7EXAMPLE and ASIAIOSFODNN7EXAMPLE", "*** and ***"),
+        (f"cannot read {Path(__file__)}", f"cannot read {Path(__file__)}"),
+    ],
+)
+def test_the_rest_of_a_text_stays(text: str, hidden: str) -> None:
+    assert redacted(text, {"GOOGLE_APPLICATION_CREDENTIALS": __file__}) == hidden
 
 
 def test_json_stays_json_and_keeps_its_keys() -> None:
@@ -116,12 +120,6 @@ def test_json_stays_json_and_keeps_its_keys() -> None:
         patch.setenv("APP_SECRET", "rollout")
         hidden = redacted_values(facts)
     assert hidden == {"rollout": ["***", 3, None], "said": {"password": '{"password": "***", "n": 1}'}, "ok": True}
-
-
-def test_a_variable_that_names_a_file_holds_no_secret(tmp_path: Path) -> None:
-    assert redacted(f"cannot read {tmp_path}", {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path)}).endswith(
-        str(tmp_path)
-    )
 
 
 @pytest.mark.parametrize(

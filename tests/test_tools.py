@@ -180,6 +180,9 @@ def test_a_cancelled_turn_cancels_its_calls() -> None:
 def test_tools_that_the_policy_cannot_tell_are_refused(tools: list[Callable[..., object]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Tools(tools, chat())
+    plain = ChatFormat(chatting(byte_tokenizer(special=("<|im_end|>", "<|im_start|>")), template=TEMPLATE))
+    with pytest.raises(ConfigError, match="give it the role 'tool'"):
+        Tools(tools, plain)
 
 
 def test_a_tool_that_cannot_be_called_as_it_is_shown_is_refused() -> None:
@@ -198,9 +201,3 @@ def test_a_tool_that_cannot_be_called_as_it_is_shown_is_refused() -> None:
     shows = chatting(own, template=TEMPLATE, tools=[{"type": "function", "function": function}])
     with pytest.raises(ConfigError, match=r"arguments that it is shown: add\(\): got an unexpected .* 'up'"):
         Tools([add], ChatFormat(shows, ("tool",)))
-
-
-def test_a_chat_format_that_knows_no_tools_is_refused() -> None:
-    plain = ChatFormat(chatting(byte_tokenizer(special=("<|im_end|>", "<|im_start|>")), template=TEMPLATE))
-    with pytest.raises(ConfigError, match="give it the role 'tool'"):
-        Tools([add], plain)

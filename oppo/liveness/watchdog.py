@@ -269,13 +269,6 @@ class Heartbeat:
 RolloutState: TypeAlias = Literal["in flight", "deferred", "finished"]
 
 
-class Watched(Protocol):
-    """A run, such as :class:`oppo.graph.Run`."""
-
-    def snapshots(self) -> Sequence[Snapshot]:
-        """Return which stage waits for which in each step that is alive, the oldest first; none between steps."""
-
-
 @dataclass(frozen=True, slots=True)
 class Stall:
     """Nothing has moved for ``seconds`` while ``calls`` are at work; ``final`` if the run is ended.
@@ -354,7 +347,7 @@ class Watchdog(Observer):
         self._due = limits.notice
         self._rollouts: dict[int, RolloutState] = {}
         self._guarding = False
-        self._run: Watched | None = None
+        self._run: Run[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._scope: anyio.CancelScope | None = None
@@ -389,7 +382,7 @@ class Watchdog(Observer):
                 self._rollouts.pop(rollout, None)
 
     @asynccontextmanager
-    async def guarding(self, run: Watched | None = None) -> AsyncIterator[None]:
+    async def guarding(self, run: Run[Any] | None = None) -> AsyncIterator[None]:
         """Watch while the context is open; ``run`` is open already, or named later by :meth:`watch`.
 
         Raises:
@@ -413,7 +406,7 @@ class Watchdog(Observer):
         if self._hang is not None and scope.cancelled_caught:
             raise self._hang
 
-    def watch(self, run: Watched) -> None:
+    def watch(self, run: Run[Any]) -> None:
         self._run = run
 
     def look(self) -> Stall | None:

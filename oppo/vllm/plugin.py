@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from oppo.placement.lifeline import die_with
+from oppo.placement.worker import die_with
 
 PARENT: Final = "OPPO_VLLM_PARENT"
 """Environment variable: id of the process that started the engine."""

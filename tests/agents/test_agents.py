@@ -661,20 +661,15 @@ def test_prompts_that_are_too_long_are_left_out_or_an_error() -> None:
         await ask(to, [{"role": "user", "content": "x" * int(str(row["gold"]))}])
         return 1.0
 
-    async def main(over_long: Any) -> list[int]:
+    async def main(over_long: Any, longest: int) -> list[int]:
         async with acting(act) as agents:
-            return [len(each.tokens) async for each in agents.prompts(rows(9, 99, 19), over_long=over_long)]
+            return [len(each.tokens) async for each in agents.prompts(rows(9, longest, 19), over_long=over_long)]
 
-    async def short(over_long: Any) -> list[int]:
-        async with acting(act) as agents:
-            prompts = agents.prompts(rows(9, 999, 19), over_long=over_long)
-            return [len(each.tokens) async for each in prompts]
-
-    (one, two, three) = run_virtual(main, "filter")
-    assert run_virtual(short, "filter") == [one, three]
+    one, two, three = run_virtual(main, "filter", 99)
     assert two > three
+    assert run_virtual(main, "filter", 999) == [one, three]
     with pytest.raises(DataError, match="shorten its messages, or raise max_prompt_tokens"):
-        run_virtual(short, "error")
+        run_virtual(main, "error", 999)
 
 
 def test_a_tokenizer_without_a_chat_template_or_an_agent_that_takes_no_key_is_refused() -> None:

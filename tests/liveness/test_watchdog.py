@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import anyio
@@ -26,7 +27,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.environments import EnvironmentClass, FunctionEnvironment
 from oppo.errors import HangError
 from oppo.events import Finish, Prompt, StepReport
-from oppo.graph import Graph, Snapshot, Wait
+from oppo.graph import Graph, Run, Snapshot, Wait
 from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
@@ -52,11 +53,8 @@ from tests.report.synthetic import play
 STUCK = Snapshot(3, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
 
 
-class StuckRun:
-    """A run in whose step nothing moves."""
-
-    def snapshots(self) -> list[Snapshot]:
-        return [STUCK]
+STUCK_RUN = cast("Run[Any]", SimpleNamespace(snapshots=lambda: [STUCK]))
+"""A run in whose step nothing moves."""
 
 
 @dataclass
@@ -86,7 +84,7 @@ class Scene:
 
 async def test_a_stall_is_told_of_ever_more_seldom_and_at_last_is_final(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "hang-report.json")
-    async with scene.dog.guarding(StuckRun()):
+    async with scene.dog.guarding(STUCK_RUN):
         assert [scene.at(second) for second in (0, 9, 10, 11, 19, 20, 39, 40, 41, 80)] == [
             None, None, (10, False), None, None, (20, False), None, (40, False), None, (80, False),
         ]  # fmt: skip
@@ -95,7 +93,7 @@ async def test_a_stall_is_told_of_ever_more_seldom_and_at_last_is_final(tmp_path
 
 async def test_everything_that_moves_starts_the_wait_anew(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "hang-report.json")
-    async with scene.dog.guarding(StuckRun()):
+    async with scene.dog.guarding(STUCK_RUN):
         scene.at(0)
         scene.at(95)
         play(scene.dog)
@@ -111,13 +109,13 @@ async def test_everything_that_moves_starts_the_wait_anew(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("limit", "end"), [(500, 500), (50, 100), (0, None)])
 async def test_a_call_that_is_at_work_has_a_limit_of_its_own(tmp_path: Path, limit: float, end: int | None) -> None:
     scene = Scene(tmp_path / "hang-report.json", calls=("trainer: checkpoint",), limit=limit)
-    async with scene.dog.guarding(StuckRun()):
+    async with scene.dog.guarding(STUCK_RUN):
         told = {second: scene.at(second) for second in range(0, 601, 10)}
     finals = [second for second, stall in told.items() if stall is not None and stall[1]]
     assert finals[:1] == ([] if end is None else [end])
     assert told[20] == (20, False), "it is told of all the same"
     scene = Scene(tmp_path / "hang-report.json", calls=("policy: decode",))
-    async with scene.dog.guarding(StuckRun()):
+    async with scene.dog.guarding(STUCK_RUN):
         assert [scene.at(0), scene.at(150)] == [None, (150, False)]
         scene.calls = ()
         assert scene.at(151) == (151, True)
@@ -126,7 +124,7 @@ async def test_a_call_that_is_at_work_has_a_limit_of_its_own(tmp_path: Path, lim
 async def test_time_outside_of_a_run_does_not_count(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "hang-report.json")
     assert scene.at(1000) is None
-    async with scene.dog.guarding(StuckRun()):
+    async with scene.dog.guarding(STUCK_RUN):
         assert scene.at(1005) is None
         assert scene.at(1099) == (99, False)
     assert scene.at(5000) is None
@@ -351,10 +349,7 @@ async def test_whatever_part_of_the_watchdog_fails_is_named_and_the_run_is_ended
         exits.append(code)
         trap.opened.set()
 
-    class Silent(StuckRun):
-        def snapshots(self) -> list[Snapshot]:
-            how()
-            return super().snapshots()
+    silent = cast("Run[Any]", SimpleNamespace(snapshots=how))
 
     def any_part(*given: object) -> Any:
         how()
@@ -373,7 +368,7 @@ async def test_whatever_part_of_the_watchdog_fails_is_named_and_the_run_is_ended
     graph = unbearable(trap)
 
     async def run() -> None:
-        async with graph.open(prompts(10), observers=[watchdog]) as opened, watchdog.guarding(Silent()):
+        async with graph.open(prompts(10), observers=[watchdog]) as opened, watchdog.guarding(silent):
             async for _ in opened.steps(3):
                 pass
 
