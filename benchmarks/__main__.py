@@ -6,7 +6,6 @@ Exit codes are those of ``oppo``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -16,10 +15,6 @@ from benchmarks.harness import command, keep, require_writable
 from benchmarks.ladder.workloads import Request
 
 WIDTH = 150  # columns where the output is no terminal
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command("benchmarks", "How fast a PPO step is.", bench, arguments)
 
 
 def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> None:  # noqa: B008 - it is frozen
@@ -45,4 +40,4 @@ def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(bench))

@@ -7,7 +7,6 @@ that all share, one of its own with a TLS context that all share, or one of its 
 
 from __future__ import annotations
 
-import importlib
 import json
 import ssl
 import sys
@@ -30,8 +29,6 @@ from oppo.events import Prompt
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Capabilities
 from oppo.testing import FakePolicy, FakeTrainer
-
-PROGRAM: Final = "benchmarks.agents"
 
 TURNS: Final = 3  # requests of an agent
 
@@ -159,9 +156,5 @@ def compare(*, counts: Sequence[int] = (100, 500, 2000)) -> None:
             print(f"{count:5} agents, {most:5} waited at once, {name:30} {took:5.1f} ms of CPU time", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command(PROGRAM, "What a request of an agent costs.", compare, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(importlib.import_module(PROGRAM).main())
+    sys.exit(command(compare))

@@ -407,9 +407,5 @@ def make(*engines: str) -> None:
     write(results)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command("benchmarks.controllers", "Controllers of overcommit, compared.", make, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(make))

@@ -398,4 +398,4 @@ def show(found: Mapping[str, object]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command("benchmarks.gpu_day", "What a borrowed GPU is for.", gpu_day))
+    sys.exit(command(gpu_day))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,9 +27,13 @@ Each = TypeVar("Each")
 END: Final = "<!-- end -->"  # the line of a page that ends a part made by a bench
 
 
-def command(name: str, about: str, run: Callable[..., int | None], arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m NAME`` with the options of ``run``, and return its exit code, which is one of ``oppo``'s."""
-    app = program(f"python -m {name}", about)
+def command(run: Callable[..., int | None], arguments: Sequence[str] | None = None) -> int:
+    """Run a function as ``python -m`` its module, its parameters as options; return an exit code of ``oppo``'s."""
+    module, spec = run.__module__, sys.modules["__main__"].__spec__
+    if module == "__main__" and spec is not None:  # a process of a place could not import it as that
+        module, run = spec.name, getattr(importlib.import_module(spec.name), run.__name__)
+    about = (run.__doc__ or "").partition("\n")[0]
+    app = program(f"python -m {module.removesuffix('.__main__')}", about)
     app.default(run)
     with routed(note):
         return call(app, arguments)

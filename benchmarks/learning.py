@@ -351,9 +351,5 @@ def make(*, seeds: int = 8, steps: int = 0, out: Path = RESULTS) -> None:
     print(Found(outcomes).table())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command("benchmarks.learning", "What is learned from weights that are some updates old.", make, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(make))

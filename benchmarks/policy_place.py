@@ -9,7 +9,6 @@ medians over the rounds.
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import anyio
 import numpy as np
@@ -35,7 +34,6 @@ from oppo.models import Sampling
 from oppo.observe import now
 from oppo.placement import Callback, Place, Process, Thread
 
-PROGRAM: Final = "benchmarks.policy_place"
 ROWS, TOKENS, ROUNDS, QUESTIONS = 8, 120, 9, 2000
 LAYERS, CHUNK = 28, 24
 
@@ -185,9 +183,5 @@ def compare(*, ray: Annotated[bool, Parameter(negative=())] = False) -> None:
         anyio.run(measure_scorers, places[0], scoring, deep)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command(PROGRAM, "What decoding costs in each place.", compare, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(importlib.import_module(PROGRAM).main())  # what is called in a place is not of the program itself
+    sys.exit(command(compare))

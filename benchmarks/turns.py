@@ -171,9 +171,5 @@ def compare(*, rounds: int = 12) -> None:
     print(f"{ROWS} rows, answers of {ANSWER} tokens, one core; medians")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command("benchmarks.turns", "What a tool's answer costs the others.", compare, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(compare))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 from oppo.report.metrics import METRICS
@@ -36,8 +35,8 @@ transformers put `train/` before TRL's names. verl's `perf/time_per_step` is `ti
 are not measured.
 
 Graphs of a program report the first column in `StepReport.metrics`; `oppo.report.metrics.Renamed` tells observers
-others. The report, `oppo simulate` and `oppo resume` read runs under any of these names, and under
-[those of earlier versions](#names-of-earlier-versions); `oppo.report.metrics.metrics_of` reads them into a program.
+others. The report, `oppo simulate` and `oppo resume` read runs under any of these names;
+`oppo.report.metrics.metrics_of` reads them into a program.
 
 A number that is not finite is `null` in `metrics.jsonl`, and left out by the trackers; a metric is absent where there
 is nothing to measure. Metrics of a trainer or a loss of your own are added under their own names.
@@ -56,10 +55,6 @@ def _sections() -> Iterator[str]:
             others = (f"`{name}`" if name else "" for name in (each.trl, each.verl))
             yield f"| `{each.name}` | {' | '.join(others)} | {each.unit} | {each.meaning} |"
         yield ""
-    yield "## Names of earlier versions\n\n| earlier | today |\n|---|---|"
-    for each in filter(lambda each: each.earlier, chain(*METRICS.values())):
-        yield f"| `{each.earlier}` | `{each.name}` |"
-    yield ""
 
 
 if __name__ == "__main__":

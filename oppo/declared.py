@@ -1,7 +1,7 @@
 """Declarations of settings: the fields of a dataclass, each with a type and its bounds, a default and a description.
 
-A setting is declared once. :func:`require_declared` holds values from Python to the declaration, where they come in;
-:mod:`oppo.config.load` holds those of a file to it.
+A setting is declared once. :func:`require_declared` checks values from Python by the declaration,
+:mod:`oppo.config.load` values from a file.
 """
 
 from __future__ import annotations
@@ -98,13 +98,7 @@ def required(description: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The declaration of a field.
-
-    Attributes:
-        kind: its type, annotations included.
-        default: ``MISSING`` if the field is required.
-        description: a text, or empty.
-    """
+    """The declaration of a field; its default is ``MISSING`` if it is required."""
 
     kind: Any
     default: object
@@ -113,7 +107,6 @@ class Declared:
 
 
 def declared(record: type) -> Mapping[str, Declared]:
-    """Return the declarations of a dataclass's arguments, by name."""
     return _declared(record)
 
 
@@ -137,14 +130,9 @@ def changed(record: DataclassInstance, names: Collection[str]) -> dict[str, obje
 
 
 def require_declared(record: DataclassInstance, *, error: type[Exception] = ValueError) -> None:
-    """Require that a dataclass's numbers lie within their bounds and its literals among their choices.
+    """Check the numbers of a dataclass by their bounds, also in tuples, and its literals by their choices.
 
-    This checks arguments of type ``int``, ``float`` and ``Literal``, annotated or not, also in unions with ``None`` and
-    each other, and tuples of numbers.
-
-    Args:
-        record: its module must import the names in its annotations at run time.
-        error: raised otherwise.
+    Its module must import the names in its annotations at run time.
 
     Example:
         >>> from oppo.models import Sampling
@@ -160,7 +148,6 @@ def require_declared(record: DataclassInstance, *, error: type[Exception] = Valu
 
 
 def require_whole(name: str, value: object, least: int = WHOLE.start, *, error: type[Exception] = ValueError) -> None:
-    """Require a whole number that is ``least`` or more."""
     _require(name, value, _number(Annotated[int, Ge(least), Lt(WHOLE.stop)]), error)
 
 
@@ -172,7 +159,6 @@ def require_real(
     infinite: bool = False,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Require a number that is ``least`` or more, and finite unless ``infinite``."""
     _require(name, value, _number(Annotated[float, Ge(least), AllowInfNan(infinite)]), error)
 
 
@@ -189,7 +175,7 @@ _PLACE: Final = re.compile(r"([^@]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9
 
 
 def split_url(url: str, whose: str) -> SplitResult:
-    """Return the parts of an address that begins with ``http``; it leads to ``whose``, for the error."""
+    """Return the parts of an HTTP URL; ``whose`` server it is, for the error."""
     with suppress(ValueError):  # of brackets, or a port that is too high
         parts = urlsplit(url)
         if "[" in parts.netloc:
@@ -205,9 +191,7 @@ def _require(name: str, given: object, validator: TypeAdapter[Any], error: type[
         validator.validate_python(_plain(given))
     except ValidationError as fault:
         details = fault.errors(include_url=False)
-        expected = " or ".join(dict.fromkeys(map(expectation, details))).replace(
-            "a list", "a tuple"
-        )  # which Python has
+        expected = " or ".join(dict.fromkeys(expectation(each, _IN_PYTHON) for each in details))
         if details[0]["type"] in _WORDS:  # a wrong type: the owner tells which function is called wrongly
             name = f"{name}{owner}"
         raise error(f"{name} must be {expected}, not {details[0]['input']!r}") from None
@@ -230,18 +214,18 @@ def _number(kind: Any) -> TypeAdapter[Any]:
 def _validator(record: type, name: str) -> TypeAdapter[Any] | None:
     # None of an argument that holds no number and no literal, or objects too, which the record itself checks
     kind = declared(record)[name].kind
-    leaves = set(_leaves(kind))
-    is_checked = leaves & {int, float, Literal} and leaves <= {int, float, Literal, str, NoneType, abc.Callable}
+    kinds = set(leaves(kind))
+    is_checked = kinds & {int, float, Literal} and kinds <= {int, float, Literal, str, NoneType, abc.Callable}
     return TypeAdapter(_exact(kind), config=STRICT) if is_checked else None
 
 
-def _leaves(kind: Any) -> Iterator[Any]:
+def leaves(kind: Any) -> Iterator[Any]:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        yield from _leaves(arguments[0])
+        yield from leaves(arguments[0])
     elif origin in (Union, types.UnionType, tuple):
         for each in arguments:
-            yield from () if each is Ellipsis else _leaves(each)
+            yield from () if each is Ellipsis else leaves(each)
     else:
         yield origin or kind
 
@@ -274,7 +258,9 @@ _WORDS: Final = {
     "callable_type": "a function",
     "dict_type": "a section",
 }
-"""What was expected, by the kind of fault."""
+"""What was expected in a settings file, by the kind of fault."""
+
+_IN_PYTHON: Final = {**_WORDS, "tuple_type": "a tuple"}
 
 _BOUNDS: Final = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
 
@@ -301,12 +287,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Marks a text that is one of ``choices``, or of another form.
-
-    Attributes:
-        form: the other form, in words.
-        pattern: which a text of that form matches.
-    """
+    """Marks a text that is one of ``choices``, or of another ``form``, which ``pattern`` matches."""
 
     choices: tuple[str, ...]
     form: str
@@ -325,16 +306,16 @@ class OneOf:
 
 @cache
 def adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    """Return the validator of a table whose dataclass is chosen while the file is read."""
+    """The validator of a table whose dataclass is chosen while the file is read."""
     table: Any = Annotated[kind, Table()]
     return TypeAdapter(table | None, config=STRICT)  # that of a dataclass alone takes no config
 
 
-def expectation(detail: ErrorDetails) -> str:
-    """Return what a value should have been, in words that suit a settings file and an argument."""
-    for bound, words in _BOUNDS.items():
+def expectation(detail: ErrorDetails, words: Mapping[str, str] = _WORDS) -> str:
+    """Return the words for an expected value, in a settings file or of an argument."""
+    for bound, form in _BOUNDS.items():
         if (limit := detail.get("ctx", {}).get(bound)) is not None:
             return (
-                "a number" if limit == -math.inf else words.format("2**63" if limit == WHOLE.stop else f"{limit:.10g}")
+                "a number" if limit == -math.inf else form.format("2**63" if limit == WHOLE.stop else f"{limit:.10g}")
             )
-    return _WORDS.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")
+    return words.get(detail["type"]) or detail["msg"].removeprefix("Input should be ")

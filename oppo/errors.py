@@ -504,7 +504,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _edits(one: str, other: str) -> int:
-    """Return the letters that are added, left out or changed, and the pairs of neighbours that are swapped."""
+    # letters added, left out or changed, and pairs of neighbours swapped
     before, last, row = list[int](), list[int](), list(range(len(other) + 1))
     for at, letter in enumerate(one):
         before, last, row = last, row, [at + 1]

@@ -18,7 +18,7 @@ from oppo.errors import ConfigError, OppoError
 def require(
     extra: str, what: str, *, module: str = "", install: str = "", error: type[OppoError] = ConfigError
 ) -> None:
-    """Check that ``module``, of an extra, is installed, without importing it; warn of versions that were not tested."""
+    """Check that ``module`` of an extra is installed, without importing it; warn of versions that were not tested."""
     if not is_installed(module or extra):
         install = install or f"pip install 'oppo[{extra}]'"
         raise error(f"{what} needs {module or extra}, which is not installed: {install}")
@@ -30,7 +30,7 @@ def is_installed(module: str) -> bool:
 
 
 def warn_of_untested(extra: str = "") -> None:
-    """Warn of each library of an extra, or of those that oppo always needs, whose version was not tested."""
+    """Warn of libraries of an extra, or of those that oppo always needs, whose version was not tested."""
     if found := list(_untested(extra)):
         warnings.warn(f"oppo was not tested with {', '.join(found)}: what fails may be due to that", stacklevel=3)
 

@@ -83,12 +83,7 @@ def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A function of the user's; pickled by its file and name if it is of a file.
-
-    Attributes:
-        refuse: the type of the error if it cannot be loaded.
-        spec: its ``file.py:name``; empty if it is importable.
-    """
+    """A function of the user's; pickled by ``spec``, its ``file.py:name``, if it is of a file."""
 
     name: str
     function: Callable[..., object]
@@ -97,7 +92,6 @@ class UserFunction:
 
     @classmethod
     def of(cls, function: Callable[..., object] | str, name: str | None, refuse: type[OppoError]) -> UserFunction:
-        """Return a function, or the one that ``file.py:name`` names."""
         if isinstance(function, str):
             return cls(name or function.rpartition(":")[2], load_function(function, refuse), refuse, function)
         named = name or str(getattr(function, "__name__", type(function).__name__))
@@ -121,7 +115,6 @@ class LoadedFile:
 
     @classmethod
     def of(cls, path: str) -> LoadedFile:
-        """Run a file, unless it was run before."""
         _module(Path(path), ConfigError)
         return cls(path)
 
@@ -135,12 +128,11 @@ def is_async(function: object) -> bool:
 
 
 def is_of_a_file(kind: type) -> bool:
-    """Return whether a class is of a file that :func:`load_object` has run: no other process can import it."""
+    # such a class cannot be imported by another process
     return kind.__module__.startswith(_PREFIX)
 
 
 def spec_of(function: object) -> str:
-    """Return the ``file.py:name`` by which another process finds a function; empty if it has none."""
     home, name = str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))
     module = sys.modules.get(home) if home.startswith(_PREFIX) else None
     return f"{module.__file__}:{name}" if module is not None and getattr(module, name, None) is function else ""
@@ -267,22 +259,12 @@ class CheckedFunction(ABC, Generic[G, W, R]):
 class UserCalls(Generic[G, W, R]):
     """Makes the calls of a user function.
 
-    An async function is called on the event loop. A sync one is called in a thread of its own for each call, in one of
-    several processes, or, on a loop of virtual time, inline. A call that takes too long has failed, whatever it returns
-    after that. An async function is cancelled, and dropped if it goes on nevertheless; one that blocks the event loop
-    fails too. A call in a process is interrupted, and its process is killed if that does not help; the time that the
-    process takes to start does not count. Nothing can end a thread, which goes on until the function returns, and keeps
-    neither the run nor the process from ending. A call that is cancelled is not waited for either.
+    An async function is called on the event loop; a sync one in a thread of its own for each call, in one of several
+    processes, or, on a loop of virtual time, inline. A call past its timeout has failed, whatever it returns later: an
+    async function is cancelled, a process interrupted and then killed, a thread left alone, which keeps neither the run
+    nor the process from ending. Only calls count against the timeout, not the start of a process.
 
-    It is an async context manager, which may be entered several times: the function, if it is one too, is open from the
-    first time on, and left at the last; processes end then.
-
-    Args:
-        checked: the function.
-        concurrency: calls at a time.
-        timeout: seconds after which a call has failed; ``None``: never.
-        process: call a sync function in processes, as many as calls overlap: it may then hold the interpreter lock or
-            crash.
+    Entered several times, it opens the function, if that is a context manager, the first time, and leaves it the last.
     """
 
     def __init__(
@@ -320,7 +302,7 @@ class UserCalls(Generic[G, W, R]):
 
     @property
     def at_work(self) -> str:
-        """Names the function during a call, for a watchdog; empty otherwise."""
+        # for a watchdog
         return next(reversed([*self._working.values()]), "")  # calls of other threads may end meanwhile
 
     async def make(self, given: G, where: W) -> R:
@@ -338,10 +320,7 @@ class UserCalls(Generic[G, W, R]):
             raise self._checked.failure(f"took longer than {self._timeout:g} s{blocked}", where)
 
     def make_here(self, given: G, where: W) -> R:
-        """Return what a sync function returns, where calls are not awaited: while rows are read.
-
-        A call that lasts is logged, again whenever its seconds have doubled.
-        """
+        """Return the result of a sync function while rows are read, where nothing is awaited; a long call is logged."""
         with self.working():
             outcome = in_thread(f"oppo-{self._checked.user.name}", partial(self._checked.call, given, where))
             waited, notice = 0.0, NOTICE_SECONDS

@@ -155,14 +155,14 @@ class FaultyPipeline(Pipeline):
     @property
     def struck(self) -> list[Fault]:
         """The faults that have happened, those of each model in order."""
-        players = (
-            self.actor.player,
-            self.scripted_reference.player,
-            self.scripted_reward.player,
-            self.scripted_critic.player,
-            self.scripted_trainer.player,
+        models = (
+            self.actor,
+            self.scripted_reference,
+            self.scripted_reward,
+            self.scripted_critic,
+            self.scripted_trainer,
         )
-        return [fault for player in players for fault in player.struck]
+        return [fault for model in models for fault in model.struck]
 
     @property
     def complete(self) -> list[Batch]:

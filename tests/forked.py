@@ -17,7 +17,9 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import pytest
 
 _SERVER = multiprocessing.get_context("forkserver")
 _PRELOADED = ["oppo.cli", "oppo.run.train", "oppo.run.models", "oppo.testing"]
@@ -179,21 +181,22 @@ def _speak(said: Sequence[int]) -> None:
         os.close(ours)
 
 
+def _server() -> Any:
+    return forkserver._forkserver
+
+
 def _address(forks: bool) -> str | None:
     if not forks:
         return None
     forkserver.ensure_running()
-    return forkserver._forkserver._forkserver_address
+    return str(_server()._forkserver_address)
 
 
 def _share(address: str) -> None:
-    # What is forked knows how to keep the server alive, but not where it listens.
-    import oppo.placement.process
-
-    server = forkserver._forkserver
-    server._forkserver_address = address
-    server.ensure_running = lambda: None
-    oppo.placement.process.subprocess = ForkedChildren
+    # What is forked keeps the server alive, but is not told where it listens.
+    server = _server()
+    server._forkserver_address, server.ensure_running = address, lambda: None
+    pytest.MonkeyPatch().setattr("oppo.placement.process.subprocess", ForkedChildren)
 
 
 def _run(

@@ -39,11 +39,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_here() -> None:
-    torch.set_num_threads(1)
-
-
 def test_training_leaves_a_run_directory_and_loadable_models(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,36 +83,6 @@ def test_prompts_that_are_not_there_are_found_before_torch_is_imported(
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == UNUSABLE
     assert re.search(message, ended.stderr)
-
-
-def test_models_in_processes_make_the_same_run(
-    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "oppo.hf.kv.attention.SEGMENT_BYTES", 256 * 1024
-    )  # the children do not know what tests have changed
-    final = {}
-    for scorers in ("thread", "process"):
-        settings = (
-            f"run.name=in-a-{scorers}",
-            f"run.scorers={scorers}",
-            f"run.policy={scorers}",
-            "run.deterministic=true",
-            'sampling.stop_strings=["w9", "w40 w"]',
-        )
-        assert oppo(workplace, "", *settings) == 0, capsys.readouterr().err
-        directory = workplace / "runs" / f"in-a-{scorers}"
-        events = json.loads((directory / "trace.json").read_text())
-        tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-        assert {"policy", "reference", "reward model", "critic"} <= tracks
-        final[scorers] = [
-            (directory / "checkpoints" / "final" / model / "model.safetensors").read_bytes()
-            for model in ("actor", "critic")
-        ]
-    assert final["thread"] == final["process"]
-    said = capsys.readouterr().err
-    assert "starting the process of the scorers" in said
-    assert "starting the process of the actor" in said
 
 
 def test_a_used_run_directory_is_not_written_again(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,37 +136,6 @@ def test_a_dry_run_checks_everything_and_writes_nothing(workplace: Path, capsys:
     assert 'name = "dry"' in printed
     assert "advantage" in printed
     assert not (workplace / "runs" / "dry").exists()
-
-
-def test_a_reward_function_trains_a_critic_with_a_new_head(workplace: Path) -> None:
-    overrides = (
-        "rewards.0.source=reward.py:short",
-        "run.name=function",
-        "run.steps=1",
-        "step.overcommit=0",
-        "step.chunk=whole",
-    )
-    assert oppo(workplace, "", *overrides, "run.deterministic=true", "run.panel=off") == 0
-    record = json.loads((workplace / "runs" / "function" / "metrics.jsonl").read_text())
-    assert -1.2 <= record["score"] <= -0.1
-
-
-def test_exact_runs_learn_the_same_bits_streamed_and_serial(workplace: Path) -> None:
-    learned: dict[str, tuple[list[tuple[float, float, int]], bytes, bytes]] = {}
-    for chunk in ("3", "whole"):
-        name = f"exact-{chunk}"
-        assert (
-            oppo(workplace, "", f"run.name={name}", f"step.chunk={chunk}", "run.deterministic=true", "run.panel=off")
-            == 0
-        )
-        run = workplace / "runs" / name
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        scores = [(each["score"], each["objective/kl"], each["deferred"]) for each in lines]
-        final = run / "checkpoints" / "final"
-        actor, critic = ((final / model / "model.safetensors").read_bytes() for model in ("actor", "critic"))
-        learned[chunk] = (scores, actor, critic)
-    assert learned["3"] == learned["whole"]
-    assert learned["3"][0][0][2] == 2, "rollouts were deferred"
 
 
 @pytest.mark.parametrize(

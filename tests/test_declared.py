@@ -1,4 +1,4 @@
-"""Every number that a public constructor takes is a number, or is refused there with a message that names it."""
+"""Settings of public constructors: numbers are numbers, or are refused by name; defaults are TRL's."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies as st
+from transformers import get_scheduler
 
 import oppo
 from oppo.admission import SlopeAdaptive, TailAdaptive, TailBatched
@@ -26,6 +29,7 @@ from oppo.losses import PPOLoss
 from oppo.report import RunDirectory
 from oppo.returns import AdaptiveKL, Correction, FixedKL, ScoreShaping
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
+from oppo.training import LearningRateSchedule
 
 BAD: dict[str, tuple[object, ...]] = {
     "int": (math.nan, 1e30, 1.5, True, "four", 2**70, np.float32(1)),
@@ -100,23 +104,92 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("make", "arguments", "message"),
     [
-        (lambda: oppo.Sampling(temperature=math.inf), "temperature of Sampling must be a finite number, not inf"),
-        (lambda: oppo.Sampling(seed=-1), "seed must be at least 0, not -1"),
-        (lambda: oppo.Sampling(stop=(1, 2.5)), "stop of Sampling must be a whole number, not 2.5"),  # type: ignore[arg-type]
-        (lambda: Tuned(64, parts=(0.5, math.nan)), "parts of Tuned must be a finite number, not nan"),
-        (lambda: Tuned(64, parts=0.5), "parts of Tuned must be a tuple, not 0.5"),  # type: ignore[arg-type]
-        (lambda: oppo.TrainerSettings(betas=(0.9, math.nan)), "betas of TrainerSettings must be a finite number, not"),
-        (lambda: grpo(samples=math.nan), "samples must be a whole number, not nan"),
-        (lambda: oppo.Synchronous(math.nan), "batch of Overcommit must be a whole number, not nan"),  # type: ignore[arg-type]
-        (lambda: oppo.GAE(kl=math.nan), "coefficient of FixedKL must be a finite number, not nan"),
+        (oppo.Sampling, {"temperature": math.inf}, "temperature of Sampling must be a finite number, not inf"),
+        (oppo.Sampling, {"seed": -1}, "seed must be at least 0, not -1"),
+        (oppo.Sampling, {"stop": (1, 2.5)}, "stop of Sampling must be a whole number, not 2.5"),
+        (Tuned, {"cap": 64, "parts": (0.5, math.nan)}, "parts of Tuned must be a finite number, not nan"),
+        (Tuned, {"cap": 64, "parts": 0.5}, "parts of Tuned must be a tuple, not 0.5"),
+        (grpo, {"samples": math.nan}, "samples must be a whole number, not nan"),
+        (oppo.Synchronous, {"batch": math.nan}, "batch of Overcommit must be a whole number, not nan"),
+        (oppo.GAE, {"kl": math.nan}, "coefficient of FixedKL must be a finite number, not nan"),
+        (FixedKL, {"coefficient": -1.0}, "coefficient must be 0 or more and finite, not -1.0"),
+        (AdaptiveKL, {"initial": 0.0}, "coefficient must be more than 0 where it adapts, not 0"),
+        (AdaptiveKL, {"initial": 0.1, "target": 0.0}, "the KL target must be positive, not 0.0"),
+        (AdaptiveKL, {"initial": 0.1, "horizon": 0.0}, "the KL horizon must be positive, not 0.0"),
+        (ScoreShaping, {"clip": 0.0}, "clip must be more than 0, not 0.0"),
+        (ScoreShaping, {"missing_eos_penalty": -1.0}, "missing_eos_penalty must be at least 0, not -1.0"),
+        (ScoreShaping, {"long_from": 5, "long_to": 4}, "grows between two lengths, long_from = 5 and long_to = 4"),
+        (oppo.TrainerSettings, {"epochs": 0}, "epochs must be more than 0, not 0"),
+        (oppo.TrainerSettings, {"learning_rate": -1.0}, "learning_rate must be at least 0"),
+        (oppo.TrainerSettings, {"critic_warmup": -1}, "critic_warmup must be at least 0"),
+        (oppo.TrainerSettings, {"gradient_checkpointing": -1}, "gradient_checkpointing must be at least 0"),
+        (oppo.TrainerSettings, {"betas": (0.9, 1.0)}, "betas must be less than 1, not 1.0"),
+        (oppo.TrainerSettings, {"betas": (0.9, math.nan)}, "betas of TrainerSettings must be a finite number, not"),
+        (oppo.TrainerSettings, {"schedule": "bananas"}, "'constant', 'constant_with_warmup', 'linear' or 'cosine'"),
+        (oppo.TrainerSettings, {"schedule": "linear"}, "total_steps must be given"),
+        (oppo.TrainerSettings, {"warmup_steps": 3}, "use 'constant_with_warmup'"),
+        (
+            oppo.TrainerSettings,
+            {"schedule": "cosine", "warmup_steps": 3, "total_steps": 3},
+            "warmup_steps must be fewer than the steps of the run (3), not 3",
+        ),
+        (PPOLoss, {"clip": 0.0}, "clip must be more than 0, not 0.0"),
+        (PPOLoss, {"clip": math.inf}, "clip of PPOLoss must be a finite number, not inf"),
+        (PPOLoss, {"entropy_coefficient": -0.1}, "entropy_coefficient must be at least 0, not -0.1"),
+        (PPOLoss, {"kl_estimator": "k4"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k4'"),
+        (PPOLoss, {"value_clip": 0.0}, "value_clip must be more than 0, not 0.0"),
+        (PPOLoss, {"value_coefficient": -1.0}, "value_coefficient must be at least 0, not -1.0"),
+        (Correction, {"cap": 0.9}, "cap must be at least 1, not 0.9"),
+        (Correction, {"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
+        (Correction, {"low": 1.1}, "low must be at most 1, not 1.1"),
+        (Correction, {"high": 0.9}, "high must be at least 1, not 0.9"),
+        (Correction, {"k3": 0.0}, "k3"),
+        (Correction, {"weight": "mask", "level": "product"}, "masks every long one by the product"),
+        (Correction, {"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
     ],
 )
-def test_an_error_names_the_number_and_what_was_expected(make: Callable[[], object], expected: str) -> None:
-    with pytest.raises((ValueError, oppo.OppoError)) as caught:
-        make()
-    assert expected in str(caught.value)
+def test_an_error_names_the_argument_and_what_was_expected(
+    make: Callable[..., object], arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises((ValueError, oppo.OppoError), match=re.escape(message)):
+        make(**arguments)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup", "linear", "cosine"])
+def test_the_schedules_are_those_of_transformers(schedule: LearningRateSchedule) -> None:
+    warmup = 0 if schedule == "constant" else 3
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=11)
+    ours = oppo.TrainerSettings(schedule=schedule, warmup_steps=warmup, total_steps=11)
+    for update in range(12):
+        assert ours.learning_rate_factor(update) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+def test_the_defaults_are_those_of_trl_but_for_the_exceptions_that_are_named() -> None:
+    """The numbers are those of ``trl.experimental.ppo.PPOConfig`` in TRL 1.12.0, with the arguments it inherits."""
+    ours = vars(PPOLoss()) | asdict(oppo.TrainerSettings())
+    same = {
+        "learning_rate": 3e-6,
+        "epochs": 4,  # num_ppo_epochs
+        "minibatches": 1,  # num_mini_batches
+        "clip": 0.2,  # cliprange
+        "value_clip": 0.2,  # cliprange_value
+        "value_coefficient": 0.1,  # vf_coef
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.0,
+        "betas": (0.9, 0.999),  # adam_beta1, adam_beta2
+        "warmup_steps": 0,
+    }
+    theirs = {"eps": 1e-8, "schedule": "linear", "gradient_checkpointing": 1, "seed": 42}
+    assert {name: ours[name] for name in same} == same
+    assert {name for name in theirs if ours[name] != theirs[name]} == theirs.keys()
+    step = oppo.GAE()
+    assert (step.gamma, step.lam, step.kl, step.kl_estimator) == (1.0, 0.95, 0.05, "k1")
+    assert not step.whiten_rewards
 
 
 GOOD = ("http://localhost", "https://a.example:8000/v1", "http://[::1]:8000", "http://127.0.0.1:1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,6 @@ from hypothesis.extra import numpy as hnp
 from numpy.testing import assert_allclose
 from torch import Tensor
 
-from oppo.errors import ConfigError
 from oppo.events import BoolArray, FloatArray
 from oppo.losses import ClippedLoss, Input, Inputs, Whole, importance_weights
 from oppo.returns import (
@@ -134,6 +133,25 @@ def test_k3_is_never_negative(logprobs: FloatArray, shift: float) -> None:
     assert (kl_estimate(logprobs, floats(logprobs + shift), "k3") >= 0).all()
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: shaped_rewards(1.0, floats([0, 0]), 0.1, np.zeros(2, np.bool_)), "none of the 2 tokens of the"),
+        (
+            lambda: gae(floats([0, 0]), floats([0, 0, 0]), 1.0, 1.0),
+            r"one length, got .*rewards.*\(2,\).*values.*\(3,\)",
+        ),
+        (lambda: kl_estimate(floats([0]), floats([0]), "k4"), "must be 'k1', 'k2' or 'k3', not 'k4'"),  # type: ignore[arg-type]
+        (lambda: group_advantages(floats([]), "centred"), "needs two of them, not 0"),
+        (lambda: group_advantages(floats([1]), "centred"), "needs two of them, not 1"),
+        (lambda: group_advantages(floats([0, 1]), "median"), "must be 'leave_one_out', .*, not 'median'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_has_no_value_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 def test_gae_of_an_empty_response_is_empty() -> None:
     advantages, returns = gae(floats([]), floats([]), 1.0, 0.95)
     assert len(advantages) == len(returns) == 0
@@ -146,11 +164,6 @@ def test_the_score_lands_on_the_last_sampled_token_and_given_tokens_earn_nothing
     assert rewards.dtype == np.float32
 
 
-def test_a_score_without_a_sampled_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="none of the 2 tokens of the response was sampled"):
-        shaped_rewards(1.0, floats([0, 0]), 0.1, np.zeros(2, np.bool_))
-
-
 @pytest.mark.parametrize("counted", [0, 1])
 def test_whitening_fewer_than_two_tokens_gives_zeros(counted: int) -> None:
     mask = np.arange(3) < counted
@@ -161,16 +174,6 @@ def test_what_the_mask_leaves_out_does_not_move_the_whitening() -> None:
     mask = np.array([True, True, False, True])
     quiet, loud = whiten(floats([1, 2, 0, 4]), mask), whiten(floats([1, 2, 1e6, 4]), mask)
     np.testing.assert_array_equal(quiet, loud)
-
-
-def test_arrays_of_different_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one length, got .*rewards.*\(2,\).*values.*\(3,\)"):
-        gae(np.zeros(2, np.float32), np.zeros(3, np.float32), 1.0, 1.0)
-
-
-def test_an_unknown_kl_estimator_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be 'k1', 'k2' or 'k3', not 'k4'"):
-        kl_estimate(floats([0]), floats([0]), "k4")  # type: ignore[arg-type] # the point of the test
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(6.0, 1.0), (60.0, 1.02), (0.0, 0.98), (6.6, 1.01), (float("nan"), 1.0)])
@@ -200,21 +203,6 @@ def test_the_adaptive_coefficient_brings_a_responding_kl_to_its_target() -> None
 
 def test_a_fixed_coefficient_never_moves() -> None:
     assert FixedKL(0.05).after(100.0, 64) == FixedKL(0.05)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: FixedKL(-1.0),
-        lambda: AdaptiveKL(0.0),
-        lambda: AdaptiveKL(0.1, 0.0),
-        lambda: AdaptiveKL(0.1, 6.0, 0.0),
-    ],
-)
-def test_impossible_kl_controls_are_refused(build: object) -> None:
-    assert callable(build)
-    with pytest.raises(ValueError, match="must be"):
-        build()
 
 
 def test_k2_is_half_the_squared_difference() -> None:
@@ -283,30 +271,15 @@ def test_scores_that_are_alike_teach_nothing(estimator: GroupAdvantage) -> None:
     assert group_advantages(floats([0.1] * 7), estimator).tolist() == [0] * 7
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_a_score_alone_is_compared_with_nothing(count: int) -> None:
-    with pytest.raises(ValueError, match=f"needs two of them, not {count}"):
-        group_advantages(floats([1.0] * count), "centred")
-
-
-def test_an_unknown_advantage_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be 'leave_one_out', 'standardised', 'centred', .*, not 'median'"):
-        group_advantages(floats([0, 1]), "median")  # type: ignore[arg-type] # the point of the test
-
-
 STOPPED: BoolArray = np.array([True, True, False])
 LENGTHS = np.array([2, 6, 9])
 
 
-def floats_of(*values: float) -> FloatArray:
-    return np.array(values, np.float32)
-
-
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), max_size=5), min_size=1, max_size=6))
 def test_moments_of_batches_are_those_of_all_scores_at_once(batches: list[list[float]]) -> None:
-    moments, every = RunningMoments(), floats_of(*(score for batch in batches for score in batch)).astype(np.float64)
+    moments, every = RunningMoments(), floats([score for batch in batches for score in batch]).astype(np.float64)
     for batch in batches:
-        moments = moments.after(floats_of(*batch))
+        moments = moments.after(floats(batch))
     assert moments.count == len(every)
     if len(every) > 1:
         assert moments.mean == pytest.approx(every.mean(), rel=1e-9, abs=1e-9)
@@ -314,51 +287,36 @@ def test_moments_of_batches_are_those_of_all_scores_at_once(batches: list[list[f
 
 
 def test_the_defaults_change_no_bit_and_keep_no_state() -> None:
-    scores = floats_of(0.1, -3.7, 1e30)
+    scores = floats([0.1, -3.7, 1e30])
     shaping = ScoreShaping().after(scores)
     assert shaping == ScoreShaping()
     assert np.array_equal(shaping.shaped(scores, STOPPED, LENGTHS), scores)
 
 
 def test_a_response_that_did_not_stop_pays_and_the_others_do_not() -> None:
-    shaped = ScoreShaping(missing_eos_penalty=1.5).shaped(floats_of(1, 2, 3), STOPPED, LENGTHS)
+    shaped = ScoreShaping(missing_eos_penalty=1.5).shaped(floats([1, 2, 3]), STOPPED, LENGTHS)
     assert shaped.tolist() == [1.0, 2.0, 1.5]
 
 
 def test_scores_are_normalised_then_clipped_then_scaled_then_penalised() -> None:
     shaping = ScoreShaping(norm=True, clip=1.0, scale=10.0, missing_eos_penalty=0.5)
-    shaping = shaping.after(floats_of(0, 4)).after(floats_of(2, 2, 12))
+    shaping = shaping.after(floats([0, 4])).after(floats([2, 2, 12]))
     assert (shaping.moments.count, shaping.moments.mean) == (5, 4.0)
     std = float(np.std([0, 4, 2, 2, 12], ddof=1))
     assert shaping.moments.std == pytest.approx(std)
     expected = [10 * (2 - 4) / std, 10 * (2 - 4) / std, 10 * 1.0 - 0.5]
-    assert shaping.shaped(floats_of(2, 2, 12), STOPPED, LENGTHS).tolist() == pytest.approx(expected)
+    assert shaping.shaped(floats([2, 2, 12]), STOPPED, LENGTHS).tolist() == pytest.approx(expected)
 
 
 def test_a_long_response_pays_more_the_nearer_it_comes_to_the_cap() -> None:
     shaping = ScoreShaping(scale=10.0, long_from=4, long_to=8, long_penalty=2.0)
-    assert shaping.shaped(floats_of(1, 1, 1), STOPPED, LENGTHS).tolist() == [10.0, 9.0, 8.0]
-    assert ScoreShaping(long_from=4, long_to=4).shaped(floats_of(1, 1, 1), STOPPED, LENGTHS).tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match="grows between two lengths, long_from = 5 and long_to = 4: expected 0 <="):
-        ScoreShaping(long_from=5, long_to=4)
+    assert shaping.shaped(floats([1, 1, 1]), STOPPED, LENGTHS).tolist() == [10.0, 9.0, 8.0]
+    assert ScoreShaping(long_from=4, long_to=4).shaped(floats([1, 1, 1]), STOPPED, LENGTHS).tolist() == [1, 1, 1]
 
 
 def test_scores_that_are_all_equal_become_zero() -> None:
-    shaping = ScoreShaping(norm=True).after(floats_of(3, 3, 3))
-    assert shaping.shaped(floats_of(3, 3, 3), STOPPED, LENGTHS).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("clip", "scale", "penalty", "message"),
-    [
-        (0.0, 1.0, 0.0, "clip must be more than 0, not 0.0"),
-        (1.0, math.nan, 0.0, "scale of ScoreShaping must be a finite number, not nan"),
-        (1.0, 1.0, -1.0, "missing_eos_penalty must be at least 0, not -1.0"),
-    ],
-)
-def test_impossible_shapings_are_refused(clip: float, scale: float, penalty: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ScoreShaping(clip=clip, scale=scale, missing_eos_penalty=penalty)
+    shaping = ScoreShaping(norm=True).after(floats([3, 3, 3]))
+    assert shaping.shaped(floats([3, 3, 3]), STOPPED, LENGTHS).tolist() == [0, 0, 0]
 
 
 BASES: tuple[RatioBase, ...] = ("behaviour", "proximal")
@@ -484,20 +442,3 @@ def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same()
         truncated = weighed(Correction(weight="truncated", ratio_base=base), BEHAVIOUR, far, ALL, [4])
         assert truncated.tolist() == [2.0 if base == "proximal" else 0.0] * 4
         assert not weighed(Correction(weight="mask", ratio_base=base), BEHAVIOUR, far, ALL, [4]).any()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"cap": 0.9}, "cap must be at least 1, not 0.9"),
-        ({"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
-        ({"low": 1.1}, "low must be at most 1, not 1.1"),
-        ({"high": 0.9}, "high must be at least 1, not 0.9"),
-        ({"k3": 0.0}, "k3"),
-        ({"weight": "mask", "level": "product"}, "masks every long one by the product"),
-        ({"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
-    ],
-)
-def test_what_would_change_current_tokens_is_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Correction(**arguments)  # type: ignore[arg-type] # wrong on purpose

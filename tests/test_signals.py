@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -230,3 +232,17 @@ def test_an_exit_of_user_code_is_an_error_while_the_body_of_any_thread_lasts() -
 def test_a_cancellation_that_no_signal_caused_stays_one() -> None:
     with pytest.raises(asyncio.CancelledError), stoppable():
         raise asyncio.CancelledError
+
+
+IGNORED = """
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import tests.conftest
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+child = "import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+subprocess.run([sys.executable, "-c", child], check=True)
+"""
+
+
+def test_tests_in_the_background_of_a_shell_which_ignores_ctrl_c_and_their_children_do_not() -> None:
+    subprocess.run([sys.executable, "-c", IGNORED], check=True)

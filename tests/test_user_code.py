@@ -165,19 +165,15 @@ MISBEHAVIOUR = [
 
 
 @pytest.mark.parametrize(("function", "message"), MISBEHAVIOUR)
-async def test_whatever_a_function_does_is_its_failure(function: Callable[..., object], message: str) -> None:
+async def test_whatever_a_function_does_is_its_failure_which_can_be_dropped_and_tried_again(
+    function: Callable[..., object], message: str, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(RewardError) as caught:
         await FunctionReward(function, decode).finish(TWO)
     told = str(caught.value)
     assert message in told
     assert len(told) < 3000
     assert told.encode("utf-8")
-
-
-@pytest.mark.parametrize(("function", "message"), MISBEHAVIOUR)
-async def test_every_failure_can_be_dropped_and_tried_again(
-    function: Callable[..., object], message: str, messages: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     dropped = await FunctionReward(function, decode, on_failure="drop").finish(TWO)
     assert [type(each) for each in dropped] == [Drop, Drop]
     monkeypatch.setattr("oppo.rewards.function.PAUSES", (0.0,))

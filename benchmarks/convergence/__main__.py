@@ -6,7 +6,6 @@ A study that was stopped goes on where it was; more ``--seeds`` enlarge it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,6 @@ from oppo.errors import ConfigError
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE / "README.md"
 PLAN: Final = Plan()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command("benchmarks.convergence", "What schedules do to learning.", make, arguments)
 
 
 def make(
@@ -83,4 +78,4 @@ def make(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(make))

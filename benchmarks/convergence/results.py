@@ -88,7 +88,7 @@ class Results:
     @classmethod
     def load(cls, file: Path, arms: Iterable[str]) -> Self:
         content = json.loads(file.read_bytes())
-        start = TypeAdapter(Answers | None).validate_python(content["start"])
+        start = None if content["start"] is None else TypeAdapter(Answers).validate_python(content["start"])
         runs = [(run["cell"], run["outcome"]) for run in content["runs"]]
         outcomes = dict(TypeAdapter(list[tuple[Cell, Outcome]]).validate_python(runs))
         return cls(tuple(arms), Plan(**content["plan"]), content["machine"], start, outcomes)

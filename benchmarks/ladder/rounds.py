@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
 
 from rich.console import Console
 
@@ -140,10 +139,6 @@ def seating(workload: BenchWorkload, layout: Layout, modes: Sequence[str]) -> li
     return [f"{', '.join(named)}: {line}" for line, named in lines.items()] + warning
 
 
-# Packages that have held the workers and the workloads; today's is the first one
-WORKERS: Final = (("benchmarks", "ladder"), ("oppo", "bench"))
-
-
 @contextmanager
 def earlier(
     revision: str | None, files: Files, modes: Sequence[str], layout: Layout, plan: Plan
@@ -153,26 +148,15 @@ def earlier(
         yield []
         return
     with TemporaryDirectory(prefix="oppo-against-") as folder, checkout(revision, Path(folder) / "source") as source:
-        package = _package(source, revision)
-        code = {file.stem: file.read_text(encoding="utf-8") for file in source.joinpath(*package).glob("*.py")}
-        table = code.get("modes", code["workloads"])  # a module of their own once
-        if missing := [mode for mode in modes if f'"{mode}"' not in table]:
+        code = {file.stem: file.read_text(encoding="utf-8") for file in source.glob("benchmarks/ladder/*.py")}
+        if not {"worker", "workloads"} <= code.keys():
+            raise ConfigError(f"commit {revision} has no ladder in benchmarks/ladder")
+        if missing := [mode for mode in modes if f'"{mode}"' not in code["workloads"]]:
             raise ConfigError(f"commit {revision} has no mode {missing[0]}; choose --modes that both have")
-        options = ["--layout", layout, "--device", plan.device, "--scorers", plan.scorers]
-        if "--engine" in code["worker"]:
-            options += ["--engine", plan.engine]
-        elif plan.engine != "transformers":
-            raise ConfigError(f"commit {revision} runs the ladder on transformers only, not on {plan.engine}")
+        options = ["--layout", layout, "--device", plan.device, "--scorers", plan.scorers, "--engine", plan.engine]
         directory = _understood(files, code["workloads"], Path(folder) / "files", revision)
-        program = (sys.executable, "-m", ".".join((*package, "worker")), str(directory), *options)
+        program = (sys.executable, "-m", "benchmarks.ladder.worker", str(directory), *options)
         yield [Entry(f"{mode}{EARLIER}{revision}", (*program, "--mode", mode), source=source) for mode in modes]
-
-
-def _package(source: Path, revision: str) -> tuple[str, ...]:
-    for package in WORKERS:
-        if source.joinpath(*package, "worker.py").exists():
-            return package
-    raise ConfigError(f"commit {revision} has no ladder: {' or '.join('/'.join(each) for each in WORKERS)}")
 
 
 def _understood(files: Files, workloads: str, directory: Path, revision: str) -> Path:
@@ -184,9 +168,6 @@ def _understood(files: Files, workloads: str, directory: Path, revision: str) ->
     for name in [name for name in spec["recipe"] if f"    {name}: " not in workloads]:
         if spec["recipe"].pop(name):
             raise ConfigError(f"commit {revision} cannot run workload {files.workload.name}: it knows no {name}")
-    for shape in spec["recipe"]["models"].values() if "    architecture: " not in workloads else ():
-        if isinstance(shape, dict) and shape.pop("architecture", "llama") != "llama":
-            raise ConfigError(f"commit {revision} cannot run workload {files.workload.name}: it knows Llamas only")
     (directory / "spec.json").unlink()
     (directory / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
     return directory

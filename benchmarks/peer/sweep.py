@@ -285,10 +285,5 @@ def sweep_all(
         found.write(json)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    about = "Finds the settings under which the peer is fastest."
-    return command("benchmarks.peer.sweep", about, sweep_all, arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(sweep_all))

@@ -6,16 +6,11 @@ It needs vLLM (docs/engines.md). Exit codes are those of ``oppo``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import command, keep, require_writable
 from benchmarks.ladder.workloads import chosen
 from oppo.errors import ConfigError
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command("benchmarks.vllm", "How fast oppo's policy is on vLLM.", bench, arguments)
 
 
 def bench(
@@ -47,4 +42,4 @@ def bench(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(bench))

@@ -149,9 +149,9 @@ async def compare_decoding(
             return await timed(partial(stepped, run))
 
         async def alone() -> float:
-            await engine.resume()
+            await engine.llm.resume_generation()
             speed = await timed(partial(generated, engine.llm, engine.requests))
-            await engine.pause()
+            await engine.llm.pause_generation(mode="keep", clear_cache=False)
             return speed
 
         for _, (decode, speeds) in turns(

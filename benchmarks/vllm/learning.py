@@ -6,7 +6,6 @@ The plan is that of ``benchmarks/convergence``, its streamed schedule with nothi
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -73,10 +72,6 @@ def measure(folder: Path, seeds: int = SEEDS) -> Learning:
     return Learning(before, tuple(after), fmean(gained), len(gained))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command("benchmarks.vllm.learning", "What the demo's models learn on vLLM.", study, arguments)
-
-
 def study(*, seeds: int = SEEDS, json: Path | None = None) -> None:
     """Train the demo's policy on vLLM, and show what it gained.
 
@@ -97,4 +92,4 @@ def study(*, seeds: int = SEEDS, json: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(study))

@@ -231,7 +231,7 @@ class Clipped:
         return ClippedLoss(
             surrogate=self.surrogate,
             clip=self.clip,
-            clip_high=self.clip_high,
+            clip_high=Surrogate.of(self).clip_high,  # sapo reads none, and DAPO has one by default
             dual_clip=self.dual_clip,
             gates=self.gates,
             entropy_coefficient=self.entropy_coefficient,

@@ -1,1 +1,1 @@
-"""The settings of a run: sections, rules between them, parts of your own, and reading a file."""
+"""The settings of a run: sections, rules between them, user extensions, and reading a file."""

@@ -31,14 +31,7 @@ REWARD: Final = "a reward model's directory or hub name, or `file.py:name` of a 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The settings that a file of TRL or verl became.
-
-    Attributes:
-        document: the settings, by section and key.
-        text: the file to write, with the field that each setting came from.
-        blank: settings that the file does not name, each with what to write there.
-        lost: what has no setting here: the reason, and the fields.
-    """
+    """Settings that a file of TRL or verl became; ``blank`` are to be filled in, ``lost`` has no setting here."""
 
     document: Mapping[str, Any]
     text: str
@@ -62,13 +55,7 @@ class Converted:
 
 
 def convert(path: Path, *, kind: Kind | None = None, overrides: Sequence[str] = ()) -> Converted:
-    """Return the settings of a configuration of TRL or verl.
-
-    Args:
-        path: a Python script that calls ``PPOConfig`` or ``GRPOConfig``, a YAML file, or a shell script with arguments.
-        kind: which of them, if its fields leave that open.
-        overrides: ``section.key=value``, as of ``oppo train --set``.
-    """
+    """Return the settings of a Python script, a YAML file, or a command with the arguments of TRL or verl."""
     found = read(path, kind)
     draft = Draft(found.kind, dict(found.given))
     for what, remark in found.remarks:
@@ -84,13 +71,7 @@ def convert(path: Path, *, kind: Kind | None = None, overrides: Sequence[str] = 
 
 @dataclass(slots=True)
 class Draft:
-    """Settings in the making.
-
-    Attributes:
-        given: what the file says.
-        values: settings, each with where it came from.
-        seen: the fields that were asked for.
-    """
+    """Settings in the making, each with its origin; ``seen`` are the fields that were asked for."""
 
     kind: Kind
     given: dict[str, object]

@@ -1,7 +1,7 @@
 """The settings of a training run: a TOML file in, checked and resolved, and the same file out with every default.
 
-An error names section and key, what was expected and what came; one error lists all faults of a file. Paths, those of
-``--set`` included, are relative to the folder of the file and come out absolute, so the resolved file can be moved.
+An error names section and key, what was expected and what came, and lists all faults of a file. Paths, also by
+``--set``, are relative to the folder of the file and come out absolute, so the resolved file can be moved.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Self
 from pydantic import ValidationError
 
 from oppo.algorithms import ALGORITHMS
+from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
-from oppo.config.own import NAMED, Kinds, find
+from oppo.config.own import NAMED, algorithm_of, table_in
 from oppo.config.peers import flattened, ours
 from oppo.config.rewards import REWARD_KINDS, SOURCE, is_name, reward_kind_of
 from oppo.config.scorers import ScorerSection
-from oppo.config.sections import StepSection, resolved, within
+from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import SEEDS, Declared, declared, expectation
 from oppo.durable import read_text
@@ -90,18 +91,10 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     return found
 
 
-def _spec(text: str, folder: Path) -> str:
-    file, _, name = text.rpartition(":")
-    return f"{resolved(file, folder)}:{name}"
-
-
 def _with_files(document: Mapping[str, object], folder: Path) -> Mapping[str, object]:
-    step = document.get("step")
-    if not isinstance(step, Mapping):
-        return document
-    named = {name: step.get(name) for name in NAMED}
-    found = {name: _spec(spec, folder) for name, spec in named.items() if isinstance(spec, str) and SPEC.match(spec)}
-    return {**document, "step": {**step, **found}} if found else document
+    step = table_in(document, "step")
+    named = {name: placed(spec, folder) for name in NAMED if isinstance(spec := step.get(name), str)}
+    return {**document, "step": {**step, **named}} if named else document
 
 
 def _with_tables(document: Mapping[str, object]) -> Mapping[str, object]:
@@ -139,7 +132,7 @@ def _why_not_vllm(document: Mapping[str, object]) -> str:
 def _model(text: str, folder: Path) -> str:
     # a hub's name stays as it is; what exists in the folder, or is spelt as a path, becomes absolute
     if SPEC.match(text):
-        return _spec(text, folder)
+        return placed(text, folder)
     spelt_as_path = text.startswith((".", "/", "~"))
     return resolved(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text
 
@@ -156,10 +149,9 @@ for stale tokens with it.
 
 
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Return a parsed file with ``section.key=value`` overrides; those of a list name an item, ``rewards.0.key=value``.
+    """Return a parsed file with ``section.key=value`` overrides; ``rewards.0.key=value`` is for an item of a list.
 
-    The number after the last adds an item; a name with a dot is quoted. A new ``run.seed`` replaces the old one in
-    every section that names it: in a resolved file all of them do.
+    The number after the last adds an item; a name with a dot is quoted.
     """
     changed: dict[str, object] = copy.deepcopy(dict(document))
     parsed = [_parsed(override) for override in overrides]
@@ -198,7 +190,6 @@ def _put(document: dict[str, object], place: Sequence[str], value: object, overr
 
 
 def seeded(document: Mapping[str, object]) -> dict[str, object]:
-    """Return the document with the run's seed in every section of :data:`SEEDED` that names none."""
     filled: dict[str, object] = dict(document)
     if (seed := _seed(document.get("run"))) is None:
         return filled
@@ -212,14 +203,12 @@ def seeded(document: Mapping[str, object]) -> dict[str, object]:
 
 
 def with_correction(document: Mapping[str, object]) -> dict[str, object]:
-    """Return the document with :data:`CORRECTION` if vLLM decodes and the algorithm has one but names none."""
     filled = dict(document)
-    models, step, algorithm = (filled.get(name, {}) for name in ("models", "step", "algorithm"))
+    models, algorithm = (filled.get(name, {}) for name in ("models", "algorithm"))
     if not isinstance(models, Mapping) or models.get("engine") != "vllm" or not isinstance(algorithm, Mapping):
         return filled
-    name = step.get("algorithm", "ppo") if isinstance(step, Mapping) else "ppo"
-    kind = find(name)
-    if name == "distill" and "distill_top_k" in algorithm:  # no ratio, which it would correct
+    kind = algorithm_of(table_in(document, "step"))
+    if kind is Distill and "distill_top_k" in algorithm:  # no ratio, which it would correct
         return filled
     if kind is not None and "is_correction" in declared(kind):
         filled["algorithm"] = {"is_correction": CORRECTION, **algorithm}
@@ -273,13 +262,7 @@ SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Describes the faults of a file with sections of keys.
-
-    Attributes:
-        keys: declarations by section and key.
-        sections: all that there can be.
-        named: sections whose keys are names of sections of one kind: ``[gpus.NAME]``.
-    """
+    """The words for faults of a file; ``named``: sections whose keys are names of sections, as in ``[gpus.NAME]``."""
 
     keys: Mapping[str, Mapping[str, Declared]]
     sections: Sequence[str]
@@ -358,19 +341,16 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class SettingsFaults(Faults):
-    """Describes the faults of a run's settings.
-
-    Attributes:
-        algorithm: the name of the algorithm that declares ``[algorithm]``.
-    """
+    """The words for faults of a run's settings."""
 
     algorithm: str = ""
 
     @classmethod
     def of(cls, document: Mapping[str, object]) -> Self:
-        kinds, step = Kinds.of(document), document.get("step")
-        named = step.get("algorithm") if kinds.algorithm is not None and isinstance(step, Mapping) else None
-        keys = keys_of(kinds.algorithm or PPO, kinds)
+        step = table_in(document, "step")
+        algorithm = algorithm_of(step)
+        named = step.get("algorithm") if algorithm is not None else None
+        keys = keys_of(algorithm or PPO, step)
         rewards = document.get("rewards")
         for number, table in enumerate(rewards if isinstance(rewards, list | tuple) else []):
             keys[f"rewards.{number}"] = {**declared(REWARD_KINDS[reward_kind_of(table)])}
@@ -409,7 +389,7 @@ class SettingsFaults(Faults):
 
 
 def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
-    """Check that no setting holds a secret, by its name or its value: a run writes its settings into a file."""
+    # a run writes its settings into a file
     for name, section in tables.items():
         for key, text in _texts(name, section):
             if text and (names_secret(key.rpartition(".")[2]) or holds_secret(text)):

@@ -1,8 +1,7 @@
-"""Parts of one's own: what ``file.py:name`` names where a setting has names of ours, and its table of the file.
+"""User extensions: algorithms, admissions and losses, loaded from ``file.py:name``.
 
-A part is a class or a function that returns one. It is called with what it has parameters for: what a run has, by its
-name (``batch``), and settings, which are all others of a type that a file can hold. The part's own table, such as
-``[admission]``, holds those.
+An extension is a class, or a function that returns an object. A run offers it keys of ``[step]``, an algorithm the
+models, for parameters of these names; its other parameters are settings, in a table such as ``[admission]``.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
-from types import NoneType, SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self, Union, cast, get_args, get_origin
+from types import NoneType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, cast
 
 from oppo import user_code
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import Algorithm, Roles
-from oppo.algorithms.ppo import PPO
 from oppo.config.sections import StepSection
-from oppo.declared import require_declared
+from oppo.declared import leaves, require_declared
 from oppo.errors import ConfigError, OppoError, contained, place_of, shown
 from oppo.events import StepReport
 from oppo.graph import Graph
@@ -35,13 +33,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def naming(key: str, spec: str) -> Iterator[None]:
-    """Raise a ``ConfigError`` that names the setting, the code and its line instead of an error of the body.
+    """Raise a ``ConfigError`` that names the setting ``key`` and the code instead of an error of the body.
 
     An error of this library stays itself, with the code and the line as a note.
-
-    Args:
-        key: the setting that names the code.
-        spec: the code, ``file.py:name``.
     """
     try:
         with contained(lambda words: ConfigError(f"{key}: {spec} raised {words}")):
@@ -59,90 +53,77 @@ class NoSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRequirements:
-    """What a user's admission, chunk size or reward must have; ``has``: the keys of ``[step]`` that it may take."""
+class Contract:
+    """What user extensions of a kind must have, and the keys of ``[step]`` that they are offered as arguments."""
 
     protocol: str
     members: tuple[str, ...]
-    has: frozenset[str] = frozenset()
+    offered: frozenset[str] = frozenset()
 
-    def require(self, made: object, otherwise: str) -> None:
-        """Raise ``ConfigError``, whose message begins with ``otherwise``, if what was made lacks a member."""
+    def check(self, made: object, otherwise: str) -> None:
         if lacking := [member for member in self.members if not hasattr(made, member)]:
             raise ConfigError(
                 f"{otherwise}, since {type(made).__name__} lacks {', '.join(lacking)}: write what {self.protocol} lists"
             )
 
 
-LOSS: Final = OwnRequirements("oppo.losses.Loss", ("unit", "reads", "measures", "metrics", "__call__"))
+LOSS: Final = Contract("oppo.losses.Loss", ("unit", "reads", "measures", "metrics", "__call__"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnPart:
-    """A user extension: a class or a function of ``file.py:name``, with the parameters that the run gives it.
+class Extension:
+    """A user extension: a class or a function of ``file.py:name``.
 
     Attributes:
-        key: the setting that names it.
-        given: its parameters that the run gives.
-        whole: its parameter for all of that as one object; ``None`` without one.
-        settings: the class of its table.
+        takes: its parameters among the objects that a run offers.
+        takes_all: whether its first parameter is for all of these as one object.
+        settings: the class of its table, which has its other parameters.
     """
 
     key: str
     spec: str
     make: Callable[..., object]
-    given: tuple[str, ...]
-    whole: str | None
+    takes: frozenset[str]
+    takes_all: bool
     settings: type[DataclassInstance]
 
-    def __call__(self, settings: object, has: Mapping[str, object], whole: object = None) -> object:
-        """Return what it makes of its table's values and of what the run ``has``: by name, or as one object."""
-        arguments = {name: has[name] for name in self.given}
+    @classmethod
+    def of(
+        cls, make: Callable[..., object], key: str, spec: str, offered: Collection[str], *, or_all: bool = False
+    ) -> Self:
+        takes, takes_all = set[str](), False
+        settings: list[tuple[str, Any, Any]] = []
+        for at, parameter in enumerate(_parameters(make, key, spec)):
+            required = parameter.default is parameter.empty
+            if parameter.name in offered:
+                takes.add(parameter.name)
+            elif set(leaves(kind := _kind(make, parameter, key, spec))) <= VALUES:
+                settings.append((parameter.name, kind, _declaration(make, parameter)))
+            elif or_all and at == 0 and required:
+                takes_all = True
+            elif required:
+                raise ConfigError(
+                    f"{key}: nothing is given for the parameter {parameter.name!r} of {spec}: a run has "
+                    f"{', '.join(sorted(offered))}, and a setting has a type that a file can hold, such as int, float "
+                    "or str"
+                )
+        return cls(key, spec, make, frozenset(takes), takes_all, _table(spec, settings))
+
+    def __call__(self, settings: object, offered: Mapping[str, object], everything: object = None) -> object:
+        arguments = {name: offered[name] for name in self.takes}
         arguments |= {each.name: getattr(settings, each.name) for each in fields(self.settings)}
-        first = () if self.whole is None else (whole,)
         with naming(self.key, self.spec):
-            return self.make(*first, **arguments)
+            return self.make(*((everything,) if self.takes_all else ()), **arguments)
+
+
+VALUES: Final = frozenset({Literal, bool, int, float, str, NoneType})
+"""The types of which a file can hold values."""
 
 
 @cache
-def part(key: str, spec: str, has: frozenset[str], *, takes_whole: bool = False) -> OwnPart:
-    """Return the user extension that ``file.py:name`` names; a file is run once in a process.
-
-    Args:
-        key: the setting that names it, ``step.admission``.
-        has: the names of what the run gives.
-        takes_whole: whether its first parameter may be for all of that as one object.
-    """
-
-    def refuse(words: str) -> ConfigError:
-        return ConfigError(f"{key}: {words}")
-
-    return part_of(user_code.load_function(spec, refuse), key, spec, has, takes_whole=takes_whole)
-
-
-def part_of(
-    make: Callable[..., object], key: str, spec: str, has: Collection[str], *, takes_whole: bool = False
-) -> OwnPart:
-    """Return a class or a function as a part; see :func:`part`."""
-    given: list[str] = []
-    settings: list[tuple[str, Any, Any]] = []
-    whole: str | None = None
-    for at, parameter in enumerate(_parameters(make, key, spec)):
-        required, kind = parameter.default is parameter.empty, None
-        if parameter.name in has:
-            given.append(parameter.name)
-            continue
-        kind = _kind(make, parameter, key, spec)
-        if _is_value(kind):
-            settings.append((parameter.name, kind, _declaration(make, parameter)))
-        elif takes_whole and at == 0 and required:
-            whole = parameter.name
-        elif required:
-            raise ConfigError(
-                f"{key}: nothing is given for the parameter {parameter.name!r} of {spec}: a run has "
-                f"{', '.join(sorted(has))}, and a setting has a type that a file can hold, such as int, float or str"
-            )
-    return OwnPart(key, spec, make, tuple(given), whole, _table(spec, settings))
+def _extension(key: str, spec: str, offered: frozenset[str]) -> Extension:
+    make = user_code.load_function(spec, lambda words: ConfigError(f"{key}: {words}"))
+    return Extension.of(make, key, spec, offered)
 
 
 def _parameters(make: Callable[..., object], key: str, spec: str) -> list[inspect.Parameter]:
@@ -177,17 +158,6 @@ def _annotations(owner: type) -> Mapping[str, object]:
     return annotations
 
 
-def _is_value(kind: Any) -> bool:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return _is_value(arguments[0])
-    if origin in (Union, UnionType):
-        return all(_is_value(each) for each in arguments)
-    if origin is tuple:
-        return all(each is Ellipsis or _is_value(each) for each in arguments)
-    return origin is Literal or kind in (bool, int, float, str, NoneType)
-
-
 def _declaration(make: Callable[..., object], parameter: inspect.Parameter) -> Any:
     if is_dataclass(make):
         own = {each.name: each for each in fields(make)}[parameter.name]
@@ -213,17 +183,15 @@ ROLES: Final = frozenset(each.name for each in fields(Roles))
 
 
 def find(name: object) -> type[Algorithm] | None:
-    """Return the algorithm of a name; ``None`` for an unknown one."""
     if not isinstance(name, str):
         return None
     return _loaded(name) if user_code.SPEC.match(name) else ALGORITHMS.get(name)
 
 
 def with_name(document: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a document whose ``step.algorithm`` is a name: an object also gives the table ``[algorithm]``."""
-    step = document.get("step")
-    given = step.get("algorithm") if isinstance(step, Mapping) else None
-    if not isinstance(step, Mapping) or given is None or isinstance(given, str):
+    """Return a document with the name of its algorithm; the fields of an object become the table ``[algorithm]``."""
+    step = table_in(document, "step")
+    if (given := step.get("algorithm")) is None or isinstance(given, str):
         return document
     kind = given if isinstance(given, type) else type(given)
     name = next((name for name, each in ALGORITHMS.items() if each is kind), "") or user_code.spec_of(kind)
@@ -245,7 +213,7 @@ def _loaded(spec: str) -> type[Algorithm]:
     # a file is run once in a process
     found: object = user_code.load_function(spec, _refuse)
     if inspect.isroutine(found):
-        return of_function(spec, part_of(found, KEY, spec, ROLES, takes_whole=True))
+        return of_function(spec, Extension.of(found, KEY, spec, ROLES, or_all=True))
     if not (inspect.isclass(found) and is_dataclass(found)):
         raise _refuse(
             f"{spec} must be a dataclass, whose fields are the settings of [algorithm], derived from GroupAlgorithm or "
@@ -263,14 +231,12 @@ def _loaded(spec: str) -> type[Algorithm]:
 class FunctionAlgorithm:
     """A function that returns the graph of a step, as an algorithm; derived classes have its settings as fields.
 
-    It trains a critic if it has a parameter ``critic``, and corrects for stale tokens if it has one ``proximal``. A
-    reference is loaded if it has one ``reference``, or one for all roles, and it needs ``models.teacher`` if it has one
-    ``teacher``. Its loss is that of PPO, with or without a
-    critic. Its setting ``samples``, if there is one, is the number of responses to each prompt.
+    Its parameters say which models there are: ``critic``, ``reference``, ``teacher``, and ``proximal`` to correct stale
+    tokens. Its setting ``samples``, if any, is the number of responses to a prompt.
     """
 
     has_critic: ClassVar[bool]
-    part: ClassVar[OwnPart]
+    part: ClassVar[Extension]
 
     @property
     def responses(self) -> int:
@@ -278,21 +244,20 @@ class FunctionAlgorithm:
 
     @property
     def refers(self) -> bool:
-        """Whether log-probs of a reference may be needed: it is named, or all roles are given as one object."""
-        return "reference" in self.part.given or self.part.whole is not None
+        return "reference" in self.part.takes or self.part.takes_all
 
     @property
     def corrects(self) -> bool:
-        return "proximal" in self.part.given
+        return "proximal" in self.part.takes
 
     @property
     def distills(self) -> bool | None:
-        """Whether a teacher is needed; ``None``, where all roles are given as one object: if there is one."""
-        return True if "teacher" in self.part.given else None if self.part.whole is not None else False
+        # None: with all roles as one object, if a teacher is named
+        return True if "teacher" in self.part.takes else None if self.part.takes_all else False
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        has = {name: getattr(roles, name) for name in ROLES}
-        return _graph(self.part(self, has, roles), self.part.spec)
+        offered = {name: getattr(roles, name) for name in ROLES}
+        return _graph(self.part(self, offered, roles), self.part.spec)
 
     def loss(self) -> Loss:
         from oppo.losses import default_loss  # noqa: PLC0415 - torch takes seconds to import
@@ -300,8 +265,8 @@ class FunctionAlgorithm:
         return default_loss(critic=self.has_critic)
 
 
-def of_function(spec: str, part: OwnPart) -> type[Algorithm]:
-    members = {"has_critic": "critic" in part.given, "part": part, "__doc__": part.make.__doc__}
+def of_function(spec: str, part: Extension) -> type[Algorithm]:
+    members = {"has_critic": "critic" in part.takes, "part": part, "__doc__": part.make.__doc__}
     kind = make_dataclass(
         spec.rpartition(":")[2], [], bases=(part.settings, FunctionAlgorithm), namespace=members, frozen=True
     )
@@ -309,7 +274,6 @@ def of_function(spec: str, part: OwnPart) -> type[Algorithm]:
 
 
 def checked(algorithm: Algorithm) -> Algorithm:
-    """Return an algorithm whose settings are within their bounds, defaults too, and whose properties can be read."""
     spec = user_code.spec_of(type(algorithm))
     if spec and is_dataclass(algorithm):
         try:
@@ -337,7 +301,7 @@ def loss_of(algorithm: Algorithm) -> Loss:
         return algorithm.loss()
     with naming(KEY, f"{spec}.loss"):
         loss = algorithm.loss()
-    LOSS.require(loss, f"{KEY}: {spec}.loss returned no loss")
+    LOSS.check(loss, f"{KEY}: {spec}.loss returned no loss")
     return loss
 
 
@@ -351,55 +315,44 @@ def _refuse(words: str) -> ConfigError:
     return ConfigError(f"{KEY}: {words}")
 
 
-OWN: Final[Mapping[str, OwnRequirements]] = {
-    "admission": OwnRequirements(
+OWN: Final[Mapping[str, Contract]] = {
+    "admission": Contract(
         "oppo.Admission",
         ("batch", "max_deferrals", "admit", "cut", "observe"),
         frozenset({"batch", "max_deferrals", "overcommit", "staleness_price"}),
     ),
     "loss": LOSS,
 }
-"""The parts of one's own besides the algorithm, each by its key in ``[step]`` and its table."""
+"""User extensions besides the algorithm, by their keys in ``[step]`` and their tables."""
 
 NAMED: Final = ("algorithm", *OWN)
 """The keys of ``[step]`` that may name a file of code, whose settings are a table of the same name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
-    """The classes of these tables.
+def table_in(document: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return a table of a document that is not checked yet; an empty one if there is none."""
+    found = document.get(name)
+    return found if isinstance(found, Mapping) else {}
 
-    Attributes:
-        algorithm: ``None`` for an unknown name.
-        own: the parts of one's own that are named, by their keys.
-        scoreless: no reward need be named: the algorithm reads none, or agents return it.
-    """
 
-    algorithm: type[Algorithm] | None = PPO
-    own: Mapping[str, OwnPart] = field(default_factory=dict)
-    scoreless: bool = False
+def algorithm_of(step: Mapping[str, object]) -> type[Algorithm] | None:
+    return find(step.get("algorithm", StepSection().algorithm))
 
-    @classmethod
-    def of(cls, document: Mapping[str, object]) -> Self:
-        """Return those that a document names."""
-        step = document.get("step")
-        named: Mapping[str, object] = step if isinstance(step, Mapping) else {}
-        specs = {name: spec for name in OWN if isinstance(spec := named.get(name), str) and SPEC.match(spec)}
-        agents, algorithm = document.get("agents"), find(named.get("algorithm", StepSection().algorithm))
-        return cls(
-            scoreless=getattr(algorithm, "scoreless", False)
-            or bool(isinstance(agents, Mapping) and agents.get("program")),
-            algorithm=algorithm,
-            own={name: part(f"step.{name}", spec, OWN[name].has) for name, spec in specs.items()},
-        )
 
-    def table(self, name: str) -> type[DataclassInstance]:
-        return self.own[name].settings if name in self.own else NoSettings
+def extension(name: str, spec: object) -> Extension | None:
+    """Return the user extension of ``step.admission`` or ``step.loss``; ``None`` for a name of ours."""
+    return _extension(f"step.{name}", spec, OWN[name].offered) if isinstance(spec, str) and SPEC.match(spec) else None
 
-    def make(self, name: str, settings: object, step: StepSection) -> object:
-        if name not in self.own:
-            return None
-        own, what = self.own[name], OWN[name]
-        made = own(settings, {key: getattr(step, key) for key in what.has})
-        what.require(made, f"step.{name}: {own.spec} makes no {name}")
-        return made
+
+def table_of(name: str, spec: object) -> type[DataclassInstance]:
+    own = extension(name, spec)
+    return NoSettings if own is None else own.settings
+
+
+def made(name: str, settings: object, step: StepSection) -> object:
+    own, what = extension(name, getattr(step, name)), OWN[name]
+    if own is None:
+        return None
+    found = own(settings, {key: getattr(step, key) for key in what.offered})
+    what.check(found, f"step.{name}: {own.spec} makes no {name}")
+    return found

@@ -29,12 +29,11 @@ Rows: TypeAlias = Mapping[str, Sequence[Any]]
 
 @cache
 def peers() -> Mapping[str, Rows]:
-    """Return where each field of each configuration went, as ``peers.toml`` has it."""
     return tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
 
 
 def ours(name: str) -> str:
-    """Return what a field of TRL or verl is here, in words, by its name or the end of a longer one; or nothing."""
+    """Return what setting a field of TRL or verl is, in words, by its name or the end of a longer one; maybe empty."""
     last = name.rpartition(".")[2]
     verl = {key: row for key, row in peers()["verl"].items() if f".{key}".endswith(f".{last}")}
     exact = {key: row for key, row in verl.items() if "." in name and f".{key}".endswith(f".{name}")}
@@ -54,8 +53,6 @@ class Computed(str):
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What the program gives a configuration."""
-
     values: Mapping[str, object]
 
 
@@ -67,12 +64,7 @@ class Function(str):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a file configures.
-
-    Attributes:
-        given: values by field; the trainer's models and data are ``<policy>``, ``<reward>``, ``<data>`` and so on.
-        remarks: what was not read, and why or what to do.
-    """
+    """A configuration that was read; models and data of a trainer are ``<policy>``, ``<reward>``, ``<data>``, ..."""
 
     kind: Kind
     given: Mapping[str, object]
@@ -128,7 +120,6 @@ def _of_yaml(path: Path, text: str) -> dict[str, object]:
 
 
 def flattened(prefix: str, table: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
-    """Yield the fields of nested tables by their dotted names, which begin with ``prefix``."""
     for name, value in table.items():
         if isinstance(value, dict) and value:
             yield from flattened(f"{prefix}{name}.", value)
@@ -202,7 +193,6 @@ def _read(text: str) -> object:
 
 
 def _value(text: str) -> object:
-    """Return the value of a text: a number, a list, true, or the text itself."""
     words = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -285,7 +275,6 @@ class Script:
 
     @classmethod
     def of(cls, tree: ast.Module) -> Script:
-        """Return those of a program, as they are at its end."""
         script = cls()
         for node in sorted(ast.walk(tree), key=lambda each: getattr(each, "lineno", 0)):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -298,7 +287,7 @@ class Script:
         return script
 
     def value(self, node: ast.expr) -> object:
-        """Return the value of an expression: a literal, or what is known of a model or a dataset."""
+        """Return a literal, a model's path, or the source of a dataset."""
         if isinstance(node, ast.Name) and node.id in self.known:
             return self.known[node.id]
         if isinstance(node, ast.List | ast.Tuple):

@@ -49,7 +49,6 @@ ENVIRONMENT: Final = "environment"
 
 
 def is_name(source: str) -> bool:
-    """Whether a reward's source is a name of ours, and no file, model or URL."""
     return source == ENVIRONMENT or source in CHECKERS
 
 
@@ -208,7 +207,6 @@ REWARD_KINDS: Final[Mapping[str, type[RewardSection]]] = {
 
 
 def reward_kind_of(table: object) -> str:
-    """Return which of :data:`REWARD_KINDS` a table of ``[[rewards]]`` is, by its source and its engine."""
     source = table.get("source") if isinstance(table, Mapping) else getattr(table, "source", None)
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         return "judge"
@@ -220,7 +218,7 @@ def reward_kind_of(table: object) -> str:
 
 
 def _summed(rewards: tuple[RewardSection, ...], info: ValidationInfo) -> tuple[RewardSection, ...]:
-    if not rewards and not (info.context is not None and info.context.scoreless):
+    if not rewards and not (info.context or {}).get("scoreless"):
         raise ValueError("expected at least one table, got none")
     names = [each.name for each in rewards]
     if len(names) > 1 and None in names:

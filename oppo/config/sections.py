@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
 
 from oppo.algorithms import ALGORITHMS
-from oppo.config.placement import DeviceName
 from oppo.data.datasets_library import is_hub_name
 from oppo.data.stream import whole_numbers
 from oppo.declared import (
@@ -32,7 +32,7 @@ from oppo.declared import (
     required,
     setting,
 )
-from oppo.errors import ConfigError, DataError, did_you_mean, in_toml, shortened
+from oppo.errors import ConfigError, DataError, did_you_mean, shortened
 from oppo.models import SamplingSettings
 from oppo.user_code import SPEC
 
@@ -45,7 +45,6 @@ def resolved(text: str, folder: Path) -> str:
 
 
 def placed(spec: str, folder: Path) -> str:
-    """Return a ``file.py:function`` with the path of its file in ``folder`` absolute; another text as it is."""
     file, _, name = spec.rpartition(":")
     return f"{resolved(file, folder)}:{name}" if SPEC.match(spec) else spec
 
@@ -57,126 +56,12 @@ VERIFIERS: Final = "verifiers"
 """The agent that runs tasks of verifiers; before the name of a taskset and a colon, a source of prompts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSection:
-    """``[environment]``: what answers a response that has ended at a stop, as a tool does."""
-
-    source: str = setting(
-        "",
-        "`file.py:function` that answers a response at a stop token or string, as a tool does, so that the response "
-        "goes on; empty: none",
-    )
-    tools: Annotated[tuple[Annotated[str, OneOf((), "file.py:function", SPEC)], ...], FromList()] = setting(
-        (),
-        "functions that the policy calls by its chat template, each as `file.py:function`, with type hints and a "
-        "docstring in Google's style, of which the template shows it their schemas; empty: none",
-    )
-    factory: str | dict[str, Filled] = setting(
-        "",
-        "`file.py:name` of a class with `reset`, methods that are tools and maybe `get_reward`, as TRL's "
-        "`environment_factory`, or of a function that makes an instance; or `openenv:URL`, a server of OpenEnv; or a "
-        "table of several, `{guess = 'games.py:Guess', ...}`, by the value of the column `environment`; empty: none",
-    )
-    on_failure: Literal["fail", "drop", "answer"] | None = setting(
-        None,
-        "if a function fails: stop the run, drop the rollout, or, of tools, answer with the error; absent: `fail`, of "
-        "tools `answer`",
-    )
-    max_turns: PositiveCount | None = setting(
-        None, "answers of tools in a response, after which a call ends it; absent: no limit"
-    )
-    process: bool = setting(
-        default=False,
-        description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
-        "crash is then a failure like others",
-        resume="free",
-    )
-    concurrency: PositiveCount | None = setting(
-        None, "function calls that may overlap; absent: 64, or 4 in processes", resume="free"
-    )
-    timeout: Positive | None = setting(
-        None,
-        "seconds after which a call of the function, a tool, `reset` or `get_reward` has failed, not counting the "
-        "start of its process; an async function is then cancelled, a process interrupted, or killed if it goes on",
-        resume="free",
-    )
-    keep_special_tokens: bool = setting(
-        default=False,
-        description="keep special tokens in the text for the function, and take those that its answer spells as "
-        "special tokens; otherwise an answer is ordinary text, whatever it spells",
-    )
-
-    @property
-    def factories(self) -> Mapping[str, str]:
-        """What makes instances, by the setting that names it: ``environment.factory``, or ``...factory.NAME``."""
-        if isinstance(self.factory, dict):
-            return {f"environment.factory.{name}": spec for name, spec in self.factory.items()}
-        return {"environment.factory": self.factory} if self.factory else {}
-
-    @property
-    def answering(self) -> str:
-        """The key of what answers; empty without one."""
-        return next((key for key in ("source", "tools", "factory") if getattr(self, key)), "")
-
-    @property
-    def files(self) -> dict[str, Path]:
-        named = {"environment.source": self.source}
-        named |= {f"environment.tools[{number}]": spec for number, spec in enumerate(self.tools)}
-        named |= self.factories
-        return {name: Path(spec.rpartition(":")[0]) for name, spec in named.items() if SPEC.match(spec)}
-
-    def within(self, folder: Path) -> EnvironmentSection:
-        made, tools = self.factory, tuple(placed(each, folder) for each in self.tools)
-        factory = (
-            placed(made, folder)
-            if isinstance(made, str)
-            else {name: placed(spec, folder) for name, spec in made.items()}
-        )
-        return replace(self, source=placed(self.source, folder), tools=tools, factory=factory)
-
-    def check_tools(self, shown: str) -> None:
-        """Check the settings of tools against those of a function, and tools that are only ``shown``."""
-        given = [key for key in ("source", "tools", "factory") if getattr(self, key)]
-        if len(given) > 1:
-            does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
-            first, second = given[:2]
-            raise ValueError(
-                f"environment.{first} = {in_toml(getattr(self, first))} {does[first]}, and environment.{second} "
-                f"{does[second]}: leave one of them out"
-            )
-        served = (OPENENV + "http://", OPENENV + "https://")
-        if odd := [name for name, spec in self.factories.items() if not (SPEC.match(spec) or spec.startswith(served))]:
-            raise ValueError(
-                f"{odd[0]}: expected file.py:name, or {OPENENV}URL, such as {OPENENV}http://localhost:8000, got "
-                f"{self.factories[odd[0]]!r}"
-            )
-        calls = bool(self.tools or self.factory)
-        if calls and shown:
-            raise ValueError(
-                f"data.tools = {shown!r} shows tools that nothing calls, and environment.{given[0]} shows its own: "
-                "leave data.tools out"
-            )
-        if self.factory and self.process:
-            raise ValueError(
-                "environment.process = true calls functions in other processes, and the instances of "
-                "environment.factory are objects of this one: leave process out"
-            )
-        idle = {} if calls else {"on_failure": self.on_failure == "answer", "max_turns": self.max_turns}
-        if calls:
-            idle = {"keep_special_tokens": self.keep_special_tokens}
-        for key in (key for key, given in idle.items() if given):
-            of = "text of a function; tools answer by the chat template" if calls else "tools"
-            raise ValueError(f"environment.{key} = {in_toml(getattr(self, key))} is for {of}: leave it out")
-
-
 ROWS: Final = "<rows of a program>"
 """The source of a run whose prompts a program gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSource:
-    """One source of prompts."""
-
     path: Filled = required("a file, a directory that datasets wrote, a dataset's name at a hub, or a taskset")
     weight: Positive | None = setting(None, "share of the prompts, relative to those of the others")
     column: Filled | None = setting(None, "the column that holds the prompt, where it is another than `data.column`")
@@ -202,7 +87,6 @@ class PromptSource:
         return self if is_name or self.path == ROWS else replace(self, path=resolved(self.path, folder))
 
     def table(self) -> dict[str, object]:
-        """Return what a file holds of it: the values that are not defaults."""
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
 
@@ -271,7 +155,7 @@ def sources(prompts: str | tuple[PromptSource, ...]) -> tuple[PromptSource, ...]
 
 
 def named(key: str, prompts: str | tuple[PromptSource, ...]) -> dict[str, PromptSource]:
-    """Return the sources of a setting, each by its name: ``data.prompts``, or ``data.prompts[0]`` of several."""
+    """Return the sources of a setting by name: ``data.prompts``, or ``data.prompts[0]`` of several."""
     if isinstance(prompts, str):
         return {key: PromptSource(path=prompts)} if prompts else {}
     return {f"{key}[{number}]": each for number, each in enumerate(prompts)}
@@ -283,6 +167,33 @@ def within(prompts: str | tuple[PromptSource, ...], folder: Path) -> str | tuple
     return tuple(each.within(folder) for each in prompts)
 
 
+_DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+SCORERS: Final = ("reference", "reward", "critic", "teacher")
+"""The models that score."""
+
+Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "teacher", "trainer"]
+"""A model that can be in a Ray actor of a cluster; of the trainer, every rank but the first."""
+
+
+def _require_device(device: str) -> str:
+    if _DEVICE.fullmatch(device) is None:
+        raise ValueError(f"expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1', got {device!r}")
+    return device
+
+
+def _listed(devices: object) -> object:
+    return [devices] if isinstance(devices, str) and devices else devices or []
+
+
+DeviceName: TypeAlias = Annotated[str, AfterValidator(_require_device)]
+
+Another: TypeAlias = Annotated[str, AfterValidator(lambda device: device and _require_device(device))]
+"""A device; empty for the default, which another setting names."""
+
+Several: TypeAlias = Annotated[tuple[DeviceName, ...], FromList(), BeforeValidator(_listed)]
+"""A device or a list of them."""
+
 Engine: TypeAlias = Literal["auto", "transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -290,7 +201,7 @@ ADMISSIONS: Final = ("overcommit", "continuous", "adaptive", "slope", "slope-alg
 
 
 def about(kind: type) -> str:
-    """Return the first line of a class's docstring, from its colon on."""
+    # algorithms say what they are behind the colon of their first line
     return (kind.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
@@ -493,7 +404,6 @@ class ModelsSection:
 
     @property
     def teachers(self) -> Mapping[str, str]:
-        """The teachers by their keys: ``teacher``, or ``teacher.NAME`` of several."""
         if isinstance(self.teacher, dict):
             return {f"teacher.{name}": path for name, path in self.teacher.items()}
         return {"teacher": self.teacher} if self.teacher else {}
@@ -504,7 +414,6 @@ class ModelsSection:
 
     @property
     def unfit_alone(self) -> Sequence[str]:
-        """Why an engine cannot be given adapters alone; empty if it can."""
         faults = {
             f"engine = {self.engine!r}, which is not given adapters apart": self.engine != "vllm",
             "all weights being trained: set lora_rank or adapter": not self.adapts,
@@ -520,8 +429,80 @@ class ModelsSection:
 
     @property
     def is_reference_on_base(self) -> bool:
-        """Whether the reference is the base of the adapters that are trained."""
         return self.adapts and self.reference in {self.policy, self.adapter}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSection:
+    """``[placement]``: the device of each model, where they are not all on ``models.device``."""
+
+    policy: Another = setting("", "device of the policy that decodes; empty: `models.device`", resume="rounding")
+    trainer: Several = setting(
+        (),
+        'device of the trainer; or a list of devices for as many training ranks, each a process, such as `["cuda:1", '
+        '"cuda:2"]` or `["cpu", "cpu"]`; empty: `models.device`',
+        resume="rounding",
+    )
+    scorers: Another = setting(
+        "", "device of reference, reward, critic and teacher; empty: `models.device`", resume="rounding"
+    )
+    reference: Another = setting("", "device of the reference; empty: `placement.scorers`", resume="rounding")
+    reward: Another = setting("", "device of reward models; empty: `placement.scorers`", resume="rounding")
+    critic: Another = setting("", "device of the critic that is served; empty: `placement.scorers`", resume="rounding")
+    teacher: Another = setting("", "device of the teacher; empty: `placement.scorers`", resume="rounding")
+    shard: bool = setting(
+        default=True,
+        description="give each training rank a shard of weights, gradients and optimizer states (FSDP2), in place of "
+        "all of them; one rank has all",
+        resume="rounding",
+    )
+    cluster: str = setting(
+        "",
+        "Ray cluster for the models of `placement.remote`: `auto`, that of `RAY_ADDRESS` or of `ray start` on this "
+        "machine, or the `host:port` of its head; empty: none",
+        resume="rounding",
+    )
+    remote: Annotated[tuple[Remote, ...], FromList()] = setting(
+        (),
+        "with a cluster, the models that are remote, one Ray actor each; of the trainer, every rank but the first; "
+        "empty: every model that can be remote, but the policy",
+        resume="rounding",
+    )
+    actor_cpus: PositiveCount = setting(
+        1,
+        "with a cluster, the cores that each Ray actor reserves on its machine and computes with; rank 0 computes with "
+        "as many",
+        resume="rounding",
+    )
+    spread: bool = setting(
+        default=False, description="with a cluster, put each rank of the trainer on a machine of its own", resume="free"
+    )
+    policy_replicas: Annotated[int, Field(ge=1, le=1024)] = setting(
+        1,
+        "engines that decode as one pool, which outlives the death of any: processes of this machine, each with a GPU, "
+        "from that of `placement.policy` on, or its share of the cores; with the policy in `placement.remote`, Ray "
+        "actors",
+        resume="rounding",
+    )
+    share: Literal["beside", "sleep"] = setting(
+        "beside",
+        "how vLLM has a GPU together with the trainer: `beside`: each has its own part of the memory; `sleep`: the "
+        "engine sleeps while the policy is trained, its weights in the CPU's memory and its KV cache dropped, so that "
+        "the KV cache of deferred rollouts is recomputed",
+        resume="rounding",
+    )
+
+    def names(self, device: str) -> Mapping[str, tuple[str, ...]]:
+        scorers = self.scorers or device
+        return {
+            "policy": (self.policy or device,),
+            "trainer": self.trainer or (device,),
+            **{name: (getattr(self, name) or scorers,) for name in SCORERS},
+        }
+
+    def key_of(self, model: str) -> str:
+        own = [model, "scorers"] if model in SCORERS else [model]
+        return next((f"placement.{key}" for key in own if getattr(self, key)), "models.device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -661,7 +642,6 @@ class StepSection:
 
     @property
     def most_overcommit(self) -> int:
-        """How many prompts ``admission`` keeps in flight beyond the batch at most."""
         if self.overcommit is not None:
             return self.overcommit
         if self.admission in ADMISSIONS:

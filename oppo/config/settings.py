@@ -1,4 +1,4 @@
-"""The settings of a training run: :class:`Settings` checks the sections of :mod:`oppo.config.sections` together.
+"""The settings of a training run: the tables of its file, what follows from them, and the rules between them.
 
 ``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
 (:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of your own parts (:mod:`oppo.config.own`);
@@ -7,29 +7,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, cast
 
 import tomli_w
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    SkipValidation,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, SkipValidation, ValidationInfo, model_validator
 
 from oppo.admission import Admission
 from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
-from oppo.config.agents import AgentsSection
-from oppo.config.own import NAMED, OWN, Kinds, checked, loss_of
-from oppo.config.placement import PlacementSection
+from oppo.config.environment import AgentsSection, EnvironmentSection
+from oppo.config.own import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_in, table_of
 from oppo.config.rewards import (
     ENVIRONMENT,
     REWARD_KINDS,
@@ -39,49 +31,44 @@ from oppo.config.rewards import (
     VllmRewardSection,
     file_of,
 )
-from oppo.config.scorers import ScorerSection, check_scorers, check_teacher
+from oppo.config.scorers import ScorerSection
 from oppo.config.sections import (
+    OPENENV,
+    ROWS,
+    VERIFIERS,
     DataSection,
-    EnvironmentSection,
     EvalSection,
     ModelsSection,
+    PlacementSection,
     PromptSource,
     RunSection,
     SamplingSection,
     StepSection,
     named,
 )
-from oppo.declared import (
-    MOST,
-    STRICT,
-    Declared,
-    Resume,
-    Table,
-    adapter,
-    changed,
-    declared,
-)
+from oppo.declared import MOST, STRICT, Declared, Resume, Table, adapter, changed, declared
 from oppo.errors import in_toml
 from oppo.training import OF_THE_CRITIC, TrainerSettings
-from oppo.user_code import is_of_a_file
+from oppo.user_code import SPEC, is_of_a_file
 
 if TYPE_CHECKING:
     from oppo.losses import Loss
 
 
 def _algorithm(table: object, info: ValidationInfo) -> Algorithm:
-    kind = None if info.context is None else info.context.algorithm
+    kind = algorithm_of((info.context or {}).get("step", {}))
     chosen: Algorithm = PPO() if kind is None else adapter(kind).validate_python(table)
     return checked(chosen)
 
 
 def _own(table: object, info: ValidationInfo) -> object:
-    kinds, name = info.context or Kinds(), str(info.field_name)
-    if table and name not in kinds.own:
+    name = str(info.field_name)
+    spec = (info.context or {}).get("step", {}).get(name)
+    if table and extension(name, spec) is None:
         raise ValueError(
             f"it holds the settings of a part of your own: name that in step.{name} as file.py:name, or leave it out"
         )
-    return adapter(kinds.table(name)).validate_python(table)
+    return adapter(table_of(name, spec)).validate_python(table)
 
 
 def _spanning(table: object, info: ValidationInfo) -> object:
@@ -113,33 +100,30 @@ class Settings(BaseModel):
     trainer: Annotated[TrainerSettings, Table(), BeforeValidator(_spanning)] = Field({}, validate_default=True)
     scorers: dict[str, Annotated[ScorerSection, Table()]] = Field({})
     vllm: dict[str, object] = Field({})
-    """Arguments of vLLM's engine, by its own names, or its servers; :mod:`oppo.run.engines` checks them before anything
-    is loaded."""
+    """Arguments of vLLM's engine, by its own names, or its servers; checked before anything is loaded."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Settings:
-        require_consistent(self)
+    def _consistent(self) -> Self:
+        self.own_admission()  # which may refuse its settings
+        for words, applies in RULES.items():
+            if found := applies(self):
+                raise ValueError(words.format(s=self, found=found))
         return self
 
     @classmethod
-    def of(cls, document: Mapping[str, object]) -> Settings:
-        kinds = Kinds.of(document)
-        rewards: dict[str, object] = {"rewards": ()} if kinds.scoreless else {}
-        environment = document.get("environment")
-        if not rewards and isinstance(environment, Mapping) and environment.get("factory"):
+    def of(cls, document: Mapping[str, object]) -> Self:
+        step, agents, environment = (table_in(document, name) for name in ("step", "agents", "environment"))
+        scoreless = bool(agents.get("program") or getattr(algorithm_of(step), "scoreless", False))
+        rewards: dict[str, object] = {"rewards": ()} if scoreless else {}
+        if not scoreless and environment.get("factory"):
             rewards = {"rewards": [{"source": ENVIRONMENT}]}
-        return cls.model_validate({**rewards, **document}, context=kinds)
-
-    @property
-    def kinds(self) -> Kinds:
-        return Kinds.of({"step": {name: getattr(self.step, name) for name in NAMED}})
+        return cls.model_validate({**rewards, **document}, context={"step": step, "scoreless": scoreless})
 
     def own_admission(self) -> Admission | None:
-        """Return a new admission of one's own; ``None`` where ``step.admission`` names one of ours."""
-        return cast("Admission | None", self.kinds.make("admission", self.admission, self.step))
+        return cast("Admission | None", made("admission", self.admission, self.step))
 
     def trained_loss(self) -> Loss:
-        return cast("Loss | None", self.kinds.make("loss", self.loss, self.step)) or loss_of(self.algorithm)
+        return cast("Loss | None", made("loss", self.loss, self.step)) or loss_of(self.algorithm)
 
     @property
     def shares_weights(self) -> bool:
@@ -150,19 +134,13 @@ class Settings(BaseModel):
 
     @property
     def devices(self) -> Mapping[str, tuple[str, ...]]:
-        """The devices by model: ``policy``, ``trainer``, ``reference``, ``reward``, ``critic``, ``teacher``.
-
-        A missing teacher counts as on the CPU, so that no other device is looked for.
-        """
+        # without a teacher no device of one is looked for
         found = self.placement.names(self.models.device)
         return found if self.models.teacher else {**found, "teacher": ("cpu",)}
 
     @property
     def actor_device(self) -> str:
-        """The device on which transformers loads the policy here: where it decodes, or else where it is trained.
-
-        Ranks on GPUs have the whole weights on the CPU only. What reads the policy again is then beside the reference.
-        """
+        """The device on which transformers loads the policy here: where it decodes, or else where it is trained."""
         devices = self.devices
         if self.serves_here:
             return devices["policy"][0]
@@ -178,10 +156,7 @@ class Settings(BaseModel):
 
     @property
     def trains_where_it_serves(self) -> bool:
-        """Whether updates are made on the device of the policy and the critic that transformers serves here, if any.
-
-        Ranks are processes, which share no memory of GPUs.
-        """
+        """Whether updates are made on the device of the policy and the critic that transformers serves here, if any."""
         devices, models = self.devices, {"critic"} if self.algorithm.has_critic else set()
         if self.serves_here:
             models.add("policy")
@@ -193,12 +168,10 @@ class Settings(BaseModel):
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a reference: one that is named, or the policy as it began, if the algorithm refers to it."""
         return bool(self.models.reference) or self.algorithm.refers
 
     @property
     def reward_tables(self) -> Mapping[str, RewardSection]:
-        """The rewards by their place in the file: ``rewards.0``, ``rewards.1``, ..."""
         return {f"rewards.{number}": reward for number, reward in enumerate(self.rewards)}
 
     @property
@@ -208,18 +181,17 @@ class Settings(BaseModel):
 
     @property
     def reward_engines(self) -> Mapping[str, VllmRewardSection]:
-        """The rewards whose models are served by engines that this run starts, by their place in the file."""
+        """The rewards that engines of this run serve, by their place in the file."""
         found = {key: each for key, each in self.reward_tables.items() if isinstance(each, VllmRewardSection)}
         return {key: each for key, each in found.items() if not each.url}
 
     @property
     def on_vllm(self) -> Mapping[str, ScorerSection]:
-        """The reference and the teachers that vLLM serves, by their names."""
+        """The reference and the teachers that vLLM serves."""
         return {name: each for name, each in self.scorers.items() if each.engine == "vllm"}
 
     @property
     def can_be_remote(self) -> frozenset[str]:
-        """The models of this run that can be actors of a cluster."""
         models = self.models
         can = {
             "policy": not self.on_server and not models.shared_trunk and self.run.policy == "thread",
@@ -233,14 +205,14 @@ class Settings(BaseModel):
 
     @property
     def remote(self) -> frozenset[str]:
-        """The models that are actors of a cluster; of the ``trainer``, every rank but the first."""
+        """The models in actors of a cluster; of the ``trainer``, every rank but the first."""
         if not self.placement.cluster:
             return frozenset()
         return frozenset(self.placement.remote) or self.can_be_remote - {"policy"}
 
     @property
     def on_server(self) -> bool:
-        """Whether a vLLM server decodes, which others start and end."""
+        """Whether servers decode that others start (``vllm.urls``)."""
         return "urls" in self.vllm
 
     @property
@@ -251,12 +223,11 @@ class Settings(BaseModel):
 
     @property
     def run_directory(self) -> Path:
-        """The folder that the run writes."""
         return Path(self.run.directory) / self.run.name
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files and directories that the run reads besides its models, each under the setting that names it."""
+        """Files and directories that the run reads besides its models, by the settings that name them."""
         rewards = {f"{key}.source": reward.source for key, reward in self.reward_tables.items()}
         steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
         code = {**rewards, **steps}
@@ -271,32 +242,32 @@ class Settings(BaseModel):
             | self.data.files
         )
 
-    def tables(self) -> dict[str, dict[str, object]]:
-        """Return every setting as in a file, by section and key; ``None`` for an absent key.
+    @property
+    def keys(self) -> dict[str, dict[str, Declared]]:
+        return keys_of(type(self.algorithm), {name: getattr(self.step, name) for name in OWN})
 
-        The sections of the rewards are ``rewards.0``, ``rewards.1``, ...
-        """
+    def tables(self) -> dict[str, dict[str, object]]:
+        """Return all settings by section and key, ``None`` for an absent key; rewards are ``rewards.0`` and so on."""
         found = {
-            name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys}
-            for name, keys in keys_of(type(self.algorithm), self.kinds).items()
+            name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys} for name, keys in self.keys.items()
         }
         found |= {key: {**asdict(reward)} for key, reward in self.reward_tables.items()}
         found |= {"scorers": {name: asdict(each) for name, each in self.scorers.items()}} if self.scorers else {}
         return {**found, "vllm": dict(self.vllm)} if self.vllm else found
 
-    def spanning(self, steps: int) -> Settings:
-        """Return these settings with a learning-rate schedule that spans ``steps``, as many as the prompts last for."""
+    def spanning(self, steps: int) -> Self:
+        """Return these settings with a learning-rate schedule of ``steps``."""
         return self.model_copy(update={"trainer": replace(self.trainer, total_steps=steps)})
 
-    def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Settings:
-        """Return these settings with ``changes``, by section and key; the list of rewards is a whole one."""
+    def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Self:
+        """Return these settings with ``changes`` by section and key; a list of rewards replaces all of them."""
         document = self.document()
         for name, keys in changes.items():
             document[name] = {**document.get(name, {}), **keys} if isinstance(keys, Mapping) else keys
-        return Settings.of(document)
+        return type(self).of(document)
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved file, parsed: resolving it in any folder gives these settings again."""
+        """Return the resolved file, parsed: resolved in any folder, it gives these settings again."""
         found: dict[str, Any] = {
             name: {key: value for key, value in keys.items() if value is not None}
             for name, keys in self.tables().items()
@@ -305,7 +276,6 @@ class Settings(BaseModel):
         return {**found, "rewards": rewards}
 
     def toml(self) -> str:
-        """Return the resolved file: loading it from any folder gives these settings again."""
         return tomli_w.dumps(self.document())
 
 
@@ -315,21 +285,20 @@ def _spelt(value: object) -> object:
     return value
 
 
-def keys_of(algorithm: type[Algorithm], kinds: Kinds | None = None) -> dict[str, dict[str, Declared]]:
-    """Return the declaration of every key for an algorithm, and for parts of one's own, by section and key."""
-    named = kinds or Kinds()
+def keys_of(algorithm: type[Algorithm], step: Mapping[str, object] = {}) -> dict[str, dict[str, Declared]]:
+    """Return the declarations of all keys by section, for an algorithm and the user extensions that ``step`` names."""
     tables: dict[str, Any] = {name: each.annotation for name, each in Settings.model_fields.items()}
-    tables |= {"algorithm": algorithm, **{name: named.table(name) for name in OWN if name in named.own}}
+    own = {name: table_of(name, step[name]) for name in OWN if extension(name, step.get(name)) is not None}
     return {
         name: {key: each for key, each in declared(kind).items() if key != "total_steps"}
-        for name, kind in tables.items()
+        for name, kind in (tables | {"algorithm": algorithm} | own).items()
         if isinstance(kind, type) and is_dataclass(kind)
     }
 
 
 @cache
 def changeable(how: Resume) -> frozenset[str]:
-    """Return the keys that may change in this way when a run is resumed; of rewards as ``rewards.N.key``."""
+    """Return the keys that may change so when a run is resumed; ``rewards.N.key`` is a key of any reward."""
     kinds = [("rewards.N", declared(kind)) for kind in REWARD_KINDS.values()]
     return frozenset(
         f"{section}.{key}"
@@ -339,348 +308,386 @@ def changeable(how: Resume) -> frozenset[str]:
     )
 
 
-def _refuse_idle(settings: Settings) -> None:
-    algorithm: Any = settings.algorithm
+def _those(faults: Mapping[str, object]) -> str:
+    return "; ".join(words for words, holds in faults.items() if holds)
+
+
+def _two_answers(s: Settings) -> str:
+    does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
+    first, *others = [key for key in does if getattr(s.environment, key)] or [""]
+    if not others:
+        return ""
+    given = in_toml(getattr(s.environment, first))
+    return f"environment.{first} = {given} {does[first]}, and environment.{others[0]} {does[others[0]]}"
+
+
+def _odd_factory(s: Settings) -> tuple[str, str] | None:
+    served = (OPENENV + "http://", OPENENV + "https://")
+    odd = (each for each in s.environment.factories.items() if not (SPEC.match(each[1]) or each[1].startswith(served)))
+    return next(odd, None)
+
+
+def _idle_of_environment(s: Settings) -> tuple[str, str, str] | None:
+    given, calls = s.environment, bool(s.environment.tools or s.environment.factory)
+    idle: dict[str, object] = {"on_failure": given.on_failure == "answer", "max_turns": given.max_turns}
+    if calls:
+        idle = {"keep_special_tokens": given.keep_special_tokens}
+    of = "text of a function; tools answer by the chat template" if calls else "tools"
+    return next(((key, in_toml(getattr(given, key)), of) for key, is_given in idle.items() if is_given), None)
+
+
+def _prompts(s: Settings) -> dict[str, PromptSource]:
+    return {**named("data.prompts", s.data.prompts), **named("eval.prompts", s.eval.prompts)}
+
+
+def _first_source(s: Settings, holds: Callable[[PromptSource], object]) -> tuple[str, PromptSource] | None:
+    return next((each for each in _prompts(s).items() if holds(each[1])), None)
+
+
+def _idle_of_source(s: Settings) -> tuple[str, str, str, str] | None:
+    for key, source in _prompts(s).items():
+        of_others = {"split", "subset", "column"} if source.taskset else {"config"}
+        if idle := sorted(changed(source, of_others)):
+            other = "a taskset has no such" if source.taskset else "only a taskset has one"
+            return key, source.path, idle[0], other
+    return None
+
+
+def _idle_of_loss(s: Settings) -> str:
+    algorithm: Any = s.algorithm
     penalty = {"kl", "kl_estimator"} if getattr(algorithm, "kl_in", "") == "loss" else set()
-    if idle := changed(algorithm, OF_THE_LOSS | penalty):
-        names = ", ".join(f"algorithm.{name}" for name in idle)
-        raise ValueError(
-            f"step.loss = {settings.step.loss!r} is trained in place of the algorithm's loss, which alone reads "
-            f"{names}: leave that out, or make it a setting of yours in [loss]"
-        )
+    return ", ".join(f"algorithm.{name}" for name in changed(algorithm, OF_THE_LOSS | penalty))
 
 
-def _check_scores(settings: Settings) -> None:
-    by_reward = getattr(settings.algorithm, "scale_scores", "") == "each_reward"
-    if by_reward and settings.reward_models and len(settings.rewards) == 1:
-        raise ValueError(
-            "algorithm.scale_scores = 'each_reward' compares each of several rewards, and [[rewards]] has one, a "
-            "model: give several with names, or another scale_scores"
-        )
-    if settings.rewards or settings.agents.program:
-        return
-    given = {"eval.prompts": bool(settings.eval.prompts), "run.keep_best = true": settings.run.keep_best}
-    if found := [key for key, is_given in given.items() if is_given]:
-        raise ValueError(
-            f"{' and '.join(found)} is about scores, and there are none without [[rewards]]: give a reward, or leave "
-            "that out"
-        )
+def _unknown_scorer(s: Settings) -> tuple[str, str, str] | None:
+    known = [*(["reference"] if s.has_reference else []), *s.models.teachers]
+    for name in (name for name in s.scorers if name not in known):
+        expected = f"expected {' or '.join(known)}" if known else "this run has neither a reference nor a teacher"
+        role = name.partition(".")[0]
+        remedy = f"name one in models.{role}" if role in {"reference", "teacher"} else "correct its name"
+        return json.dumps(name) if "." in name else name, expected, remedy
+    return None
 
 
-def _check_environment(settings: Settings) -> None:
-    settings.environment.check_tools(settings.data.tools)
-    held_out, rewards = settings.eval.prompts, bool(settings.rewards)
-    settings.agents.check(settings.environment, settings.data, rewards=rewards, held_out=held_out)
-    for key, reward in settings.reward_tables.items():
-        if reward.source == ENVIRONMENT and not settings.environment.factory:
-            raise ValueError(
-                f"{key}.source = {ENVIRONMENT!r} is what get_reward() of an environment says, and environment.factory "
-                "names none: give a class of a file, or another source"
-            )
+def _reference_on_vllm(s: Settings) -> str:
+    served = "reference" in s.scorers and s.scorers["reference"].engine == "vllm"
+    return s.models.reference or s.models.adapter or s.models.policy if served else ""
+
+
+def _of_scores(s: Settings) -> str:
+    given = {"eval.prompts": bool(s.eval.prompts), "run.keep_best = true": s.run.keep_best}
+    return "" if s.rewards or s.agents.program else " and ".join(key for key, is_given in given.items() if is_given)
+
+
+def _batched_by_vllm(s: Settings) -> str:
+    rewards = [key for key, each in s.reward_tables.items() if isinstance(each, VllmRewardSection)]
+    return next(iter([*rewards, *(f"scorers.{name}" for name in s.on_vllm)]), "")
+
+
+def _on_gpu(s: Settings) -> tuple[str, str] | None:
+    placed = [(s.placement.key_of(model), device) for model, devices in s.devices.items() for device in devices]
+    return next((each for each in placed if each[1].startswith("cuda")), None)
+
+
+def _why_here(s: Settings) -> tuple[str, str] | None:
+    if not (impossible := s.remote - s.can_be_remote):
+        return None
+    named_algorithm = f"step.algorithm = {s.step.algorithm!r}"
+    why = {
+        "policy": "vllm.urls names the servers of it, which others start"
+        if s.on_server
+        else "models.shared_trunk = true makes the critic a head on its trunk"
+        if s.models.shared_trunk
+        else f"run.policy = {s.run.policy!r} serves it on this machine",
+        "reference": "scorers.reference.engine = 'vllm' serves it"
+        if "reference" in s.on_vllm
+        else f"{named_algorithm} refers to none, and models.reference names none",
+        "reward": f"{next(iter(s.reward_engines))}.engine = 'vllm' starts an engine on this machine"
+        if s.reward_engines
+        else "[[rewards]] names no model that transformers serves",
+        "critic": "models.shared_trunk = true makes it a head on the policy's trunk"
+        if s.models.shared_trunk
+        else f"{named_algorithm} has none",
+        "teacher": "vLLM serves one ([scorers])"
+        if s.on_vllm.keys() & s.models.teachers.keys()
+        else "models.teacher names none",
+        "trainer": "its first rank is here, and placement.trainer names no other",
+    }
+    return min(impossible), why[min(impossible)]
+
+
+def _numbered(s: Settings) -> tuple[str, str] | None:
+    for model in sorted(s.remote):
+        there = s.devices[model][1:] if model == "trainer" else s.devices[model]
+        for device in (device for device in there if ":" in device):
+            return s.placement.key_of(model), device
+    return None
+
+
+def _trunk_apart(s: Settings) -> tuple[str, str] | None:
+    critic = s.devices["critic"][0]
+    return (s.placement.key_of("critic"), critic) if s.models.shared_trunk and critic != s.actor_device else None
+
+
+def _unlike_replicas(s: Settings) -> str:
+    return _those(
+        {
+            "run.deterministic = true, and bits depend on the rollouts of an engine": s.run.deterministic,
+            "run.policy = 'process', which replicas are by themselves": s.run.policy == "process",
+            "models.shared_trunk = true, which makes the critic a head on weights of this process": (
+                s.models.shared_trunk
+            ),
+        }
+    )
+
+
+def _unlike_sleep(s: Settings) -> str:
+    step, engine = s.step, s.models.engine
+    return _those(
+        {
+            f"models.engine = {engine!r}, which cannot sleep: only 'vllm' can": engine != "vllm",
+            "vllm.urls, since others start and end servers": s.on_server,
+            "placement.policy_replicas or placement.remote, since servers decode then": s.starts_servers,
+            f"step.lookahead = {step.lookahead}, which decodes while the policy is trained": step.lookahead > 0,
+            "step.stream_updates = true, which decodes while the policy is trained": step.stream_updates,
+            "step.kv_on_sync = 'keep', since an engine that sleeps has no KV cache": step.kv_on_sync == "keep",
+        }
+    )
+
+
+def _unlike_a_sum(s: Settings) -> str:
+    algorithm, trainer = s.algorithm, s.trainer
+    scale = getattr(algorithm, "scale_scores", "")
+    faults = {
+        "run.deterministic = true, and parts come in an order that depends on timing": s.run.deterministic,
+        "models.share_weights = true, and gradients are computed while responses are decoded": s.models.share_weights,
+        f"trainer.epochs = {trainer.epochs}": trainer.epochs > 1,
+        f"trainer.minibatches = {trainer.minibatches}": trainer.minibatches > 1,
+        f"step.algorithm = {s.step.algorithm!r}, whose advantages are not those of a group alone": (
+            algorithm.has_critic or algorithm.responses < 2
+        ),
+        f"trainer.router_aux_loss = {trainer.router_aux_loss}": trainer.router_aux_loss,
+        f"algorithm.scale_scores = {scale!r}": scale in {"batch", "each_reward"},
+        "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
+        "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
+        "algorithm.dynamic_sampling = true": getattr(algorithm, "selects", False),
+    }
+    loss = s.trained_loss()
+    if any(faults.values()) or getattr(loss, "divisor", None) is not None:
+        return _those(faults)
+    return f"a loss, {type(loss).__name__}, that divides by sizes of several kinds"
+
+
+def _loss_of_a_file(s: Settings) -> tuple[str, str] | None:
+    if not (apart := s.run.trainer == "process") and len(s.devices["trainer"]) == 1:
+        return None
+    kind, key = type(s.trained_loss()), "run.trainer = 'process'" if apart else "placement.trainer, with ranks,"
+    return (key, kind.__name__) if is_of_a_file(kind) else None
 
 
 OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
 """The keys of ``[models]`` for a critic."""
 
 
-def require_consistent(settings: Settings) -> None:
-    """Check the settings of each section against those of the others."""
-    settings.own_admission()  # which may refuse its settings
-    _check_environment(settings)
-    if settings.step.loss:
-        _refuse_idle(settings)
-    models = settings.models
-    check_teacher(models.teacher, settings.placement.teacher, settings.algorithm, settings.step.algorithm)
-    check_scorers(settings.scorers, models, refers=settings.has_reference)
-    _check_scores(settings)
-    if settings.run.deterministic:
-        _require_exactness(settings)
-    if settings.models.engine == "vllm":
-        _require_possible_on_vllm(settings)
-    elif settings.vllm:
-        raise ValueError(
-            f"[vllm] holds {', '.join(settings.vllm)}, which only vLLM reads, and models.engine = "
-            f"{settings.models.engine!r}: set models.engine = 'vllm', or leave [vllm] out"
-        )
-    if settings.step.lookahead and settings.models.share_weights:
-        raise ValueError(
-            f"step.lookahead = {settings.step.lookahead} trains while the next step is decoded, and "
-            "models.share_weights = true would change the weights meanwhile: leave share_weights out"
-        )
-    _require_possible_placement(settings)
-    if settings.placement.policy_replicas > 1:
-        _check_replicas(settings)
-    if settings.placement.share == "sleep":
-        _check_sleep(settings)
-    if settings.step.weight_sync == "in-flight":
-        _require_possible_in_flight(settings)
-    if settings.step.stream_updates:
-        _require_a_sum(settings)
-    if not settings.models.lora_rank and (given := changed(settings.models, {"lora_experts", "lora"})):
-        raise ValueError(
-            f"models.{' and models.'.join(given)} would be of new adapters, and models.lora_rank = 0 adds none: give a "
-            "rank, or leave that out"
-        )
-    if settings.trainer.router_replay and settings.algorithm.corrects:
-        raise ValueError(
-            "trainer.router_replay = true trains with the experts that were chosen while decoding, and the correction "
-            "for stale tokens in [algorithm] recomputes log-probs with experts chosen anew, so their ratio would be "
-            "that of two models: leave one of the two out"
-        )
-    apart = settings.run.trainer == "process" or len(settings.devices["trainer"]) > 1
-    if apart and is_of_a_file(kind := type(settings.trained_loss())):
-        key = "run.trainer = 'process'" if settings.run.trainer == "process" else "placement.trainer, with ranks,"
-        raise ValueError(
-            f"{key} takes the loss to another process, which cannot import {kind.__name__} from a "
-            "file: leave that out, or keep the class in an installed package"
-        )
-    if not settings.eval.prompts:
-        _require_no_evaluation(settings)
-    if not settings.algorithm.has_critic:
-        _require_no_critic(settings)
-    units, unit = _units(settings)
-    if units % settings.trainer.minibatches:
-        raise ValueError(
-            f"trainer.minibatches = {settings.trainer.minibatches} does not divide the {units} {unit} of step.batch = "
-            f"{settings.step.batch}: optimizer steps would be of several sizes; expected a divisor"
-        )
-    if getattr(settings.algorithm, "selects", False) and settings.step.admission == "tail-batched":
-        raise ValueError(
-            "step.admission = 'tail-batched' begins late responses anew in a later step, and "
-            "algorithm.dynamic_sampling = true needs whole groups in this one: choose another admission, or set "
-            "dynamic_sampling = false"
-        )
-    if settings.algorithm.responses > 1 and settings.sampling.temperature == 0:
-        raise ValueError(
-            f"step.algorithm = {settings.step.algorithm!r} compares the responses to a prompt with one another, and "
-            "sampling.temperature = 0 makes them all the same: give one above 0"
-        )
+def _of_a_critic(s: Settings) -> str:
+    given = {f"models.{key}": value for key, value in changed(s.models, OF_THE_CRITIC_MODEL).items()}
+    given |= {f"trainer.{key}": value for key, value in changed(s.trainer, OF_THE_CRITIC).items()}
+    return "" if s.algorithm.has_critic else ", ".join(f"{name} = {in_toml(value)}" for name, value in given.items())
 
 
-def _units(settings: Settings) -> tuple[int, str]:
-    batch, responses = settings.step.batch, settings.algorithm.responses
-    if responses > 1 and settings.trainer.minibatches > 1 and settings.trained_loss().unit == "group":
-        return batch // responses, "groups"
-    return batch, "responses"
+def _uneven(s: Settings) -> tuple[int, str] | None:
+    batch, responses = s.step.batch, s.algorithm.responses
+    units = batch, "responses"
+    if responses > 1 and s.trainer.minibatches > 1 and s.trained_loss().unit == "group":
+        units = batch // responses, "groups"
+    return units if units[0] % s.trainer.minibatches else None
 
 
-def _require_a_sum(settings: Settings) -> None:
-    algorithm, trainer = settings.algorithm, settings.trainer
-    scale = getattr(algorithm, "scale_scores", "")
-    faults = {
-        "run.deterministic = true, and parts come in an order that depends on timing": settings.run.deterministic,
-        "models.share_weights = true, and gradients are computed while responses are decoded": (
-            settings.models.share_weights is True
-        ),
-        f"trainer.epochs = {trainer.epochs}": trainer.epochs > 1,
-        f"trainer.minibatches = {trainer.minibatches}": trainer.minibatches > 1,
-        f"step.algorithm = {settings.step.algorithm!r}, whose advantages are not those of a group alone": (
-            algorithm.has_critic or algorithm.responses < 2
-        ),
-        f"trainer.router_aux_loss = {trainer.router_aux_loss}": bool(trainer.router_aux_loss),
-        f"algorithm.scale_scores = {scale!r}": scale in {"batch", "each_reward"},
-        "algorithm.score_norm = true": getattr(algorithm, "score_norm", False),
-        "algorithm.kl_target": getattr(algorithm, "kl_target", None) is not None,
-        "algorithm.dynamic_sampling = true": getattr(algorithm, "selects", False),
-    }
-    found = [words for words, is_so in faults.items() if is_so]
-    loss = settings.trained_loss()
-    if not found and getattr(loss, "divisor", None) is None:
-        found = [f"a loss, {type(loss).__name__}, that divides by sizes of several kinds"]
-    if found:
-        raise ValueError(
-            f"step.stream_updates = true trains a group before the batch is complete, which does not go with "
-            f"{'; '.join(found)}: change that, or leave stream_updates out"
+RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
+    "{found}: leave one of them out": _two_answers,
+    "{found[0]}: expected file.py:name, or openenv:URL, such as openenv:http://localhost:8000, got {found[1]!r}": (
+        _odd_factory
+    ),
+    "data.tools = {s.data.tools!r} shows tools that nothing calls, and environment.{s.environment.answering} shows "
+    "its own: leave data.tools out": lambda s: s.data.tools and (s.environment.tools or s.environment.factory),
+    "environment.process = true calls functions in other processes, and the instances of environment.factory are "
+    "objects of this one: leave process out": lambda s: s.environment.factory and s.environment.process,
+    "environment.{found[0]} = {found[1]} is for {found[2]}: leave it out": _idle_of_environment,
+    "{found[0]} = {found[1].path!r} is a taskset, and agents.program does not run its tasks: set agents.program = "
+    "'verifiers'": lambda s: s.agents.program != VERIFIERS and _first_source(s, lambda source: source.taskset),
+    "agents.program = 'verifiers' runs tasks of tasksets, and {found[0]} = {found[1].path!r} is none: name one as "
+    "'verifiers:NAME', or another program": (
+        lambda s: (
+            s.agents.program == VERIFIERS
+            and _first_source(s, lambda source: not source.taskset and source.path != ROWS)
         )
-
-
-def _require_exactness(settings: Settings) -> None:
-    models = settings.models
-    if models.engine == "vllm":
-        raise ValueError(
-            "run.deterministic makes every bit independent of timing, and vLLM chooses its batches by time: leave it "
-            "out, or set models.engine = 'transformers'"
+    ),
+    "{found[0]} = {found[1]!r} has a {found[2]}, and {found[3]}: leave it out": _idle_of_source,
+    "agents.{found[0]} is of an agent, and agents.program names none: leave it out": (
+        lambda s: not s.agents.program and sorted(changed(s.agents, {each.name for each in fields(s.agents)}))
+    ),
+    "agents.public_url = {s.agents.public_url!r} leads to a port, and agents.port = 0 is any that is free: set it": (
+        lambda s: s.agents.public_url and not s.agents.port
+    ),
+    "agents.program = {s.agents.program!r} has an agent that answers, and shows tools of its own: leave {found} out": (
+        lambda s: (
+            s.agents.program
+            and (f"environment.{s.environment.answering}" if s.environment.answering else s.data.tools and "data.tools")
         )
-    rewards = [key for key, each in settings.reward_tables.items() if isinstance(each, VllmRewardSection)]
-    if on_vllm := [*rewards, *(f"scorers.{name}" for name in settings.on_vllm)]:
-        raise ValueError(
-            f"run.deterministic makes every bit independent of timing, and {on_vllm[0]}.engine = 'vllm' has vLLM "
-            "choose its batches by time: leave one of the two out"
+    ),
+    "data.over_long = 'truncate' would cut off what an agent has said first: filter such prompts, or raise "
+    "data.max_prompt_tokens": lambda s: s.agents.program and s.data.over_long == "truncate",
+    "the agent is given whole rows, so that no column holds the prompt: leave column out": (
+        lambda s: (
+            s.agents.program
+            and (s.data.column != "prompt" or _first_source(s, lambda source: source.column is not None))
         )
-    if settings.step.admission == "adaptive":
-        raise ValueError(
-            "run.deterministic makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
-            "choose another admission"
+    ),
+    "agents.program = {s.agents.program!r} has an agent that returns the reward: leave [[rewards]] out": (
+        lambda s: s.agents.program and s.rewards
+    ),
+    "{found[0]}.source = 'environment' is what get_reward() of an environment says, and environment.factory names "
+    "none: give a class of a file, or another source": (
+        lambda s: (
+            not s.environment.factory
+            and [key for key, reward in s.reward_tables.items() if reward.source == ENVIRONMENT]
         )
-    if settings.step.admission == "continuous":
-        raise ValueError(
-            "run.deterministic makes every bit independent of timing, and with step.admission = 'continuous' rollouts "
-            "join others when a place is free: choose another admission"
+    ),
+    "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "
+    "out, or make it a setting of yours in [loss]": lambda s: s.step.loss and _idle_of_loss(s),
+    "step.algorithm = {s.step.algorithm!r} with algorithm.distill = {found[0]} learns the log-probs of a teacher, "
+    "and models.teacher names none: give a causal language model with the policy's tokenizer": (
+        lambda s: (
+            not s.models.teacher and getattr(s.algorithm, "distills", None) and [getattr(s.algorithm, "distill", 1.0)]
         )
-    if settings.step.weight_sync == "in-flight":
-        raise ValueError(
-            "run.deterministic makes every bit independent of timing, and step.weight_sync = 'in-flight' syncs "
-            "weights when they are ready: leave one of the two out"
-        )
-    if models.dtype not in {"float32", "by-device"}:
-        raise ValueError(f"run.deterministic needs models.dtype = 'float32', got {models.dtype!r}")
-    for model, devices in settings.devices.items():
-        for device in devices:
-            if device.startswith("cuda"):
-                key = settings.placement.key_of(model)
-                raise ValueError(f"run.deterministic needs {key} = 'cpu' (or 'auto'), got {device!r}")
-
-
-def _require_possible_placement(settings: Settings) -> None:
-    models, devices = settings.models, settings.devices
-    if models.share_weights and not settings.trains_where_it_serves:
-        raise ValueError(
-            f"models.share_weights = true trains the weights that are served, and placement.trainer = "
-            f"{list(devices['trainer'])} is not where they are served: leave one of the two out"
-        )
-    if impossible := settings.remote - settings.can_be_remote:
-        _refuse_remote(settings, min(impossible))
-    for model in sorted(settings.remote):
-        there = devices[model][1:] if model == "trainer" else devices[model]
-        if numbered := [device for device in there if ":" in device]:
-            raise ValueError(
-                f"{settings.placement.key_of(model)} names {numbered[0]!r}, and an actor has the GPU that Ray gives "
-                "it: expected 'cuda' or 'cpu'"
+    ),
+    "models.teacher = {s.models.teacher!r} is a teacher, and step.algorithm = {s.step.algorithm!r} learns nothing of "
+    "it: {found}, or leave models.teacher out": (
+        lambda s: (
+            s.models.teacher
+            and getattr(s.algorithm, "distills", None) is False
+            and (
+                "set algorithm.distill above 0"
+                if hasattr(s.algorithm, "distill")
+                else "choose step.algorithm = 'distill', or another"
             )
-    if models.shared_trunk and devices["critic"][0] != settings.actor_device:
-        raise ValueError(
-            f"models.shared_trunk = true makes the critic a head on the policy's trunk, which is on "
-            f"{settings.actor_device!r}, and {settings.placement.key_of('critic')} = {devices['critic'][0]!r}: set "
-            f"placement.critic = {settings.actor_device!r}"
         )
-    ranks = devices["trainer"]
-    if len({device.partition(":")[0] for device in ranks}) > 1:
-        raise ValueError(
-            f"placement.trainer = {list(ranks)} has devices of several kinds, and ranks exchange tensors of one: name "
-            "GPUs only, or 'cpu' only"
+    ),
+    "placement.teacher = {found!r} places a teacher, and models.teacher names none: leave that out": (
+        lambda s: not s.models.teacher and s.placement.teacher
+    ),
+    "[scorers.{found[0]}] serves no model of this run: {found[1]}; {found[2]}, or leave the table out": _unknown_scorer,
+    "the reference is the adapter {s.models.adapter!r} on the policy's base, and vLLM would be given a model: leave "
+    "[scorers.reference] out, or name a whole model in models.reference": (
+        lambda s: s.models.adapter == _reference_on_vllm(s) != ""
+    ),
+    "the reference has the policy's weights in 4 bits (models.quantization = {s.models.quantization!r}), and vLLM "
+    "would have them whole: leave [scorers.reference] out, or name another model in models.reference": (
+        lambda s: s.models.quantization != "none" and s.models.policy == _reference_on_vllm(s)
+    ),
+    "algorithm.scale_scores = 'each_reward' compares each of several rewards, and [[rewards]] has one, a model: give "
+    "several with names, or another scale_scores": (
+        lambda s: getattr(s.algorithm, "scale_scores", "") == "each_reward" and s.reward_models and len(s.rewards) == 1
+    ),
+    "{found} is about scores, and there are none without [[rewards]]: give a reward, or leave that out": _of_scores,
+    "run.deterministic makes every bit independent of timing, and vLLM chooses its batches by time: leave it out, or "
+    "set models.engine = 'transformers'": lambda s: s.run.deterministic and s.models.engine == "vllm",
+    "run.deterministic makes every bit independent of timing, and {found}.engine = 'vllm' has vLLM choose its "
+    "batches by time: leave one of the two out": lambda s: s.run.deterministic and _batched_by_vllm(s),
+    "run.deterministic makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
+    "choose another admission": lambda s: s.run.deterministic and s.step.admission == "adaptive",
+    "run.deterministic makes every bit independent of timing, and with step.admission = 'continuous' rollouts join "
+    "others when a place is free: choose another admission": (
+        lambda s: s.run.deterministic and s.step.admission == "continuous"
+    ),
+    "run.deterministic makes every bit independent of timing, and step.weight_sync = 'in-flight' syncs weights when "
+    "they are ready: leave one of the two out": lambda s: s.run.deterministic and s.step.weight_sync == "in-flight",
+    "run.deterministic needs models.dtype = 'float32', got {s.models.dtype!r}": (
+        lambda s: s.run.deterministic and s.models.dtype not in {"float32", "by-device"}
+    ),
+    "run.deterministic needs {found[0]} = 'cpu' (or 'auto'), got {found[1]!r}": (
+        lambda s: s.run.deterministic and _on_gpu(s)
+    ),
+    "run.policy = 'process' places an actor of transformers, and vLLM has processes of its own: leave it out, or set "
+    "models.engine = 'transformers'": lambda s: s.models.engine == "vllm" and s.run.policy == "process",
+    "sampling.top_p = {s.sampling.top_p} draws from the most likely tokens, and vLLM does not say which those were, "
+    "though log-probs are among them: bound them by sampling.top_k too, or set models.engine = 'transformers'": (
+        lambda s: s.models.engine == "vllm" and s.sampling.top_p < 1 and not s.sampling.top_k
+    ),
+    "[vllm] holds {found}, which only vLLM reads, and models.engine = {s.models.engine!r}: set models.engine = "
+    "'vllm', or leave [vllm] out": lambda s: s.models.engine != "vllm" and ", ".join(s.vllm),
+    "step.lookahead = {s.step.lookahead} trains while the next step is decoded, and models.share_weights = true "
+    "would change the weights meanwhile: leave share_weights out": (
+        lambda s: s.step.lookahead and s.models.share_weights
+    ),
+    "models.share_weights = true trains the weights that are served, and placement.trainer = {found[0]} is not where "
+    "they are served: leave one of the two out": (
+        lambda s: s.models.share_weights and not s.trains_where_it_serves and [list(s.devices["trainer"])]
+    ),
+    "placement.remote has {found[0]!r}, and {found[1]}: leave it out": _why_here,
+    "{found[0]} names {found[1]!r}, and an actor has the GPU that Ray gives it: expected 'cuda' or 'cpu'": _numbered,
+    "models.shared_trunk = true makes the critic a head on the policy's trunk, which is on {s.actor_device!r}, and "
+    "{found[0]} = {found[1]!r}: set placement.critic = {s.actor_device!r}": _trunk_apart,
+    "placement.trainer = {found} has devices of several kinds, and ranks exchange tensors of one: name GPUs only, or "
+    "'cpu' only": (
+        lambda s: len({device.partition(":")[0] for device in s.devices["trainer"]}) > 1 and list(s.devices["trainer"])
+    ),
+    "placement.trainer = {found} names a device twice: expected one of its own for each rank, or a cluster for all "
+    "ranks but the first (--ray, placement.cluster)": (
+        lambda s: (
+            s.devices["trainer"][0] != "cpu"
+            and len(set(s.devices["trainer"])) < len(s.devices["trainer"])
+            and "trainer" not in s.remote
+            and list(s.devices["trainer"])
         )
-    if ranks[0] != "cpu" and len(set(ranks)) < len(ranks) and "trainer" not in settings.remote:
-        raise ValueError(
-            f"placement.trainer = {list(ranks)} names a device twice: expected one of its own for each rank, or a "
-            "cluster for all ranks but the first (--ray, placement.cluster)"
-        )
-    if settings.placement.cluster and not settings.remote:
-        raise ValueError(
-            "placement.cluster is given, and no model of this run would be in it: the rewards are functions, there is "
-            "no reference, critic or second rank; name the policy in placement.remote, or leave the cluster out"
-        )
-    if len(ranks) > 1 and settings.run.trainer == "process":
-        raise ValueError(
-            f"run.trainer = 'process' is one process, and placement.trainer has {len(ranks)} ranks, each a process: "
-            "leave run.trainer out"
-        )
-    if not settings.algorithm.has_critic and settings.placement.critic:
-        raise ValueError(
-            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use placement.critic = "
-            f"{settings.placement.critic!r}: leave that out"
-        )
-
-
-def _check_replicas(settings: Settings) -> None:
-    given = f"placement.policy_replicas = {settings.placement.policy_replicas}"
-    if settings.on_server:
-        raise ValueError(f"{given} starts engines, and vllm.urls names servers, one engine each: leave it out")
-    faults = {
-        "run.deterministic = true, and bits depend on the rollouts of an engine": settings.run.deterministic,
-        "run.policy = 'process', which replicas are by themselves": settings.run.policy == "process",
-        "models.shared_trunk = true, which makes the critic a head on weights of this process": (
-            settings.models.shared_trunk
-        ),
-    }
-    if found := [words for words, is_so in faults.items() if is_so]:
-        raise ValueError(f"{given} does not go with {'; '.join(found)}: change that, or leave it out")
-
-
-def _check_sleep(settings: Settings) -> None:
-    step, engine = settings.step, settings.models.engine
-    faults = {
-        f"models.engine = {engine!r}, which cannot sleep: only 'vllm' can": engine != "vllm",
-        "vllm.urls, since others start and end servers": settings.on_server,
-        "placement.policy_replicas or placement.remote, since servers decode then": settings.starts_servers,
-        f"step.lookahead = {step.lookahead}, which decodes while the policy is trained": step.lookahead > 0,
-        "step.stream_updates = true, which decodes while the policy is trained": step.stream_updates,
-        "step.kv_on_sync = 'keep', since an engine that sleeps has no KV cache": step.kv_on_sync == "keep",
-    }
-    if found := [words for words, is_so in faults.items() if is_so]:
-        raise ValueError(
-            "placement.share = 'sleep' lets the engine sleep while the policy is trained, which does not go with "
-            f"{'; '.join(found)}: change that, or leave share out"
-        )
-
-
-def _refuse_remote(settings: Settings, model: str) -> NoReturn:
-    why = {
-        "policy": _why_the_policy_is_here(settings),
-        "reference": "scorers.reference.engine = 'vllm' serves it"
-        if "reference" in settings.on_vllm
-        else f"step.algorithm = {settings.step.algorithm!r} refers to none, and models.reference names none",
-        "reward": f"{next(iter(settings.reward_engines))}.engine = 'vllm' starts an engine on this machine"
-        if settings.reward_engines
-        else "[[rewards]] names no model that transformers serves",
-        "critic": "models.shared_trunk = true makes it a head on the policy's trunk"
-        if settings.models.shared_trunk
-        else f"step.algorithm = {settings.step.algorithm!r} has none",
-        "teacher": "vLLM serves one ([scorers])"
-        if settings.on_vllm.keys() & settings.models.teachers.keys()
-        else "models.teacher names none",
-        "trainer": "its first rank is here, and placement.trainer names no other",
-    }
-    raise ValueError(f"placement.remote has {model!r}, and {why[model]}: leave it out")
-
-
-def _why_the_policy_is_here(settings: Settings) -> str:
-    if settings.on_server:
-        return "vllm.urls names the servers of it, which others start"
-    if settings.models.shared_trunk:
-        return "models.shared_trunk = true makes the critic a head on its trunk"
-    return f"run.policy = {settings.run.policy!r} serves it on this machine"
-
-
-def _require_possible_in_flight(settings: Settings) -> None:
-    if not settings.step.lookahead:
-        raise ValueError(
-            "step.weight_sync = 'in-flight' syncs weights while the next step is decoded, and with step.lookahead "
-            "= 0 nothing is decoded then: set step.lookahead to 1 or more, or leave weight_sync out"
-        )
-    if settings.models.shared_trunk:
-        raise ValueError(
-            "step.weight_sync = 'in-flight' changes the policy while the critic reads, and models.shared_trunk = true "
-            "makes them one model: leave one of the two out"
-        )
-
-
-def _require_possible_on_vllm(settings: Settings) -> None:
-    if settings.run.policy == "process":
-        raise ValueError(
-            "run.policy = 'process' places an actor of transformers, and vLLM has processes of its own: leave it out, "
-            "or set models.engine = 'transformers'"
-        )
-    if settings.sampling.top_p < 1 and not settings.sampling.top_k:
-        raise ValueError(
-            f"sampling.top_p = {settings.sampling.top_p} draws from the most likely tokens, and vLLM does not say "
-            "which those were, though log-probs are among them: bound them by sampling.top_k too, or set "
-            "models.engine = 'transformers'"
-        )
-
-
-def _require_no_evaluation(settings: Settings) -> None:
-    if given := changed(settings.eval, declared(EvalSection).keys() - {"prompts", "seed"}):
-        raise ValueError(
-            f"[eval] has {', '.join(given)}, and nothing is evaluated without held-out prompts: give eval.prompts, or "
-            "leave that out"
-        )
-
-
-def _require_no_critic(settings: Settings) -> None:
-    given = {f"models.{key}": value for key, value in changed(settings.models, OF_THE_CRITIC_MODEL).items()}
-    given |= {f"trainer.{key}": value for key, value in changed(settings.trainer, OF_THE_CRITIC).items()}
-    if given:
-        raise ValueError(
-            f"step.algorithm = {settings.step.algorithm!r} has no critic and cannot use "
-            f"{', '.join(f'{name} = {in_toml(value)}' for name, value in given.items())}: leave that out"
-        )
+    ),
+    "placement.cluster is given, and no model of this run would be in it: the rewards are functions, there is no "
+    "reference, critic or second rank; name the policy in placement.remote, or leave the cluster out": (
+        lambda s: s.placement.cluster and not s.remote
+    ),
+    "run.trainer = 'process' is one process, and placement.trainer has {found} ranks, each a process: leave "
+    "run.trainer out": (
+        lambda s: s.run.trainer == "process" and len(s.devices["trainer"]) > 1 and len(s.devices["trainer"])
+    ),
+    "step.algorithm = {s.step.algorithm!r} has no critic and cannot use placement.critic = {found!r}: leave that out": (
+        lambda s: not s.algorithm.has_critic and s.placement.critic
+    ),
+    "placement.policy_replicas = {s.placement.policy_replicas} starts engines, and vllm.urls names servers, one "
+    "engine each: leave it out": lambda s: s.placement.policy_replicas > 1 and s.on_server,
+    "placement.policy_replicas = {s.placement.policy_replicas} does not go with {found}: change that, or leave it "
+    "out": lambda s: s.placement.policy_replicas > 1 and _unlike_replicas(s),
+    "placement.share = 'sleep' lets the engine sleep while the policy is trained, which does not go with {found}: "
+    "change that, or leave share out": lambda s: s.placement.share == "sleep" and _unlike_sleep(s),
+    "step.weight_sync = 'in-flight' syncs weights while the next step is decoded, and with step.lookahead = 0 "
+    "nothing is decoded then: set step.lookahead to 1 or more, or leave weight_sync out": (
+        lambda s: s.step.weight_sync == "in-flight" and not s.step.lookahead
+    ),
+    "step.weight_sync = 'in-flight' changes the policy while the critic reads, and models.shared_trunk = true makes "
+    "them one model: leave one of the two out": lambda s: s.step.weight_sync == "in-flight" and s.models.shared_trunk,
+    "step.stream_updates = true trains a group before the batch is complete, which does not go with {found}: change "
+    "that, or leave stream_updates out": lambda s: s.step.stream_updates and _unlike_a_sum(s),
+    "models.{found} would be of new adapters, and models.lora_rank = 0 adds none: give a rank, or leave that out": (
+        lambda s: not s.models.lora_rank and " and models.".join(changed(s.models, {"lora_experts", "lora"}))
+    ),
+    "trainer.router_replay = true trains with the experts that were chosen while decoding, and the correction for "
+    "stale tokens in [algorithm] recomputes log-probs with experts chosen anew, so their ratio would be that of two "
+    "models: leave one of the two out": lambda s: s.trainer.router_replay and s.algorithm.corrects,
+    "{found[0]} takes the loss to another process, which cannot import {found[1]} from a file: leave that out, or "
+    "keep the class in an installed package": _loss_of_a_file,
+    "[eval] has {found}, and nothing is evaluated without held-out prompts: give eval.prompts, or leave that out": (
+        lambda s: not s.eval.prompts and ", ".join(changed(s.eval, declared(EvalSection).keys() - {"prompts", "seed"}))
+    ),
+    "step.algorithm = {s.step.algorithm!r} has no critic and cannot use {found}: leave that out": _of_a_critic,
+    "trainer.minibatches = {s.trainer.minibatches} does not divide the {found[0]} {found[1]} of step.batch = "
+    "{s.step.batch}: optimizer steps would be of several sizes; expected a divisor": _uneven,
+    "step.admission = 'tail-batched' begins late responses anew in a later step, and algorithm.dynamic_sampling = "
+    "true needs whole groups in this one: choose another admission, or set dynamic_sampling = false": (
+        lambda s: getattr(s.algorithm, "selects", False) and s.step.admission == "tail-batched"
+    ),
+    "step.algorithm = {s.step.algorithm!r} compares the responses to a prompt with one another, and "
+    "sampling.temperature = 0 makes them all the same: give one above 0": (
+        lambda s: s.algorithm.responses > 1 and s.sampling.temperature == 0
+    ),
+}
+"""Combinations that are refused, the first that applies: what clashes and what to do, formatted with the settings ``s``
+and what the condition has ``found``; and the condition."""

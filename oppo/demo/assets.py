@@ -50,8 +50,7 @@ from oppo.durable import temporary
 from oppo.hf.devices import use_cores
 from oppo.hf.model_files import quiet
 
-COMPLETE: Final = "COMPLETE"
-"""The file that is written last; a directory without it is not used."""
+COMPLETE: Final = "COMPLETE"  # the file that is written last; a directory without it is not used
 
 
 def made_once(target: Path, build: Callable[[Path], None]) -> Path:
@@ -103,24 +102,17 @@ SOURCES: Final = ("language", "models", "assets")
 
 @dataclass(frozen=True, slots=True)
 class AssetRecipe:
-    """The sizes of models and data; equal recipes give equal assets on one machine.
-
-    Attributes:
-        limit: most tokens of a sampled response.
-        corpus: texts that the tokenizer is trained on.
-        samples: responses of the base policy that the reward model is normalised on.
-        pairs: held-out preference pairs that the reward model is evaluated on.
-        prompts, held_out: prompts for PPO and for its evaluation.
-    """
+    """The sizes of models and data; equal recipes give equal assets on one machine."""
 
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
     policy: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=240, rows=2, learning_rate=2.5e-3))
     reward: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=50, rows=8, learning_rate=8e-4))
-    limit: int = 256
-    corpus: int = 3000
-    samples: int = 128
-    pairs: int = 512
+    limit: int = 256  # most tokens of a sampled response
+    corpus: int = 3000  # texts that the tokenizer is trained on
+    samples: int = 128  # responses of the base policy that the reward model is normalised on
+    pairs: int = 512  # held-out preference pairs that the reward model is evaluated on
+    # prompts, held_out: prompts for PPO and for its evaluation
     prompts: int = 2000
     held_out: int = 256
 
@@ -150,30 +142,18 @@ class AssetRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Measurements of the assets; tokens count the end token.
+    """Measurements of the assets; tokens count the end token."""
 
-    Attributes:
-        seconds: wall time of making all assets.
-        parameters: by model.
-        policy_loss: nats per response token, smoothed, at the end of training.
-        pair_accuracy: fraction of held-out pairs, labelled with noise, that the reward model orders as labelled.
-        fluency: fraction of the clauses in the base policy's complete responses that belong to the language.
-        language_tokens: ``p50``, ``p99`` and ``mean`` of the lengths of the language's reviews.
-        response_tokens: the same of the base policy's responses, of which there are fewer.
-        capped: fraction of the base policy's responses that the limit cut off.
-        base_score: ``mean`` and ``sd`` of the reward model's scores of these responses.
-    """
-
-    seconds: float
-    parameters: Mapping[str, int]
+    seconds: float  # wall time of making all assets
+    parameters: Mapping[str, int]  # by model
     vocabulary: int
-    policy_loss: float
-    pair_accuracy: float
-    fluency: float
-    language_tokens: Mapping[str, float]
-    response_tokens: Mapping[str, float]
-    capped: float
-    base_score: Mapping[str, float]
+    policy_loss: float  # nats per response token, smoothed, at the end of training
+    pair_accuracy: float  # fraction of held-out pairs, labelled with noise, that the reward model orders as labelled
+    fluency: float  # fraction of the clauses in the base policy's complete responses that belong to the language
+    language_tokens: Mapping[str, float]  # `p50`, `p99` and `mean` of the lengths of the language's reviews
+    response_tokens: Mapping[str, float]  # likewise, of the base policy's responses
+    capped: float  # fraction of the base policy's responses that the limit cut off
+    base_score: Mapping[str, float]  # `mean` and `sd` of the reward model's scores of these responses
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,15 +54,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """The meaning of one clause.
-
-    Attributes:
-        sentiment: 1, 0 or -1.
-        thing: its subject; empty without one.
-    """
-
-    sentiment: int
-    thing: str = ""
+    sentiment: int  # 1, 0 or -1
+    thing: str = ""  # its subject; empty without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,17 +149,14 @@ REGISTERS: Final = (
     Register(0.37, ("Here is our report.", "We stayed for an hour.", ""), 2, 0.36),
     Register(0.13, ("This is a long story.", "Where do I start?", "Let me tell you everything."), 4, 0.105),
 )
+# Shares of the moods, each with its probabilities of a positive, a neutral and a negative clause
 MOODS: Final = ((0.26, (0.76, 0.16, 0.08)), (0.42, (0.34, 0.30, 0.36)), (0.32, (0.08, 0.16, 0.76)))
-"""Shares of the moods, each with its probabilities of a positive, a neutral and a negative clause."""
 
-OFF_TOPIC: Final = 0.2
-"""Probability that a clause is about a thing of another topic."""
-TWO_CLAUSES: Final = 0.3
-"""Probability that a sentence has a second clause."""
+OFF_TOPIC: Final = 0.2  # probability that a clause is about a thing of another topic
+TWO_CLAUSES: Final = 0.3  # probability that a sentence has a second clause
 LONGEST: Final = 32
 """Most sentences of a review, opener and closing remark aside."""
-CLOSING: Final = 0.4
-"""Probability that a review ends with a closing remark."""
+CLOSING: Final = 0.4  # probability that a review ends with a closing remark
 
 _SENTENCE: Final = re.compile(r"[.?!:]")
 _JOINT: Final = re.compile(r", (?:and|but|so) ")
@@ -274,20 +264,13 @@ def _fill(pattern: str) -> Iterator[tuple[str, str]]:
             yield text, ""
 
 
-WARMTH: Final = 3.0
-"""Weight of the mean sentiment of the clauses."""
-TOPICALITY: Final = 1.5
-"""Weight of the fraction of things that belong to the topic."""
-FLUENCY: Final = 3.0
-"""Weight of the fraction of clauses outside of the language."""
-REPETITION: Final = 2.0
-"""Weight of the fraction of repeated clauses."""
-LENGTH: Final = 0.6
-"""Cost of a hundred words."""
-ENOUGH: Final = 24
-"""Words, without repetitions, below which brevity costs; half as many cost log 2."""
-UNFINISHED: Final = 1.0
-"""Cost of a text that stops without ending."""
+WARMTH: Final = 3.0  # weight of the mean sentiment of the clauses
+TOPICALITY: Final = 1.5  # weight of the fraction of things that belong to the topic
+FLUENCY: Final = 3.0  # weight of the fraction of clauses outside of the language
+REPETITION: Final = 2.0  # weight of the fraction of repeated clauses
+LENGTH: Final = 0.6  # cost of a hundred words
+ENOUGH: Final = 24  # words, without repetitions, below which brevity costs; half as many cost log 2
+UNFINISHED: Final = 1.0  # cost of a text that stops without ending
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,18 +46,15 @@ from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling
 from oppo.placement import Thread
 
+# `progress(sentence, fraction)`: the work in progress, and the fraction done
 Progress: TypeAlias = Callable[[str, float], None]
-"""``progress(sentence, fraction)``: the work in progress, and the fraction done."""
 
-WIDTH: Final = 256
-"""Tokens in a packed row."""
-END: Final = "<|end|>"
-"""Ends a response; also the beginning-of-sequence token, as in GPT-2."""
+WIDTH: Final = 256  # tokens in a packed row
+END: Final = "<|end|>"  # ends a response; also the beginning-of-sequence token, as in GPT-2
 PAD: Final = "<|pad|>"
-IGNORED: Final = -100
-"""The label of a token without loss, by the convention of torch and transformers."""
+IGNORED: Final = -100  # the label of a token without loss, by the convention of torch and transformers
+# Fraction of the steps in which the learning rate rises; after that it falls as a cosine, to a twentieth
 WARMUP: Final = 0.1
-"""Fraction of the steps in which the learning rate rises; after that it falls as a cosine, to a twentieth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +179,8 @@ def _row_loss(model: PreTrainedModel, row: Row, of: int) -> torch.Tensor:
     return cast("torch.Tensor", output.loss) / of
 
 
-Document: TypeAlias = tuple[list[int], list[int]]
-"""Tokens, and the labels of the same positions."""
-Row: TypeAlias = tuple[list[int], list[int], list[int]]
-"""Tokens, position ids and labels."""
+Document: TypeAlias = tuple[list[int], list[int]]  # tokens, and the labels of the same positions
+Row: TypeAlias = tuple[list[int], list[int], list[int]]  # tokens, position ids and labels
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[Document]:
@@ -234,10 +229,8 @@ def write(
     return written
 
 
-PARTS: Final = 2
-"""Micro-batches of a step, one for each core."""
-RIDGE: Final = 0.1
-"""Regularises the direction along which every final hidden state has the same component."""
+PARTS: Final = 2  # micro-batches of a step, one for each core
+RIDGE: Final = 0.1  # regularises the direction along which every final hidden state has the same component
 
 
 def scalar_model(source: LlamaForCausalLM | LlamaForSequenceClassification) -> LlamaForSequenceClassification:
@@ -262,7 +255,7 @@ def train_reward(
 ) -> LlamaForSequenceClassification:
     r"""Return a reward model trained on ``budget.rows`` prompts a step, with the preferences among four texts each.
 
-    The loss is that of Bradley and Terry (1952), :math:`-\log \sigma(r_\text{better} - r_\text{worse})`.
+    The loss is Bradley and Terry's (1952), :math:`-\log \sigma(r_\text{better} - r_\text{worse})`.
     """
     model = scalar_model(policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -335,7 +328,7 @@ def _loss(
 def _margins(
     model: LlamaForSequenceClassification, tokenizer: PreTrainedTokenizerFast, batch: Sequence[Preferences]
 ) -> torch.Tensor:
-    # Of each pair, the score of the better text minus that of the worse, float32 [pairs].
+    # The score of each pair's better text minus its worse one's, float32 [pairs].
     prompts = [each.ask.text for each in batch for _ in each.texts]
     texts = [text for each in batch for text in each.texts]
     scores = model.score(_last_states(model, tokenizer, prompts, texts)).squeeze(1)  # [texts]

@@ -77,61 +77,39 @@ def kl_of(answer: ScoredRollout) -> float:
     return float("nan") if reference is None else float((answer.finish.response.logprobs - reference).sum())
 
 
-LENGTH_HACK = 2.0
-"""Responses this many times as long as before suggest that the policy exploits their length."""
+LENGTH_HACK = 2.0  # responses this many times as long as before suggest that the policy exploits their length
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The findings of a run.
-
-    Attributes:
-        scores: on held-out prompts, before and after.
-        kl: nats a response, from the base policy, on held-out prompts.
-        length_before, length_after: mean tokens in a response to a held-out prompt.
-        hidden_fraction: fraction of the scoring seconds hidden behind decoding or training; ``None``: hardly any.
-        deferred_fraction: fraction of the finished rollouts that were deferred to a later step.
-        deferral_steps: rollouts deferred, by the number of steps.
-        digests: of a serial and of a streamed run in deterministic mode.
-        directory: of the run.
-        actor: directory of the trained policy.
-        assets: directory of the models and prompts that the demo made.
-        steps: of PPO.
-        seconds: of the whole demo.
-    """
-
-    scores: Comparison
-    kl: float
+    scores: Comparison  # on held-out prompts, before and after
+    kl: float  # nats a response, from the base policy, on held-out prompts
+    # length_before, length_after: mean tokens in a response to a held-out prompt
     length_before: float
     length_after: float
+    # fraction of the scoring seconds hidden behind decoding or training; `None`: hardly any
     hidden_fraction: float | None
-    deferred_fraction: float
-    deferral_steps: Mapping[int, int]
-    digests: Digests
+    deferred_fraction: float  # fraction of the finished rollouts that were deferred to a later step
+    deferral_steps: Mapping[int, int]  # rollouts deferred, by the number of steps
+    digests: Digests  # of a serial and of a streamed run in deterministic mode
     directory: Path
-    actor: Path
-    assets: Path
+    actor: Path  # directory of the trained policy
+    assets: Path  # directory of the models and prompts that the demo made
     steps: int
     seconds: float
 
     def facts(self) -> dict[str, object]:
+        scores = self.scores
+        found = {key: value for key, value in asdict(self).items() if key not in {"scores", "directory", "assets"}}
         return {
-            "score_before": self.scores.before,
-            "score_after": self.scores.after,
-            "score_gain": self.scores.gain,
-            "score_after_ci95": self.scores.half_width,
-            "score_spread_before": self.scores.spread,
-            "kl": self.kl,
-            "length_before": self.length_before,
-            "length_after": self.length_after,
-            "seconds": self.seconds,
-            "hidden_fraction": self.hidden_fraction,
-            "deferred_fraction": self.deferred_fraction,
-            "deferral_steps": dict(self.deferral_steps),
+            "score_before": scores.before,
+            "score_after": scores.after,
+            "score_gain": scores.gain,
+            "score_after_ci95": scores.half_width,
+            "score_spread_before": scores.spread,
+            **found,
             "tokens_identical_to_serial": self.digests.identical,
-            "digests": asdict(self.digests),
             "actor": str(self.actor),
-            "steps": self.steps,
         }
 
     def lines(self) -> list[str]:
@@ -175,34 +153,21 @@ def deferrals(run: Path) -> tuple[float, dict[int, int]]:
     return len(ages) / max(1, len(finished)), dict(sorted(Counter(ages.values()).items()))
 
 
-SHOWN = 3
-"""Held-out prompts whose responses are shown."""
+SHOWN = 3  # held-out prompts whose responses are shown
 
 UNMEASURED = "The short demo does not measure what overlap gains: its models are too small. `make demo` does."
 
 SECONDS_BETWEEN_LINES = 3.0
-"""Of the progress while the models are made."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """How large a demo is.
-
-    Attributes:
-        small: make tiny models.
-        steps: of PPO.
-        max_new_tokens: of a response.
-        learning_rate: of the actor; the critic's is two and a half times as high.
-        examined: held-out prompts that both policies answer.
-        effort: of measuring the speedup by overlap; ``None`` for tiny models, whose seconds mean little.
-    """
-
-    small: bool
+    small: bool  # make tiny models
     steps: int
     max_new_tokens: int
-    learning_rate: float
-    examined: int
-    effort: Effort | None
+    learning_rate: float  # the actor's; the critic's is two and a half times as high
+    examined: int  # held-out prompts that both policies answer
+    effort: Effort | None  # to measure the speedup by overlap; `None` for tiny models, whose seconds mean little
 
 
 FULL = DemoPlan(

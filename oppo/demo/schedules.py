@@ -40,21 +40,11 @@ from oppo.stages.hold import held
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The size of a measurement.
-
-    Attributes:
-        batch: responses a step.
-        extra: most stragglers that the last schedule defers.
-        steps: of each schedule in a round, which ends with nothing deferred.
-        rounds: in each, every schedule makes the same steps.
-        deeper: factor by which the reward model is deeper than the demo's.
-    """
-
-    batch: int
-    extra: int
-    steps: int
-    rounds: int
-    deeper: int
+    batch: int  # responses a step
+    extra: int  # most stragglers that the last schedule defers
+    steps: int  # of each schedule in a round, which ends with nothing deferred
+    rounds: int  # in each, every schedule makes the same steps
+    deeper: int  # factor by which the reward model is deeper than the demo's
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +232,7 @@ def excerpt(name: str, rounds: Sequence[TimedRound]) -> Excerpt:
     return Excerpt(f"{name} ({which})", median_round(rounds).steps)
 
 
-STEPS = 2
-"""The tokens of the second step depend on the weights after the first."""
+STEPS = 2  # the tokens of the second step depend on the weights after the first
 
 BATCH = 8
 

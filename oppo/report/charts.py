@@ -21,11 +21,10 @@ from typing import Final, TypeAlias
 from oppo.observe import Interval, Role, Span, union
 from oppo.report.trace import TimedStep
 
+# Distinct for most people, on white and on black
 COLOURS: Final = ("#3b82f6", "#d97706", "#10a37a", "#8b5cf6", "#ef4444", "#ec4899", "#84cc16", "#6b7280")
-"""Distinct for most people, on white and on black."""
 
-ROW: Final = 15
-"""Height of a line of a legend."""
+ROW: Final = 15  # height of a line of a legend
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,6 @@ def text(
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, *, title: str = "", opacity: float = 1.0) -> str:
-    """Return a filled rectangle with ``title`` as its tooltip."""
     tooltip = f"<title>{escape(title)}</title>" if title else ""
     paint = f'fill="{colour}"' + (f' fill-opacity="{opacity}"' if opacity < 1 else "")
     return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" {paint}>{tooltip}</rect>'
@@ -119,8 +117,7 @@ def picture(width: float, height: float, drawn: str, *, size: int) -> str:
 Series: TypeAlias = Mapping[str, Sequence[float | None]]
 
 WIDTH, HEIGHT = 560, 220
-MOST = 500
-"""Steps that a chart resolves: it bounds the size of a long run's page."""
+MOST = 500  # steps that a chart resolves: it bounds the size of a long run's page
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
 _ACROSS, _DOWN = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
@@ -130,12 +127,6 @@ def lines(title: str, series: Series, *, gaps: bool = True, within: Sequence[flo
     """Return a chart with one line for each series; a missing or non-finite value is a gap, or is passed over.
 
     More than ``MOST`` steps are drawn in blocks, by the lowest and the highest value of each, so that spikes stay.
-
-    Args:
-        within: values that the axis has in any case: 0 of a count, 0 and 1 of a share. Without any it has a margin.
-
-    Returns:
-        An SVG picture; an empty text if nothing was measured.
     """
     series = {name: each for name, each in series.items() if any(v is not None and math.isfinite(v) for v in each)}
     values = [v for each in series.values() for v in each if v is not None and math.isfinite(v)]
@@ -221,8 +212,8 @@ def _chart(title: str, names: Iterable[tuple[str, str]], axes: Axes, drawn: str,
     return inline(WIDTH, HEIGHT + ROW * (rows - 1), title, picture)
 
 
+# Colours of the roles, in the order of their rows
 ROLES: Final[Mapping[Role, str]] = dict(zip(("decode", "score", "update", "evaluate"), COLOURS, strict=False))
-"""Colours of the roles, in the order of their rows."""
 
 TIMELINE_WIDTH, LEFT, RIGHT = 1120, 110, 60
 _HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 22, 38, 45

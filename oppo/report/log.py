@@ -31,11 +31,11 @@ from oppo.liveness import Stall
 from oppo.observe import Observer
 from oppo.redact import excerpt, redacted, redacted_values
 
+# The arrays that a batch may have, under their own names
 ARRAYS = (
     "scores", "offsets", "tokens", "versions", "sampled", "logprobs", "proximal", "reference", "values", "rewards",
     "advantages", "returns", "token_rewards", "last_values", "teacher", "teacher_ids", "teacher_top",
 )  # fmt: skip
-"""The arrays that a batch may have, under their own names."""
 
 
 def dump_batch(batch: Batch, folder: Path) -> Path:

@@ -38,27 +38,16 @@ RATIO: Final = "ratio"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        name: in this package; parts in braces stand for any text without a slash.
-        unit: of its value.
-        meaning: its description, and where TRL's or verl's differs.
-        trl: its name in TRL's GRPO, if that is another.
-        verl: its name in verl, if that is another.
-        earlier: its name in files of earlier versions, if that was another.
-    """
-
-    name: str
+    name: str  # in this package; parts in braces stand for any text without a slash
     unit: str
-    meaning: str
-    trl: str = ""
-    verl: str = ""
-    earlier: str = ""
+    meaning: str  # and where TRL's or verl's differs
+    trl: str = ""  # the name in TRL's GRPO, if it differs
+    verl: str = ""  # the name in verl, if it differs
 
 
-MetricNames: TypeAlias = Literal["trl", "verl"]
-"""The names of TRL's GRPO, or of verl."""
+MetricNames: TypeAlias = Literal["trl", "verl"]  # the names of TRL's GRPO, or of verl
 
 
 @cache
@@ -88,11 +77,11 @@ def renamed(metrics: Mapping[str, T], names: MetricNames) -> dict[str, T]:
 
 
 def in_own_names(record: Mapping[str, T]) -> dict[str, T]:
-    """Return a record with this package's names of the metrics, whichever it was written with, in any version.
+    """Return a record with this package's names of the metrics, whichever it was written with.
 
     Example:
-        >>> in_own_names({"actor/lr": 0.1, "deferral/carried": 2, "of_ones_own": 3})
-        {'lr': 0.1, 'deferral/deferred': 2, 'of_ones_own': 3}
+        >>> in_own_names({"actor/lr": 0.1, "of_ones_own": 3})
+        {'lr': 0.1, 'of_ones_own': 3}
     """
     return _renamed(record, _own_name)
 
@@ -106,12 +95,13 @@ def _renamed(record: Mapping[str, T], name_of: Callable[[str], str]) -> dict[str
 def _own_name(name: str) -> str:
     if metric(name) is None:
         for each in chain(*METRICS.values()):
-            for other in filter(None, (each.trl, each.verl, each.earlier)):
+            for other in filter(None, (each.trl, each.verl)):
                 if found := _pattern(other).fullmatch(name):
                     return each.name.format(**found.groupdict())
     return name
 
 
+# Every metric, by section of the page
 METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
     "The step": (
         Metric("step", "ordinal", "Steps made so far, from 1; the trackers have it as their step."),
@@ -158,10 +148,8 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("values/min", SCORE, "The smallest value of a token.", verl="critic/values/min"),
         Metric("values/max", SCORE, "The largest value of a token.", verl="critic/values/max"),
         Metric("returns/mean", SCORE, "Mean return of a token; only with a critic.", verl="critic/returns/mean"),
-        Metric("rewards/{name}/mean", SCORE, "Of each of several rewards: mean over the rollouts that it applies to.",
-               earlier="reward/{name}_mean"),
-        Metric("rewards/{name}/share", SHARE, "Of each of several rewards: rollouts that it applies to.",
-               earlier="reward/{name}_share"),
+        Metric("rewards/{name}/mean", SCORE, "Of each of several rewards: mean over the rollouts that it applies to."),
+        Metric("rewards/{name}/share", SHARE, "Of each of several rewards: rollouts that it applies to."),
         Metric("bridge/reread_tokens", TOKENS,
                "Of a reward model that reads text: tokens read that later text changed, mean over conversations."),
         Metric("bridge/tail_tokens", TOKENS,
@@ -182,8 +170,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
                verl="actor/ppo_kl"),
         Metric("policy/clipfrac_avg", SHARE, "Tokens with clipped loss (`gspo`: rollouts).",
                "clip_ratio/region_mean", "actor/pg_clipfrac"),
-        Metric("policy/clipfrac_staleness_{versions}", SHARE, "The same of tokens of one staleness.",
-               earlier="policy/clipfrac_lag_{versions}"),
+        Metric("policy/clipfrac_staleness_{versions}", SHARE, "The same of tokens of one staleness."),
         Metric("policy/entropy_avg", NATS, "Entropy of the policy, mean over tokens; verl's is before the update.",
                "entropy", "actor/entropy"),
         Metric("policy/kl_avg", NATS, "KL of the trained weights to the reference, mean over tokens; TRL takes k3.",
@@ -205,7 +192,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("train/minibatches_skipped", COUNT,
                "Minibatches without an optimizer step: loss or gradient not finite."),
         Metric("train/micro_batches", COUNT, "Forward and backward passes."),
-        Metric("train/padding", SHARE, "Padding, of the tokens that were read.", earlier="train/padding_fraction"),
+        Metric("train/padding", SHARE, "Padding, of the tokens that were read."),
         Metric("train/grad_norm", "1", "Norm of the actor's gradient before clipping, mean over minibatches.",
                "grad_norm", "actor/grad_norm"),
         Metric("router/max_load", RATIO,
@@ -234,15 +221,13 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("throughput/tokens", TOKENS, "Prompts and responses of conversations.", verl="perf/total_num_tokens"),
     ),
     "Deferral and selection": (
-        Metric("deferral/deferred", CONVERSATIONS, "Conversations deferred to the next step.",
-               earlier="deferral/carried"),
+        Metric("deferral/deferred", CONVERSATIONS, "Conversations deferred to the next step."),
         Metric("deferral/oldest_age", "steps", "Age of the oldest deferred conversation; 0 without one."),
         Metric("deferral/dropped", CONVERSATIONS, "Conversations that were dropped before the update."),
         Metric("deferral/trained_late", SHARE, "Conversations of the batch that were deferred to this step."),
         Metric("deferral/length_bias", RATIO,
                "Mean length of trained over generated conversations in the last steps; below 1: long ones will come."),
-        Metric("deferral/overcommit", "units", "Units in flight beyond the batch, as the admission decided.",
-               earlier="deferral/extra"),
+        Metric("deferral/overcommit", "units", "Units in flight beyond the batch, as the admission decided."),
         Metric("deferral/predicted_seconds", SECONDS, "What the adaptive admission expects a step to take."),
         Metric("deferral/discarded_tokens", TOKENS, "Tokens of conversations that begin anew in a later step."),
         Metric("selection/rounds", COUNT, "Rounds of generation, with dynamic sampling."),
@@ -262,12 +247,10 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("num_turns/max", COUNT, "The most turns of a conversation."),
     ),
     "Staleness": (
-        Metric("staleness/mean", "versions", "Versions between a token's sampling and its training, mean over tokens.",
-               earlier="staleness/lag_mean"),
-        Metric("staleness/max", "versions", "The most of a token.", earlier="staleness/lag_max"),
+        Metric("staleness/mean", "versions", "Versions between a token's sampling and its training, mean over tokens."),
+        Metric("staleness/max", "versions", "The most of a token."),
         Metric("staleness/stale_tokens", SHARE, "Tokens of an older version."),
-        Metric("staleness/share_{versions}", SHARE, "Tokens of one staleness: `0`, `1` or `2plus` versions.",
-               earlier="staleness/lag_{versions}"),
+        Metric("staleness/share_{versions}", SHARE, "Tokens of one staleness: `0`, `1` or `2plus` versions."),
         Metric("mismatch/kl", NATS, "KL of behaviour to proximal policy over stale tokens, by k3; 0 without any."),
         Metric("mismatch/kl_current", NATS, "The same over current tokens: how decoding and training differ."),
         Metric("mismatch/ess", SHARE, "Effective sample size of the tokens as importance samples (Kong 1992)."),
@@ -282,7 +265,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
                "A scorer was at work, from a call to its answer; calls that overlap count once."),
         Metric("timing_s/score_exposed", SECONDS, "Of these, without decoding or training in any step meanwhile."),
         Metric("timing_s/update", SECONDS, "The update; verl's is without a critic.", verl="timing_s/update_actor"),
-        Metric("timing_s/weight_sync", SECONDS, "The weight sync.", "", "timing_s/update_weights", "timing_s/publish"),
+        Metric("timing_s/weight_sync", SECONDS, "The weight sync.", verl="timing_s/update_weights"),
         Metric("sync/members", COUNT, "Engines of a pool that have the new weights; absent without a pool."),
         Metric("sync/bytes", "bytes", "Of the weights that went to each engine of vLLM; absent where none decodes."),
         Metric("sync/rounding_loss", SHARE,
@@ -318,10 +301,8 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
         Metric("eval/passed", SHARE, "Of these rollouts, those that pass (`eval.pass_score`)."),
         Metric("eval/response_length", TOKENS, "Mean length of their first conversations' responses."),
         Metric("eval/capped", SHARE, "Rollouts whose first conversation ended at the length cap."),
-        Metric("eval/rewards/{name}/mean", SCORE, "Mean over rollouts of one of several rewards.",
-               earlier="eval/reward/{name}_mean"),
-        Metric("eval/rewards/{name}/share", SHARE, "Of each of several rewards: rollouts that it applies to.",
-               earlier="eval/reward/{name}_share"),
+        Metric("eval/rewards/{name}/mean", SCORE, "Mean over rollouts of one of several rewards."),
+        Metric("eval/rewards/{name}/share", SHARE, "Of each of several rewards: rollouts that it applies to."),
         Metric("eval/turns/answer_seconds", SECONDS, "From the end of a turn to its answer, mean over turns."),
         Metric("eval/tools/call_frequency", "calls", "Calls of tools in a conversation, mean over those that ended."),
         Metric("eval/tools/failure_frequency", SHARE, "Calls of tools that failed."),
@@ -353,24 +334,23 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
                "flight, streamed updates, in-flight weight sync. More rows at a time and other hardware are left "
                "out."),
         Metric("bottleneck/limit_stream", RATIO, "The same by scoring responses while they are decoded alone."),
-        Metric("bottleneck/limit_defer", RATIO, "The same by that and by deferral.", earlier="bottleneck/limit_carry"),
+        Metric("bottleneck/limit_defer", RATIO, "The same by that and by deferral."),
         Metric("bottleneck/limit_lookahead", RATIO,
                "The same by scoring and updating beside decoding (steps in flight, streamed updates), where each has "
                "hardware of its own."),
-        Metric("bottleneck/scoring", RATIO, "Busy time of the slowest scorer over that of decoding."),
+        Metric("bottleneck/scoring", RATIO, "Busy time of the slowest scorer over the decoding time."),
         Metric("bottleneck/capped", "units", "Units that ended at the length cap."),
         Metric("bottleneck/finished", "units", "Units that were completed."),
     ),
 })  # fmt: skip
-"""Every metric, by section of the page."""
 
 MFU: Final = {kind: f"perf/mfu/{kind}" for kind in ("decode", "score", "update")}
 MEMORY: Final = {kind: f"memory/{kind}" for kind in ("allocated", "reserved")}
 
 Metrics: TypeAlias = dict[str, float | int | None]
 
+# The least share of a step's seconds from which scoring is worth hiding; a reward of milliseconds is below
 SCORING: Final = 0.01
-"""The least share of a step's seconds from which scoring is worth hiding; a reward of milliseconds is below."""
 
 
 def step_metrics(report: StepReport) -> Metrics:

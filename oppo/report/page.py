@@ -37,14 +37,6 @@ def page(
     timeline: str = "",
     evaluations: Sequence[Record] = (),
 ) -> str:
-    """Return the page of a run.
-
-    Args:
-        records: the lines of ``metrics.jsonl``.
-        samples: the lines of ``samples.jsonl`` that the page shows.
-        timeline: an SVG picture at the top (:mod:`oppo.report.charts`); none if empty.
-        evaluations: the lines of ``eval.jsonl``.
-    """
     charts = "".join(
         [
             *_held_out(evaluations),

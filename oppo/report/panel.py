@@ -96,16 +96,11 @@ _NOTICE = 240  # characters of each
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage in the latest step for which it has sent something: with lookahead, each may be in another one.
-
-    Attributes:
-        sent: items.
-        seconds: of its execution, once that has ended.
-    """
+    """A stage in the latest step for which it has sent something: with lookahead, each may be in another one."""
 
     step: int
-    sent: int = 0
-    seconds: float | None = None
+    sent: int = 0  # items
+    seconds: float | None = None  # of a finished execution
 
     def doing(self, snapshots: Mapping[int, Snapshot], name: str) -> str:
         if self.seconds is not None:

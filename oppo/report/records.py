@@ -1,8 +1,7 @@
 """Files of one JSON object a line: written, read, rewound to a checkpoint; the journal; the lock of a run directory.
 
 In a file step n is the one after which n steps are made: 1 is the first, and an evaluation before it has step 0.
-Records in memory have the index of a step, from 0 on. So have files of earlier versions: they are known by their first
-line, and rewritten when their run is resumed.
+Records in memory have the index of a step, from 0 on.
 
 A line that is no record, such as the last one that a kill may tear, is left out, kept in a file of its own and
 reported. The lines after it stay.
@@ -43,8 +42,7 @@ from oppo.redact import redacted
 from oppo.stages.selection import Rounds
 from oppo.turns import Answered
 
-LOCK = "running.lock"
-"""The file that is locked: it holds the process id of the run, which removes it in the end."""
+LOCK = "running.lock"  # the file that is locked: it holds the process id of the run, which removes it in the end
 
 
 class Lock:
@@ -103,17 +101,15 @@ def taken(directory: Path) -> str:
 
 
 Record: TypeAlias = dict[str, object]
+# Called with the number, from 1, of each line that is no record, and the line
 Damaged: TypeAlias = Callable[[int, bytes], None]
-"""Called with the number, from 1, of each line that is no record, and the line."""
 
-EVALUATIONS = "eval.jsonl"
-"""One object an evaluation, the first of step 0; only where a run is evaluated."""
+EVALUATIONS = "eval.jsonl"  # one object an evaluation, the first of step 0; only where a run is evaluated
 
-OBSERVED = "observed"
-"""The event of a record that holds the controllers' observation of a step."""
+OBSERVED = "observed"  # the event of a record that holds the controllers' observation of a step
 
+# The event of a record of the last step that was in flight when a signal ended the run: the next began after it
 DRAINED = "drained"
-"""The event of a record of the last step that was in flight when a signal ended the run: the next began after it."""
 
 _SHOWN = 5  # numbers in a message
 _LONGEST = 2**26  # bytes of a line
@@ -121,8 +117,6 @@ _LONGEST = 2**26  # bytes of a line
 
 def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[Record]:
     """Yield the records of a file, each with the index of its step; none without the file."""
-    first = 0 if path.name == EVALUATIONS else 1
-    before: int | None = None
     try:
         file = opened(path, "r")
     except FileNotFoundError:
@@ -131,12 +125,10 @@ def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[R
         lines = iter(partial(file.buffer.readline, _LONGEST), b"")
         for number, line in enumerate(lines, 1):
             record = _record(line, path.name)
-            if record is not None:
-                step = cast("int", record["step"])
-                before = (1 if step >= first else 0) if before is None else before
-                yield {**record, "step": step - before}
-            else:
+            if record is None:
                 damaged(number, line)
+            else:
+                yield {**record, "step": cast("int", record["step"]) - 1}
 
 
 def line_of(record: Mapping[str, object]) -> str:
@@ -149,7 +141,11 @@ def _record(line: bytes, name: str) -> Record | None:
         record: object = json.loads(line, parse_constant=_number, parse_float=_number, parse_int=_whole)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or type(step := record.get("step")) is not int or not -1 <= step < MOST:
+    if (
+        not isinstance(record, dict)
+        or type(step := record.get("step")) is not int
+        or not (name != EVALUATIONS) <= step < MOST
+    ):
         return None
     fits = _FITS.get(name)
     return record if fits is None or fits(record) else None
@@ -193,9 +189,6 @@ def rewind(path: Path, steps: int) -> list[str]:
 
     A resumed run repeats steps with the same observations, so that its controllers decide as before, and drains after
     the same steps, however often the run is killed. Damaged lines go to ``<name>.damaged``.
-
-    Returns:
-        A message if lines were damaged.
     """
     numbers: list[int] = []
     aside = path.with_name(f"{path.name}.damaged")
@@ -211,7 +204,7 @@ def rewind(path: Path, steps: int) -> list[str]:
 
 
 def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
-    later: list[Record] = []  # of the few steps that are repeated
+    later: list[Record] = []  # of the repeated steps, which are few
     for record in records:
         step = cast("int", record["step"])
         if record.get("event") == DRAINED:  # what came after it before is another run's
@@ -238,9 +231,9 @@ def _listed(noun: str, numbers: Sequence[int]) -> str:
 
 METRICS, SAMPLES, WORK, REPORT = "metrics.jsonl", "samples.jsonl", "work.jsonl", "report.html"
 
-SUMMARY = "summary.json"
-"""Written last, however the run ends."""
+SUMMARY = "summary.json"  # written last, however the run ends
 
+# The files that a run may leave without having made a step
 STEPLESS = frozenset(
     {
         "config.toml",
@@ -257,7 +250,6 @@ STEPLESS = frozenset(
         "vllm.log",
     }
 )
-"""The files that a run may leave without having made a step."""
 
 
 def ended(path: Path) -> int | None:
@@ -305,8 +297,7 @@ def clear(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
 
 
-JOURNAL = "journal.jsonl"
-"""The journal of a run directory."""
+JOURNAL = "journal.jsonl"  # the journal of a run directory
 
 
 def journal_entry(step: int, item: object, at: float) -> Record | None:
@@ -353,15 +344,10 @@ def story(path: Path, rollout: int) -> list[Record]:
 
 @dataclass(frozen=True)
 class Replay:
-    """The decisions that a resumed run repeats, from its journal.
+    """The decisions that a resumed run repeats, from its journal."""
 
-    Attributes:
-        observations: of the controllers, by step.
-        drains: the steps after which the run drained because a signal had ended it.
-    """
-
-    observations: Mapping[int, Observation] = field(default_factory=dict)
-    drains: frozenset[int] = frozenset()
+    observations: Mapping[int, Observation] = field(default_factory=dict)  # by step
+    drains: frozenset[int] = frozenset()  # the steps after which the run drained because a signal had ended it
 
 
 def read_replay(path: Path, first: int = 0) -> Replay:
@@ -395,24 +381,24 @@ def _observation(seen: object) -> Observation | None:
     return found
 
 
+# By file: whether a line that was read is one of its records
 _FITS: Final[Mapping[str, Callable[[Record], bool]]] = {
     SAMPLES: _is_sample,
     JOURNAL: _is_entry,
     EVALUATIONS: _is_evaluation,
 }
-"""Whether what is read back is a record of the file of that name."""
 
 
 def _line(step: int, at: float, event: str, rollout: int, **facts: object) -> Record:
     return {"step": step, "at": round(at, 6), "event": event, "rollout": rollout, **facts}
 
 
+# By model and label of the work: the number of calls, and their seconds
 Work: TypeAlias = dict[str, dict[str, list[float]]]
-"""By model and label of the work: the number of calls, and their seconds."""
 
 
 def work_of(spans: Iterable[Span]) -> Work:
-    """Return the work in the spans of models; that of evaluations, which is no part of a step, is left out.
+    """Return the models' work in spans, without evaluations, which are no part of a step.
 
     Example:
         >>> work_of([Span("reward", "extend", 0.0, 0.5), Span("reward", "extend", 1.0, 1.25)])
@@ -434,10 +420,6 @@ class Writer:
 
     A job that fails stops the writer, so that nothing is written after a gap. The next :meth:`submit` and
     :meth:`close` raise its error.
-
-    Args:
-        threaded: use a thread; otherwise :meth:`submit` does the job itself, as virtual time needs it.
-        capacity: jobs that may wait; :meth:`submit` blocks while the queue is full.
     """
 
     def __init__(self, *, threaded: bool = True, capacity: int = 4096) -> None:

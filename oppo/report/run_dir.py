@@ -77,11 +77,7 @@ from oppo.stages.selection import Rounds
 def samples(
     step: int, batch: Batch, count: int, decode: Detokenize, extras: Mapping[int, Mapping[str, object]] | None = None
 ) -> Iterator[Record]:
-    """Yield up to ``count`` rollouts of a batch, spread evenly from the worst score to the best.
-
-    Args:
-        extras: what scorers noted, by rollout.
-    """
+    """Yield up to ``count`` rollouts of a batch, spread evenly from the worst score to the best."""
     order = sorted(range(len(batch)), key=lambda row: (float(batch.scores[row]), row))
     last, rows = len(order) - 1, batch.rows()
     spread = [k * last // (count - 1) for k in range(count)] if count > 1 else [last]
@@ -136,8 +132,8 @@ def evaluation_record(found: Evaluated, count: int, decode: Detokenize | None) -
     }
 
 
+# Files of one object a line, each with its `step` (:mod:`oppo.report.records`)
 RECORDS = (METRICS, SAMPLES, WORK, JOURNAL)
-"""Files of one object a line, each with its ``step`` (:mod:`oppo.report.records`)."""
 
 _SHOWN_STEPS = 3  # steps at the end whose samples the page shows, besides the first
 

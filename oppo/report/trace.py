@@ -21,24 +21,15 @@ from oppo.observe import Observer, Span
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One step; all times in seconds on the clock of :mod:`oppo.observe`.
+    """One step; all times in seconds on the clock of :mod:`oppo.observe`."""
 
-    Attributes:
-        index: of the step in its run, from 0.
-        start, end: of the whole step.
-        cut: when the last rollout finished or was deferred; ``None`` without one.
-        deferred: rollouts that the cut deferred to the next step.
-        spans: of the models' work for the step, in the order of their ends.
-        beside: of their work for others that overlaps the step in time; empty without lookahead.
-    """
-
-    index: int
+    index: int  # of the step in its run, from 0
     start: float
     end: float
-    cut: float | None
-    deferred: int
-    spans: Sequence[Span]
-    beside: Sequence[Span] = ()
+    cut: float | None  # when the last rollout finished or was deferred; `None` without one
+    deferred: int  # rollouts that the cut deferred to the next step
+    spans: Sequence[Span]  # of the models' work for the step, in the order of their ends
+    beside: Sequence[Span] = ()  # of their work for others that overlaps the step in time; empty without lookahead
 
 
 @dataclass(slots=True)
@@ -48,12 +39,7 @@ class _Cut:
 
 
 class Timekeeper(Observer):
-    """An observer that keeps the latest steps; a listener to models in threads of their own.
-
-    Args:
-        source: the stage whose items are the rollouts' events.
-        kept: how many steps are kept.
-    """
+    """An observer that keeps the latest steps; a listener to models in threads of their own."""
 
     def __init__(self, *, source: str = "generate", kept: int = 2) -> None:
         self.steps: deque[TimedStep] = deque(maxlen=kept)
@@ -111,8 +97,7 @@ TraceProcess: TypeAlias = Literal["stages", "models"]
 
 _PIDS: dict[TraceProcess, int] = {"stages": 1, "models": 2}
 
-TRACED = 20
-"""Steps at the beginning of a run, and as many at its end, that its trace shows by default."""
+TRACED = 20  # steps at the beginning of a run, and as many at its end, that its trace shows by default
 
 
 class Trace:
@@ -179,10 +164,6 @@ class TraceFile:
     """Holds the first and the last steps of a run; those between are removed while the run goes on.
 
     While it is open, the file holds up to twice as many of the last steps.
-
-    Args:
-        file: open for writing, empty.
-        steps: at the beginning, and as many at the end, 1 or more; ``None``: all.
     """
 
     def __init__(self, file: TextIO, steps: int | None) -> None:

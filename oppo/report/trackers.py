@@ -27,14 +27,9 @@ from oppo.observe import Observer
 from oppo.report.metrics import scalars
 from oppo.report.records import Record, Writer
 
-SAMPLE: Final = ("rollout", "score", "kl", "tokens", "reason", "prompt", "completion")
-"""The columns of a table of samples."""
-
+SAMPLE: Final = ("rollout", "score", "kl", "tokens", "reason", "prompt", "completion")  # the columns of a table
 TABLE: Final = "samples"
-"""The name of a table of samples."""
-
-IDENTITY: Final = "run-id"
-"""Holds the identity of the run in a tracker, so that one that is resumed goes on as the same."""
+IDENTITY: Final = "run-id"  # the file with the run's identity in a tracker: a resumed run goes on as the same
 
 
 class Tracker(Observer, ABC):
@@ -49,6 +44,7 @@ class Tracker(Observer, ABC):
 
     kept: ClassVar[str]
     sampled: Callable[[int, Batch], Iterable[Record]] | None = None
+    _writer: Writer | None = None
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -59,8 +55,24 @@ class Tracker(Observer, ABC):
         """Hand over rollouts of the step that is then the ``step``-th, as a table."""
 
     @abstractmethod
+    def _finish(self, *, failed: bool) -> None:
+        """Complete what the service keeps."""
+
     def close(self, *, failed: bool = False) -> None:
-        """Complete what the service keeps; ``failed``: the run has ended with an error."""
+        """Complete what the service keeps; ``failed``: the run has ended with an error.
+
+        Raises:
+            Exception: a step could not be logged.
+        """
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            self._finish(failed=failed)
+
+    def _submit(self, job: Callable[[], object]) -> None:
+        if self._writer is not None:
+            self._writer.submit(job)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """Hand over rollouts of a batch, and the first evaluation, as one of step 0."""
@@ -83,15 +95,11 @@ class Tracker(Observer, ABC):
             self.close(failed=error is not None)
 
 
-FLUSH_SECONDS: Final = 1
-"""Between two looks of the writing thread for something to flush: with 0 it looks without a pause, and computes."""
+FLUSH_SECONDS: Final = 1  # between two looks of the writing thread; with 0 it looks without a pause, and computes
 
 
 class TensorBoard(Tracker):
-    """An observer that writes each step's metrics as scalars, under their names in ``metrics.jsonl``.
-
-    A context manager that completes the file. A thread of TensorBoard's own writes it, within :data:`FLUSH_SECONDS` of
-    each step.
+    """A tracker that writes event files, in a thread of TensorBoard's own, within :data:`FLUSH_SECONDS` of each step.
 
     Args:
         path: the folder of event files, which is made: ``tensorboard --logdir PATH`` shows it.
@@ -115,19 +123,14 @@ class TensorBoard(Tracker):
 
         self._event: Any = Event
         try:
-            self._writer = EventFileWriter(str(path), flush_secs=FLUSH_SECONDS)
+            self._events = EventFileWriter(str(path), flush_secs=FLUSH_SECONDS)
         except OSError as error:
             raise ConfigError(f"the folder {path} cannot be written: {error.strerror or error}") from error
         self._add(step=first + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def close(self, *, failed: bool = False) -> None:
-        """Complete the file, which is the same where the run has failed.
-
-        Raises:
-            OSError: it could not be written.
-        """
+    def _finish(self, *, failed: bool) -> None:
         del failed
-        self._writer.close()
+        self._events.close()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 - an extra
@@ -146,7 +149,7 @@ class TensorBoard(Tracker):
         self._add(step=step, summary=Summary(value=[value]))
 
     def _add(self, **parts: object) -> None:
-        self._writer.add_event(self._event(wall_time=datetime.now(UTC).timestamp(), **parts))
+        self._events.add_event(self._event(wall_time=datetime.now(UTC).timestamp(), **parts))
 
 
 def _markdown(samples: Sequence[Record]) -> str:
@@ -159,11 +162,11 @@ def _markdown(samples: Sequence[Record]) -> str:
 
 
 class WeightsAndBiases(Tracker):
-    """An observer that logs each step's metrics, under their names in ``metrics.jsonl``; a context manager.
+    """A tracker that logs to Weights & Biases.
 
-    The environment variables of wandb choose where to: ``WANDB_API_KEY``, ``WANDB_ENTITY``, ``WANDB_MODE=offline``. Of
-    a run that goes on, Weights & Biases leaves out steps that it has already. Neither the standard output nor the
-    state of the git repository is sent.
+    The environment variables of wandb choose where to: ``WANDB_API_KEY``, ``WANDB_ENTITY``, ``WANDB_MODE=offline``. A
+    resumed run leaves out steps that are there. Neither the standard output nor the state of the git repository is
+    sent.
 
     Args:
         path: the folder, which is made, for what wandb keeps in ``wandb`` below it.
@@ -178,11 +181,6 @@ class WeightsAndBiases(Tracker):
 
     Raises:
         ConfigError: the folder cannot be written, the service does not answer, or it refuses the run.
-
-    Example:
-        >>> with WeightsAndBiases(Path("runs/first"), name="first") as log:  # doctest: +SKIP
-        ...     async with graph.open(prompts, observers=[log]) as run:
-        ...         ...
     """
 
     kept = "the run of Weights & Biases"
@@ -224,22 +222,14 @@ class WeightsAndBiases(Tracker):
         self._writer = Writer(threaded=threaded)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._writer.submit(partial(self._run.log, dict(metrics), step=step))
+        self._submit(partial(self._run.log, dict(metrics), step=step))
 
     def write_samples(self, step: int, samples: Sequence[Record]) -> None:
         rows = _rows(samples)
-        self._writer.submit(lambda: self._run.log({TABLE: self._table(data=rows)}, step=step))
+        self._submit(lambda: self._run.log({TABLE: self._table(data=rows)}, step=step))
 
-    def close(self, *, failed: bool = False) -> None:
-        """Complete the run, which is then shown as finished or failed.
-
-        Raises:
-            Exception: a step could not be logged.
-        """
-        try:
-            self._writer.close()
-        finally:
-            self._run.finish(exit_code=int(failed))
+    def _finish(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 def _rows(samples: Sequence[Record]) -> list[list[object]]:
@@ -269,7 +259,7 @@ def _mode_of_environment() -> Literal["online", "offline"] | None:
 
 
 class Trackio(Tracker):
-    """An observer that logs each step's metrics to Trackio, under their names in ``metrics.jsonl``; a context manager.
+    """A tracker that logs to Trackio.
 
     Trackio's environment variables choose where to: a folder of this machine (``TRACKIO_DIR``), a Space
     (``TRACKIO_SPACE_ID``) or a server (``TRACKIO_SERVER_URL``). A process has one such run at a time, which is
@@ -318,19 +308,14 @@ class Trackio(Tracker):
     def write_samples(self, step: int, samples: Sequence[Record]) -> None:
         self._run.log({TABLE: self._table(data=_rows(samples))}, step=step)
 
-    def close(self, *, failed: bool = False) -> None:
-        """Complete the run, which Trackio shows alike where it has failed.
-
-        Raises:
-            Exception: a step could not be logged.
-        """
-        del failed
+    def _finish(self, *, failed: bool) -> None:
+        del failed  # Trackio shows it alike
         with redirect_stdout(StringIO()):
             self._run.finish()
 
 
 class MLflow(Tracker):
-    """An observer that logs each step's metrics to MLflow, under their names in ``metrics.jsonl``; a context manager.
+    """A tracker that logs to MLflow.
 
     MLflow's environment variables choose where to: ``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME`` (``oppo`` by
     default), and ``MLFLOW_RUN_ID`` of a run that is there. In names ``->`` is ``.``, since MLflow takes no ``>``. A
@@ -361,7 +346,9 @@ class MLflow(Tracker):
         from mlflow.tracking import MlflowClient  # noqa: PLC0415 - an extra
 
         if not (uri := os.environ.get("MLFLOW_TRACKING_URI")):
-            raise ConfigError("MLflow logs to MLFLOW_TRACKING_URI, which is not set: give that of a server, http://...")
+            raise ConfigError(
+                "MLflow logs to MLFLOW_TRACKING_URI, which is not set: give a server's address, http://..."
+            )
         self._metric: Any = Metric
         try:
             self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -386,24 +373,15 @@ class MLflow(Tracker):
         at = round(datetime.now(UTC).timestamp() * 1000)
         named = {re.sub(r"[^\w\-. :/]", "-", name.replace("->", ".")): value for name, value in metrics.items()}
         values = [self._metric(name, value, at, step) for name, value in named.items()]
-        self._writer.submit(lambda: self._client.log_batch(self._id, metrics=values))
+        self._submit(lambda: self._client.log_batch(self._id, metrics=values))
 
     def write_samples(self, step: int, samples: Sequence[Record]) -> None:
         table = {"columns": list(SAMPLE), "data": _rows(samples)}
-        self._writer.submit(lambda: self._client.log_dict(self._id, table, f"{TABLE}/step-{step}.json"))
+        self._submit(lambda: self._client.log_dict(self._id, table, f"{TABLE}/step-{step}.json"))
 
-    def close(self, *, failed: bool = False) -> None:
-        """Complete the run, which is then shown as finished or failed.
-
-        Raises:
-            Exception: a step could not be logged.
-        """
-        try:
-            self._writer.close()
-        finally:
-            self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
+    def _finish(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
 
 
-PARAMETERS_AT_A_TIME: Final = 100
-MOST_OF_A_PARAMETER: Final = 6000
-"""MLflow's limits: parameters of a call, and characters of one."""
+PARAMETERS_AT_A_TIME: Final = 100  # MLflow's limit, of a call
+MOST_OF_A_PARAMETER: Final = 6000  # MLflow's limit, in characters

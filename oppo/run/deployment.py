@@ -111,6 +111,11 @@ class Deployment:
         return self.devices.reference != self.devices.actor or "reference" in self.devices.apart
 
     @property
+    def trains_elsewhere(self) -> bool:
+        """Whether training ranks are on other machines."""
+        return "trainer" in self.devices.remote
+
+    @property
     def engine_workers(self) -> int:
         return workers_of(self.settings.vllm) if self.has_engine else 1
 

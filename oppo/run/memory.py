@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from oppo.config.scorers import OnVllm
 from oppo.config.sections import SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.hf.as_text.whole import transformer_of
 from oppo.hf.devices import CPU, Devices
 from oppo.hf.loading import outline
@@ -188,6 +189,17 @@ def load_of(settings: Settings, prompt: int) -> Load:
     # A stage has one step at a time, however many are alive: each model holds the rollouts of one, and the deferred.
     rollouts = (settings.step.batch + settings.step.most_overcommit) * settings.algorithm.responses
     return Load(rollouts, prompt, response, chunk if isinstance(chunk, int) else response)
+
+
+def fitted(deployment: Deployment) -> Deployment:
+    """Check that the models fit, and choose what memory decides: tokens of a micro-batch, the share of an engine."""
+    _require_memory(deployment)
+    load = load_of(deployment.settings, deployment.settings.data.max_prompt_tokens)
+    if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
+        logger.info("counting memory, for trainer.micro_batch_tokens")
+    with routed(), suppress(ConfigError, ModelError):  # loading says what is wrong
+        deployment = with_micro_batches(deployment, replace(load, chunk=load.response))
+    return _with_share(deployment, load)
 
 
 def expected(deployment: Deployment, load: Load | None) -> list[Expected]:
@@ -479,8 +491,7 @@ def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bo
             yield f"a GPU of the cluster has {decimal(assumed.bytes)}, and an actor would hold {held}"
 
 
-def with_share(deployment: Deployment) -> Deployment:
-    """Choose the share of its GPUs' memory that the policy's engine takes beside other models, before any is loaded."""
+def _with_share(deployment: Deployment, load: Load) -> Deployment:
     settings, devices = deployment.settings, deployment.devices
     # vLLM's own default is most of an empty GPU, which is refused where others have a part.
     if (
@@ -495,7 +506,7 @@ def with_share(deployment: Deployment) -> Deployment:
     if not any(device.type == "cuda" and device.index in gpus for device in devices.distinct()):
         return deployment
     with routed():
-        needs = expected(deployment, load_of(settings, settings.data.max_prompt_tokens))
+        needs = expected(deployment, load)
     if faults := crowded([need for need in needs if need.device.type == "cuda" and need.device.index in gpus]):
         raise ConfigError(
             f"{'; '.join(faults)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
@@ -503,8 +514,8 @@ def with_share(deployment: Deployment) -> Deployment:
     return replace(deployment, share=next(need.share for need in needs if need.share is not None))
 
 
-def require_memory(deployment: Deployment) -> None:
-    """Check, before anything is loaded, that all weights, what training keeps, and a policy's states fit."""
+def _require_memory(deployment: Deployment) -> None:
+    # Before anything is loaded: all weights, what training keeps, and a policy's states.
     try:
         with routed():
             faults = crowded(expected(deployment, None))

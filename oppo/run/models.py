@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
@@ -45,7 +45,7 @@ from oppo.hf.serve.scorers import (
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
-from oppo.log import logger, routed
+from oppo.log import logger
 from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Thread
@@ -54,7 +54,7 @@ from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.loading import RoleLoader, adapter_of, critic_source
-from oppo.run.memory import load_of, require_memory, with_micro_batches, with_share
+from oppo.run.memory import fitted
 from oppo.run.rewards import (
     AnyEnvironment,
     RewardModels,
@@ -69,15 +69,6 @@ from oppo.user_code import UserFunction
 from oppo.vllm.scorers import VllmScorer
 
 _TRAINING = "lower trainer.micro_batch_tokens"
-
-
-def _with_micro_batches(deployment: Deployment) -> Deployment:
-    load = load_of(deployment.settings, deployment.settings.data.max_prompt_tokens)
-    if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
-        logger.info("counting memory, for trainer.micro_batch_tokens")
-    with routed(), suppress(ConfigError, ModelError):  # loading says what is wrong
-        return with_micro_batches(deployment, replace(load, chunk=load.response))
-    return deployment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,8 +234,7 @@ def assemble(
         environment: of :func:`oppo.run.rewards.environment_of`; ``None``: it is made here.
     """
     settings = deployment.settings
-    require_memory(deployment)
-    deployment = with_share(_with_micro_batches(deployment))
+    deployment = fitted(deployment)
     places = places_of(deployment)
     with ExitStack() as stack:
         stack.callback(places.close)
@@ -310,7 +300,7 @@ def _assembled(
     if not settings.shares_weights:
         trained = trained.copied(devices.weights)
     copies = (
-        _copies(chosen, load, critic, device=devices.trainer[-1], seed=seed) if "trainer" in devices.remote else None
+        _copies(chosen, load, critic, device=devices.trainer[-1], seed=seed) if deployment.trains_elsewhere else None
     )
     trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
     served = _actor_recipe(chosen, load, devices.policy, seed) if "policy" in devices.apart else actor

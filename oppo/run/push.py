@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from oppo.config.load import load
 from oppo.config.sections import PromptSource, sources
-from oppo.config.settings import Settings, keys_of
+from oppo.config.settings import Settings
 from oppo.data.datasets_library import is_hub_name
 from oppo.durable import put
 from oppo.errors import ConfigError, one_line
@@ -147,7 +147,7 @@ def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -
         if isinstance(value := facts.get(name), int | float):
             yield f"| {words} | {value:.6g} |"
     yield "\n## Settings that are not at their defaults\n\n```toml"
-    tables, known = settings.tables(), keys_of(type(settings.algorithm), settings.kinds)
+    tables, known = settings.tables(), settings.keys
     for section in TOLD:
         for key, value in tables[section].items():
             if value is not None and value != known[section][key].default and key not in {"loss", "admission"}:

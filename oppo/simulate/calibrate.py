@@ -29,14 +29,13 @@ from oppo.simulate.costs import STAGES, Decoder, Observed, Reader, ScorerName, S
 
 FloatArray64 = NDArray[np.float64]
 
-ROUNDS: Final = 8
-"""Times that measurements are weighed anew: those far from the fit count less."""
+ROUNDS: Final = 8  # times that measurements are weighed anew: those far from the fit count less
 
+# Typical deviations beyond which a measurement counts in proportion to its distance, not its square (Huber 1964)
 FAR: Final = 2.0
-"""Typical deviations beyond which a measurement counts in proportion to its distance, not its square (Huber 1964)."""
 
+# Weight of the prior that all terms share the seconds alike; it decides only what the measurements leave open
 SPREAD: Final = 1e-3
-"""Weight of the prior that all terms share the seconds alike; it decides only what the measurements leave open."""
 
 
 def fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -44,10 +43,6 @@ def fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
 
     A kind of which there was nothing costs nothing. Deviations are weighed by the square root of the seconds, as those
     of a sum of independent ones are; disturbed measurements count less; half of the time exceeds what the costs say.
-
-    Args:
-        work: of each measurement, the amount of each kind.
-        seconds: of each measurement.
 
     Example:
         >>> [round(cost, 6) for cost in fitted([[1, 0], [1, 2], [1, 5]], [1.0, 2.0, 3.5])]
@@ -104,14 +99,11 @@ def _choices(kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield from combinations(kinds, size)
 
 
-WARM_UP: Final = 2
-"""First steps that are left out of longer runs: nothing is warm in them."""
+WARM_UP: Final = 2  # first steps that are left out of longer runs: nothing is warm in them
 
-LEAST: Final = 4
-"""The fewest steps to calibrate on."""
+LEAST: Final = 4  # the fewest steps to calibrate on
 
-DEVICE: Final = "machine"
-"""All work is on one virtual device, on which each kind slows the others down as is stated."""
+DEVICE: Final = "machine"  # all work is on one virtual device, on which each kind slows the others down as is stated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,37 +121,27 @@ class Contention:
         return self.decode if kind == "decode" else self.score
 
 
+# `split`: each side has cores, or a device, of its own. `shared`: they share them. Of two machines with two cores
+# (`benchmarks/results`), with nothing deferred: decoding beside scoring takes 1.02 to 1.16 times as long in `split` and
+# 1.07 to 1.19 times in `shared`, where each has one thread. Training on all cores takes turns with what works there
 LAYOUTS: Final[Mapping[str, Contention]] = MappingProxyType(
     {
         "split": Contention(decode=0.08, score=0.0, train=0.05, score_train=0.05),
         "shared": Contention(decode=0.12, score=0.12, train=1.0, score_train=1.0),
     }
 )
-"""``split``: each side has cores, or a device, of its own. ``shared``: they share them.
-
-Of two machines with two cores (``benchmarks/results``), with nothing deferred: decoding beside scoring takes
-1.02 to 1.16 times as long in ``split`` and 1.07 to 1.19 times in ``shared``, where each has one thread. Training on all
-cores takes turns with what works there."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """The measurements of one step.
-
-    Attributes:
-        seen: its observation.
-        trained: rollouts in its batch.
-        tokens: of their responses.
-        update, weight_sync: seconds.
-        reading, answering: seconds in which each scorer read and answered, by stage, without the wait for others in its
-            place; a scorer that is not named took as long as its calls did.
-    """
-
     seen: Observation
-    trained: int
-    tokens: int
+    trained: int  # rollouts in its batch
+    tokens: int  # response tokens in the batch
+    # update, weight_sync: seconds
     update: float
     weight_sync: float
+    # reading, answering: seconds in which each scorer read and answered, by stage, without the wait for others in its
+    # place; a scorer that is not named took as long as its calls did
     reading: Mapping[str, float] = field(default_factory=dict)
     answering: Mapping[str, float] = field(default_factory=dict)
 
@@ -167,7 +149,7 @@ class MeasuredStep:
 def calibrated(
     steps: Sequence[MeasuredStep], *, prompt: float, contention: Contention, recomputes: bool = True
 ) -> System:
-    # `contention` is that of the layout in which the steps were measured, and for which the system is.
+    # `contention`: of the layout in which the steps were measured and the system is simulated.
     known = [step for step in steps if step.seen.stretches and step.trained]
     if len(known) < LEAST:
         raise DataError(
@@ -188,7 +170,7 @@ def calibrated(
 def _decoder(
     steps: Sequence[MeasuredStep], contention: Contention, reading: Passes | None, *, recomputes: bool
 ) -> Decoder:
-    # ``reading`` is that of prompts, fitted too when ``None``.
+    # `reading`: the cost of reading prompts; `None`: it is fitted too.
     known = 0.0 if reading is None else reading.token
     work, seconds = [], []
     for step in steps:
@@ -268,16 +250,14 @@ def _updater(steps: Sequence[MeasuredStep], prompt: float, contention: Contentio
     )
 
 
-NEEDED = ("timing_s/update", "timing_s/weight_sync", "trained")
-"""Metrics without which a step cannot be calibrated on."""
+NEEDED = ("timing_s/update", "timing_s/weight_sync", "trained")  # metrics without which a step cannot be calibrated on
 
+# The stage of each scorer by the track of its model
 TRACKS: Final[Mapping[str, str]] = MappingProxyType(
     {"reward model": "reward", **{str(name): stage for name, stage in STAGES.items()}}
 )
-"""The stage of each scorer by the track of its model."""
 
-NOTHING: Final = [0, 0.0]
-"""No call, and no second."""
+NOTHING: Final = [0, 0.0]  # no call, and no second
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,39 +47,26 @@ from oppo.simulate.engine import Interference, time_shared
 
 ScorerName: TypeAlias = Literal["reward", "reference", "critic", "teacher"]
 
+# The stage of each scorer
 STAGES: Final[Mapping[ScorerName, str]] = MappingProxyType(
     {"reference": "ref_logp", "reward": "reward", "critic": "value", "teacher": "teacher_logp"}
 )
-"""The stage of each scorer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """The costs of decode steps, in seconds.
-
-    Attributes:
-        floor: of any decode step.
-        step: for itself, as for reading the weights.
-        launching: the part of ``step`` in which it starts kernels; ``None``: unknown, as of measured steps.
-        row: for each live row.
-        context: for each token in the context of the live rows, prompts included.
-        ending: for each rollout that ends: what is left of its rows is put together anew.
-        prefill: of reading a rollout's context before it is decoded; decode steps wait meanwhile.
-        recomputes: whether that is read again with new weights.
-        replicas: copies of the actor, each with rows and decode steps of its own.
-        static: a row that has ended keeps its place until the cut, padded to the longest; in the serial schedule only.
-        device: of all replicas.
-    """
-
-    floor: float = 0.0
-    step: float = 0.0
+    floor: float = 0.0  # least seconds of a decode step
+    step: float = 0.0  # for itself, as for reading the weights
+    # the part of `step` in which it starts kernels; `None`: unknown, as of measured steps
     launching: float | None = None
-    row: float = 0.0
-    context: float = 0.0
-    ending: float = 0.0
+    row: float = 0.0  # for each live row
+    context: float = 0.0  # for each token in the context of the live rows, prompts included
+    ending: float = 0.0  # for each rollout that ends: the rows left are put together anew
+    # reading a rollout's context before it is decoded; decode steps wait meanwhile
     prefill: Passes = field(default_factory=Passes)
-    recomputes: bool = True
-    replicas: int = 1
+    recomputes: bool = True  # whether that is read again with new weights
+    replicas: int = 1  # copies of the actor, each with rows and decode steps of its own
+    # a row that has ended keeps its place until the cut, padded to the longest; in the serial schedule only
     static: bool = False
     device: str = "actor"
 
@@ -87,7 +74,6 @@ class Decoder:
         require_declared(self)
 
     def seconds(self, rows: float, context: float) -> float:
-        """Seconds of a decode step of one replica."""
         return max(self.floor, self.step + self.row * rows + self.context * context)
 
     def parts(self, seconds: float, steps: float, rows: float, pauses: float) -> Mapping[str, float]:
@@ -102,43 +88,22 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """The costs of a scorer, in seconds.
-
-    Attributes:
-        passes: of what it reads.
-        call: of each call that reads.
-        answer: of each rollout that it answers for.
-        streams: whether it reads along while responses are written; otherwise it reads them whole, after the cut.
-        padded: whether rows that it reads whole are padded to the longest of the step.
-        device: that it works on.
-        place: scorers of a place take turns.
-    """
-
     passes: Passes = field(default_factory=Passes)
-    call: float = 0.0
-    answer: float = 0.0
+    call: float = 0.0  # for each call that reads
+    answer: float = 0.0  # for each rollout that is scored
+    # whether it reads along while responses are written; otherwise it reads them whole, after the cut
     streams: bool = True
-    padded: bool = False
+    padded: bool = False  # whether rows that it reads whole are padded to the longest of the step
     device: str = "scorers"
-    place: str = "scorers"
+    place: str = "scorers"  # scorers of a place take turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updater:
-    """The costs of an update, in seconds.
-
-    Attributes:
-        passes: of all epochs, actor and critic.
-        fixed: of each update: the optimizer, the data.
-        padded: whether rows are padded to the longest of the batch.
-        weight_sync: from the update to the new weights in the actor.
-        device: that it works on.
-    """
-
-    passes: Passes = field(default_factory=Passes)
-    fixed: float = 0.0
-    padded: bool = False
-    weight_sync: float = 0.0
+    passes: Passes = field(default_factory=Passes)  # of all epochs, actor and critic
+    fixed: float = 0.0  # for each update: the optimizer, the data
+    padded: bool = False  # whether rows are padded to the longest of the batch
+    weight_sync: float = 0.0  # from the update to the new weights in the actor
     device: str = "actor"
 
     def seconds(self, rows: NDArray[np.float64]) -> float:
@@ -148,42 +113,27 @@ class Updater:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """The models of a step and where they work.
-
-    Attributes:
-        readers: the scorers; without a ``reward`` it is a rule that costs nothing.
-        interference: of kinds of work on one device: ``decode``, ``score`` and ``train``.
-        cache: bytes of KV cache for a token of the actor; 0: unknown.
-    """
-
     decoder: Decoder
+    # the scorers; without a `reward` it is a rule that costs nothing
     readers: Mapping[ScorerName, Reader] = field(default_factory=dict)
     updater: Updater = Updater()
-    interference: Interference = time_shared
-    cache: float = 0.0
+    interference: Interference = time_shared  # between `decode`, `score` and `train` on one device
+    cache: float = 0.0  # bytes of KV cache for a token of the actor; 0: unknown
 
 
+# `f(units, samples, seed)`: the lengths of the responses to `units` prompts, int64 [units, samples], in tokens
 DrawLengths: TypeAlias = Callable[[int, int, int], NDArray[np.int64]]
-"""``f(units, samples, seed)``: the lengths of the responses to ``units`` prompts, int64 [units, samples], in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Size of a batch and lengths of its prompts and responses.
+    """Size of a batch and lengths of its prompts and responses."""
 
-    Attributes:
-        batch: units in a batch: rollouts, or groups of ``samples`` rollouts.
-        lengths: of the responses.
-        cap: the longest response, in tokens.
-        prompt: tokens of a prompt.
-        samples: rollouts for each prompt.
-    """
-
-    batch: int
-    lengths: DrawLengths
-    cap: int
-    prompt: int
-    samples: int = 1
+    batch: int  # units in a batch: rollouts, or groups of `samples` rollouts
+    lengths: DrawLengths  # draws the lengths of responses
+    cap: int  # the longest response, in tokens
+    prompt: int  # tokens of a prompt
+    samples: int = 1  # rollouts for each prompt
 
     def __post_init__(self) -> None:
         require_declared(self)
@@ -191,8 +141,7 @@ class Workload:
 
 Share: TypeAlias = Annotated[float, Gt(0), Le(1)]
 
-TRAINED_PASSES: Final = 4
-"""Forward passes' worth of an epoch, with activations computed again for the backward pass."""
+TRAINED_PASSES: Final = 4  # forward passes' worth of an epoch, with activations computed again for the backward pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +154,7 @@ class Gpu:
         require_declared(self, error=ConfigError)
 
 
+# SXM versions where there are several; FLOP/s without sparsity
 GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
     {
         "a100-40gb": Gpu(flops=312e12, bandwidth=1.555e12, memory=40e9),
@@ -218,10 +168,9 @@ GPUS: Final[Mapping[str, Gpu]] = MappingProxyType(
         "rtx-4090": Gpu(flops=165e12, bandwidth=1.008e12, memory=24e9),
     }
 )
-"""SXM versions where there are several; FLOP/s without sparsity."""
 
+# Words in the names of GPUs that are slower than the one in the table, or a part of it
 _OTHERS: Final = frozenset({"d", "laptop", "mig", "nvl", "pcie"})
-"""Words in the names of GPUs that are slower than the one in the table, or a part of it."""
 
 
 def gpu_named(name: str) -> Gpu | None:
@@ -243,7 +192,6 @@ class Transformer:
 
     @property
     def cache(self) -> float:
-        """Bytes of KV cache for each token."""
         return 4.0 * self.layers * self.cached
 
     def passes(self, speed: float, times: float = 1.0) -> Passes:
@@ -269,7 +217,7 @@ MODELS: Final[Mapping[str, Transformer]] = MappingProxyType(
 class Reached:
     """Shares of a data sheet's figures that engines reach.
 
-    The defaults for decoding are those of vLLM, fitted to the speeds that Qwen publishes for 3B and 7B on an A100 (one
+    The defaults for decoding are vLLM's, fitted to the speeds that Qwen publishes for 3B and 7B on an A100 (one
     request, bfloat16: 127.61 and 84.28 tokens a second; their slopes over 30,000 tokens of context).
     """
 
@@ -298,19 +246,11 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lognormal:
-    """Lognormal lengths, cut off at the cap.
-
-    Attributes:
-        median: at the beginning and at the end of the run, between which it moves in proportion to the prompts.
-        sigma: standard deviation of the logarithm.
-        cap: the longest response.
-        runaways: fraction of the responses that run to the cap wherever the lognormal lies.
-    """
-
+    # at the beginning and at the end of the run, between which it moves in proportion to the prompts
     median: tuple[float, float]
-    sigma: float
-    cap: int
-    runaways: float = 0.0
+    sigma: float  # standard deviation of the logarithm
+    cap: int  # the longest response
+    runaways: float = 0.0  # fraction of the responses that run to the cap wherever the lognormal lies
 
     def __post_init__(self) -> None:
         require_declared(self)
@@ -325,7 +265,7 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Lengths sampled anew from observed ones, those of a group together."""
+    """Lengths sampled from observed ones, a group's together."""
 
     groups: tuple[tuple[int, ...], ...]
 

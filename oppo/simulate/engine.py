@@ -46,8 +46,8 @@ from oppo.errors import DeadlockError, ProtocolError, running_loop
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
+# Seconds (116 days). Beyond it a float no longer resolves the nanosecond within which asyncio fires a timer
 END_OF_TIME = 1e7
-"""Seconds (116 days). Beyond it a float no longer resolves the nanosecond within which asyncio fires a timer."""
 
 
 def run_virtual(main: Callable[[*Ts], Awaitable[R]], *args: *Ts) -> R:
@@ -143,8 +143,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return super().call_soon_threadsafe(callback, *args, context=context)
 
 
-_DAY = 24 * 3600
-"""The longest time, in seconds, that asyncio waits at once."""
+_DAY = 24 * 3600  # the longest time, in seconds, that asyncio waits at once
 
 
 class _IdleSelector(selectors.DefaultSelector):
@@ -163,8 +162,8 @@ class _IdleSelector(selectors.DefaultSelector):
         return ready
 
 
+# `f(kind, other)`: by how much work takes longer beside work of another kind, as a share; 1 is twice as long
 Interference: TypeAlias = Callable[[str, str], float]
-"""``f(kind, other)``: by how much work takes longer beside work of another kind, as a share; 1 is twice as long."""
 
 
 def time_shared(kind: str, other: str) -> float:
@@ -240,7 +239,6 @@ class Job:
 
     @property
     def done(self) -> float:
-        """Seconds of work done since it began."""
         return self.position - self._first
 
     @property
@@ -294,10 +292,7 @@ async def spend(device: Device | None, kind: str, seconds: float) -> None:
 
 
 class Row(Protocol):
-    """A response that is being decoded."""
-
-    paused: int
-    """Tokens, while it is in no lane."""
+    paused: int  # tokens, while it is in no lane
 
     def due(self) -> int:
         """Return the number of tokens at which the next event of this row comes, at least one more than it has."""
@@ -308,45 +303,25 @@ RowT = TypeVar("RowT", bound=Row)
 
 @dataclass(slots=True)
 class Seat:
-    """The place of a row in a lane: it had ``made`` tokens when the lane had made ``since`` decode steps.
-
-    Attributes:
-        order: ordinal of its joining, by which rows are attended to.
-    """
+    """The place of a row in a lane: it had ``made`` tokens when the lane had made ``since`` decode steps."""
 
     made: int
     since: int
-    order: int
+    order: int  # ordinal of its joining, by which rows are attended to
 
 
 class Lane(Generic[RowT]):
-    """One engine, or one of several replicas.
-
-    Args:
-        seconds: of a decode step of so many rows with so many tokens in their responses.
-        attend: called with the rows that have an event after a decode step, in the order of their joining.
-        count: called with the number of tokens made.
-        waits: whether no decode step begins now.
-        device: that it works on; its own by default.
-        static: whether a row keeps its place in the decode step when it has ended, padded to the longest one, as in a
-            batch that is decoded to its end.
-
-    Attributes:
-        homes: rows that have begun here, and not ended.
-        peak_rows, peak_tokens: most rows that it had at once, and most tokens in their responses.
-        steps, places: decode steps made, and places of rows in these.
-        pauses: seconds of all pauses.
-    """
+    """One engine, or one of several replicas."""
 
     def __init__(
         self,
-        seconds: Callable[[int, int], float],
-        attend: Callable[[Sequence[RowT]], None],
-        count: Callable[[int], None],
+        seconds: Callable[[int, int], float],  # of a decode step, by its rows and the tokens of their responses
+        attend: Callable[[Sequence[RowT]], None],  # the rows with an event after a step, in the order they joined
+        count: Callable[[int], None],  # tokens made
         *,
         waits: Callable[[], bool] = lambda: False,
         device: Device | None = None,
-        static: bool = False,
+        static: bool = False,  # an ended row keeps its place, padded to the longest, as in a batch
     ) -> None:
         self._seconds = seconds
         self._attend = attend
@@ -369,9 +344,9 @@ class Lane(Generic[RowT]):
         self._job: Job | None = None
         self._worked = 0.0  # seconds at work, before the present work
         self._begun = 0.0
-        self.homes = 0
-        self.peak_rows = self.peak_tokens = self.places = 0
-        self.pauses = 0.0
+        self.homes = 0  # rows that have begun here, and not ended
+        self.peak_rows = self.peak_tokens = self.places = 0  # places: of rows in all decode steps
+        self.pauses = 0.0  # seconds
 
     def __contains__(self, row: object) -> bool:
         return row in self._seats
@@ -423,7 +398,6 @@ class Lane(Generic[RowT]):
         self._replan()
 
     def between_steps(self, change: Callable[[], None]) -> None:
-        """Call ``change`` after the decode step in progress, or now."""
         if self._job is None:
             change()
             return

@@ -34,19 +34,15 @@ from oppo.weight_sync import sync
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+# `f(start, stop)`: seconds to read positions `start .. stop` of a rollout; the prompt's positions are below 0
 ReadSeconds: TypeAlias = Callable[[int, int], float]
-"""``f(start, stop)``: seconds to read positions ``start .. stop`` of a rollout; the prompt's positions are below 0."""
 
 
 @dataclass(slots=True, eq=False)
 class Session(RolloutSession):
-    """What a fake scorer has read of one rollout.
+    """What a fake scorer has read of one rollout."""
 
-    Attributes:
-        tokens: read, those of the prompt included.
-    """
-
-    tokens: array[int] = field(default_factory=lambda: array("i"))
+    tokens: array[int] = field(default_factory=lambda: array("i"))  # read so far, the prompt's included
 
 
 @dataclass(eq=False)
@@ -254,9 +250,6 @@ class _Pending:
 
 class FakePlace:
     """Makes one call at a time, in the order of arrival, urgent ones first (:mod:`oppo.scheduling`).
-
-    Args:
-        listener: called with the span of each call.
 
     Example:
         >>> place = FakePlace()

@@ -33,8 +33,8 @@ __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 
 Length: TypeAlias = Callable[[Prompt], int]
 
+# `f(rows, tokens)`: seconds of a decode step, by the number of live rollouts and of tokens in their responses
 StepSeconds: TypeAlias = Callable[[int, int], float]
-"""``f(rows, tokens)``: seconds of a decode step, by the number of live rollouts and of tokens in their responses."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class FakePolicy:
         cap: a response of this many tokens ends with reason ``length``.
         given: the positions of a response that are not sampled but a tool's answer.
         turns: the lengths at which turns of a response end, answers not counted, and which are not its end.
-        holds: decoding waits while a turn is unanswered, as that of a deterministic engine does.
+        holds: decoding waits while a turn is unanswered, as a deterministic engine does.
         kept: the number of ids in each token's support; 0: all.
         capabilities: those it claims; it implements all of them.
         reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
@@ -134,7 +134,7 @@ class FakePolicy:
         )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
-        """Make a decode for each; that of a response goes on after its tokens."""
+        """Make a decode for each; a response goes on after its tokens."""
         return [self._decode(Response.empty(each) if isinstance(each, Prompt) else each) for each in rollouts]
 
     def _decode(self, response: Response) -> FakeDecode:
@@ -321,26 +321,7 @@ class FakePolicy:
 
 
 class FakeDecode:
-    """A decode of :class:`FakePolicy`.
-
-    Args:
-        policy: decodes it.
-        prompt: of the rollout.
-        length: tokens in the whole response.
-        made: tokens that it has from the start.
-        versions: of the weights that made these.
-
-    Attributes:
-        lane: that decodes it.
-        paused: tokens when its lane stopped decoding it.
-        taken: tokens read.
-        ends: the lengths of the response at which its turns end; an answer moves those after it.
-        answers: what was given after turns, by its position.
-        waiting: a turn has ended, and nothing has come of it yet.
-        closed: its reader has closed it.
-        filled: the position up to which the KV cache reaches; the prompt's positions are below 0.
-        loads: the load of the policy's weights that computed these; -1 before.
-    """
+    """A decode of :class:`FakePolicy`."""
 
     def __init__(
         self, policy: FakePolicy, prompt: Prompt, length: int, made: int = 0, versions: Iterable[int] = ()
@@ -349,13 +330,13 @@ class FakeDecode:
         self.prompt = prompt
         self.length = length
         self.lane: Lane[FakeDecode] | None = None
-        self.paused = self.taken = made
-        self.ends: list[int] = []
-        self.answers: dict[int, IntArray] = {}
-        self.waiting = False
+        self.paused = self.taken = made  # tokens when its lane stopped decoding it; tokens read
+        self.ends: list[int] = []  # lengths at which its turns end; an answer moves the later ones
+        self.answers: dict[int, IntArray] = {}  # tool tokens after turns, by position
+        self.waiting = False  # a turn has ended and is unanswered
         self.closed = False
-        self.filled = 0
-        self.loads = -1
+        self.filled = 0  # position up to which the KV cache reaches; the prompt's positions are below 0
+        self.loads = -1  # the load of the policy's weights that computed it
         self._runs: list[tuple[int, int]] = []  # from this token on, this version
         self._at_home = False
         self._full = False

@@ -44,8 +44,8 @@ from oppo.simulate.costs import (
 
 T = TypeVar("T")
 
+# The scorers that read like the reference, if there are any
 _FORWARD: Final[Sequence[ScorerName]] = ("critic", "teacher")
-"""The scorers that read like the reference, if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class WorkloadSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthsSection:
-    """``[lengths]``: how long responses are, in tokens: lognormal, or those of a file."""
+    """``[lengths]``: how long responses are, in tokens: lognormal, or read from a file."""
 
     cap: PositiveCount = required("the longest response")
     median: Positive | None = setting(None, "of a lognormal distribution")
@@ -124,7 +124,7 @@ class LayoutSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection(Reached):
-    """``[engine]``: how fast models run on these devices; seconds that are given replace those of the roofline."""
+    """``[engine]``: how fast models run on these devices; seconds that are given replace the roofline's."""
 
     floor_seconds: NonNegative = setting(0.0, "least seconds of a decode step")
     step_seconds: NonNegative | None = setting(None, "seconds of a decode step for itself")
@@ -252,9 +252,6 @@ class Profile:
         All devices but the reward model's share all work but its own, and decode steps cost what their rows do::
 
             max( (decoding of rows + reference and critic + update) / devices + fixed + weight sync,  reward model )
-
-        Args:
-            lengths: of the responses of several batches, int64 [batches, n], in tokens.
         """
         layout, engine, system = self.layout, self.engine, self.system()
         pool = layout.decode + layout.train

@@ -28,8 +28,7 @@ from oppo.simulate.policy import FakePolicy
 from oppo.stages import Generate, Update
 from oppo.stages.hold import held
 
-LAST = 3
-"""The last steps do not count: they admit only what can still be trained, so they are shorter."""
+LAST = 3  # the last steps do not count: they admit only what can still be trained, so they are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,55 +48,32 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """The cost of restarted rollouts.
-
-    Attributes:
-        waste: discarded tokens for each trained token.
-        swing: standard deviation of the batches' mean lengths, over their mean.
-    """
-
-    waste: float
-    swing: float
+    waste: float  # discarded tokens for each trained token
+    swing: float  # standard deviation of the batches' mean lengths, over their mean
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOutcome:
-    """Statistics of a run without its first and last steps.
+    """Statistics of a run without its first and last steps."""
 
-    Attributes:
-        seconds: mean of a step, until the next could begin.
-        tokens: trained in a step, mean.
-        staleness: mean versions between a rollout's first token and its update.
-        longest_staleness: the largest.
-        token_staleness: the same of a token, mean.
-        extra: mean of the controller's choices.
-        predicted: mean predicted seconds of a step over the mean measured ones; NaN without predictions.
-        spread: root mean square of the predictions' relative errors.
-        extras: the choices, step by step.
-        idle: share of the time in which a replica of the actor decodes nothing, mean over replicas.
-        peak_tokens: most tokens of rollouts that were decoded at once, prompts included.
-        parts: of a step's time, what the busiest device did in it: the parts of a decode step, ``scoring``,
-            ``training``; shares, the largest first.
-        restarts: of a controller that restarts rollouts; ``None`` for the others.
-    """
-
-    seconds: float
-    tokens: float
-    staleness: float
+    seconds: float  # mean of a step, until the next could begin
+    tokens: float  # trained in a step, mean
+    staleness: float  # mean versions between a rollout's first token and its update
     longest_staleness: int
-    token_staleness: float
-    extra: float
-    predicted: float
-    spread: float
-    extras: tuple[int, ...]
-    idle: float
-    peak_tokens: float
+    token_staleness: float  # mean over sampled tokens
+    extra: float  # mean of the controller's choices
+    predicted: float  # mean predicted seconds of a step over the mean measured ones; NaN without predictions
+    spread: float  # root mean square of the predictions' relative errors
+    extras: tuple[int, ...]  # the choices, step by step
+    idle: float  # share of the time in which a replica of the actor decodes nothing, mean over replicas
+    peak_tokens: float  # most tokens of rollouts that were decoded at once, prompts included
+    # of a step's time, what the busiest device did in it: the parts of a decode step, `scoring`, `training`; shares,
+    # the largest first
     parts: Mapping[str, float] = field(default_factory=dict)
-    restarts: Restarts | None = None
+    restarts: Restarts | None = None  # only of controllers that restart rollouts
 
     @property
     def per_token(self) -> float:
-        """Seconds for each trained token."""
         return self.seconds / self.tokens
 
     @classmethod
@@ -151,32 +127,20 @@ class ScheduleOutcome:
 MakeAdmission = Callable[[], Admission]
 MakeChunks = Callable[[], ChunkSize]
 
+# The largest `max_deferrals` that the adaptive schedule reckons with; nothing is deferred so often
 FORESEEN: Final = 64
-"""The largest ``max_deferrals`` that the adaptive schedule reckons with; nothing is deferred so often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How the steps of a run overlap.
-
-    Attributes:
-        name: of a line in a report.
-        about: it in words.
-        admission: makes a new policy of admission.
-        chunk: tokens that travel at once; ``None``: whole responses.
-        held: scoring waits until decoding has ended.
-        lookahead: number of steps that begin before the current one has ended.
-        in_flight: the actor gets new weights between two decode steps, instead of at the cut.
-        step: the keys of ``[step]`` with which ``oppo train`` runs it; empty: it has none.
-    """
-
     name: str
     about: str
-    admission: MakeAdmission
-    chunk: int | None = None
-    held: bool = False
-    lookahead: int = 0
-    in_flight: bool = False
+    admission: MakeAdmission  # makes a new policy of admission
+    chunk: int | None = None  # tokens that travel at once; `None`: whole responses
+    held: bool = False  # scoring waits until decoding has ended
+    lookahead: int = 0  # number of steps that begin before the current one has ended
+    in_flight: bool = False  # the actor gets new weights between two decode steps, instead of at the cut
+    # the keys of `[step]` with which `oppo train` runs it; empty: it has none
     step: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -245,13 +209,12 @@ def ladder(
 
 T = TypeVar("T")
 
+# The track of the spans of each scorer's model, as in `oppo train`
 TRACKS: Final[Mapping[ScorerName, str]] = MappingProxyType(
     {"reference": "reference", "reward": "reward model", "critic": "critic", "teacher": "teacher"}
 )
-"""The track of the spans of each scorer's model, as in ``oppo train``."""
 
-GRAINS = 1024
-"""The longest response has about so many fake tokens at most, each of which stands for several."""
+GRAINS = 1024  # the longest response has about so many fake tokens at most, each of which stands for several
 
 
 class Longest(Observer):
@@ -279,27 +242,18 @@ class CostTrainer(FakeTrainer):
 
 @dataclass(eq=False)
 class SimulatedRun:
-    """A graph of fakes with the costs of a system.
-
-    Attributes:
-        skipped: first steps that do not count; at least one.
-        seed: of the lengths.
-        grain: tokens for which a fake token stands; 0: as many as keep the longest response short.
-        observers: of the run.
-        listener: called with the span of each call of a scorer.
-        drain_after: indexes of steps that end before any later one begins, whatever the lookahead.
-    """
+    """A graph of fakes with the costs of a system."""
 
     system: System
     workload: Workload
     schedule: Schedule
     steps: int = 120
-    skipped: int = 20
-    seed: int = 0
-    grain: int = 0
+    skipped: int = 20  # first steps that do not count; at least one
+    seed: int = 0  # draws the lengths
+    grain: int = 0  # tokens for which a fake token stands; 0: as many as keep the longest response short
     observers: Sequence[Observer] = ()
-    listener: SpanListener = silent
-    drain_after: Collection[int] = ()
+    listener: SpanListener = silent  # called with the span of each call of a scorer
+    drain_after: Collection[int] = ()  # indexes of steps that end before any later one begins, whatever the lookahead
 
     def __post_init__(self) -> None:
         workload = self.workload

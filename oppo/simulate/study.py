@@ -21,17 +21,13 @@ from oppo.log import logger
 from oppo.simulate.costs import System, Workload
 from oppo.simulate.run import LAST, Schedule, ScheduleOutcome, SimulatedRun
 
-WORTHWHILE: Final = 1.05
-"""A schedule that is less than so many times as fast as the present one is not worth a change."""
+WORTHWHILE: Final = 1.05  # A schedule that is less than so many times as fast as the present one is not worth a change
 
-ALIKE: Final = 0.97
-"""Of schedules within 3 % of the fastest, the one with the least staleness is recommended."""
+ALIKE: Final = 0.97  # of schedules within 3 % of the fastest, the one with the least staleness is recommended
 
-FEWEST: Final = 3
-"""The fewest seeds for a recommendation: with fewer, chance decides."""
+FEWEST: Final = 3  # the fewest seeds for a recommendation: with fewer, chance decides
 
-WARM: Final = 4
-"""Every so-many-th of the steps does not count: those in which a schedule fills its buffers."""
+WARM: Final = 4  # every so-many-th of the steps does not count: those in which a schedule fills its buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +88,13 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The schedules of a workload beside each other.
+    """The schedules of a workload beside each other."""
 
-    Attributes:
-        standings: by name, in the order given.
-        baseline: the schedule that the others are compared with.
-        cache: bytes of KV cache for a token of the actor; 0: unknown.
-        refused: why a schedule cannot be chosen, whatever it takes; by name.
-    """
-
-    standings: Mapping[str, Standing]
-    baseline: str
-    cache: float = 0.0
+    standings: Mapping[str, Standing]  # by name, in the order given
+    baseline: str  # the schedule that the others are compared with
+    cache: float = 0.0  # bytes of KV cache for a token of the actor; 0: unknown
     seeds: Sequence[int] = field(default=(0,))
+    # why a schedule cannot be chosen, whatever it takes; by name
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def recommended(self, limit: float) -> str:
@@ -204,11 +194,10 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
-WIDTH: Final = 120
-"""Columns where the output is no terminal."""
+WIDTH: Final = 120  # columns where the output is no terminal
 
 LEGEND: Final = (
-    "Speed is trained tokens a second over those of {baseline!r} (*); ranges are over seeds. Staleness is in updates, "
+    "Speed is trained tokens a second, relative to {baseline!r} (*); ranges are over seeds. Staleness is in updates, "
     "from a response's first token to its training. Idle is the share of the time in which the actor decodes nothing; "
     "in flight is what it decodes at once at the most, with its KV cache. A step is bound by what takes the largest "
     "share of it on the busiest device; of {baseline!r}: {parts}."

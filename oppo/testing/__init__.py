@@ -18,15 +18,20 @@ from oppo.simulate.models import (
 from oppo.simulate.policy import FakePolicy
 from oppo.testing.conformance import check_admission, check_policy, check_scorer, check_trainer
 from oppo.testing.faulty import (
+    Fault,
     FaultyCritic,
     FaultyEnvironment,
     FaultyPolicy,
     FaultyScorer,
     FaultyTrainer,
+    Flap,
+    Hang,
+    Raise,
+    Script,
+    Slow,
     faulty_reward,
 )
 from oppo.testing.recorder import Happening, Recorder
-from oppo.testing.script import Fault, Flap, Garbage, HalfSynced, Hang, LoseSessions, Raise, Script, Slow
 
 __all__ = [
     "Device",
@@ -41,11 +46,8 @@ __all__ = [
     "FaultyScorer",
     "FaultyTrainer",
     "Flap",
-    "Garbage",
-    "HalfSynced",
     "Hang",
     "Happening",
-    "LoseSessions",
     "Raise",
     "Recorder",
     "Script",

@@ -61,7 +61,6 @@ class Transcript:
 
     @property
     def tokens(self) -> list[tuple[int, bool]]:
-        """All tokens, in order, and whether each was given."""
         return [(int(token), piece.from_tool) for piece in self.pieces for token in piece.tokens]
 
     @property
@@ -83,21 +82,16 @@ class Transcript:
 
 @dataclass
 class Trial:
-    """One policy and its decodes, what was read of each, and the rollouts that were reported to the cut.
-
-    Attributes:
-        cut_at: the number of these at which it answers true.
-        turns: whether a response may end after its last token.
-    """
+    """One policy and its decodes, what was read of each, and the rollouts that were reported to the cut."""
 
     policy: Policy
     prompts: Sequence[Prompt]
     decodes: Sequence[Decode]
     transcripts: list[Transcript] = field(default_factory=list)
     reported: list[int] = field(default_factory=list)
-    cut_at: int = 1_000_000
+    cut_at: int = 1_000_000  # the number of these at which it answers true
     has_cut: bool = False
-    turns: bool = False
+    turns: bool = False  # whether a response may end after its last token
 
     def __post_init__(self) -> None:
         self.transcripts = [Transcript() for _ in self.prompts]
@@ -169,24 +163,18 @@ def check_piece(
 
 @dataclass
 class Dialogue(Trial):
-    """A trial in which the first turn of each response is answered, and the next one is its last.
-
-    Attributes:
-        answer: int32 [n], to each first turn.
-        heard: the turns of each response so far.
-    """
+    """A trial in which the first turn of each response is answered, and the next one is its last."""
 
     decodes: Sequence[TurnDecode]
-    answer: IntArray = field(default_factory=lambda: np.zeros(1, np.int32))
+    answer: IntArray = field(default_factory=lambda: np.zeros(1, np.int32))  # int32 [n], to each first turn
     turns: bool = True
-    heard: list[list[list[int]]] = field(default_factory=list)
+    heard: list[list[list[int]]] = field(default_factory=list)  # the turns of each response so far
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.heard = [[] for _ in self.prompts]
 
     async def talk(self, limit: int, *, cancel_first: bool = False) -> None:
-        """Decode one step, read all of it and answer its turns."""
         self.has_cut = False
         live = self.live
         decoding = self.policy.decoding([self.decodes[k] for k in live], self.cut)
@@ -199,7 +187,6 @@ class Dialogue(Trial):
                 conversations.cancel_scope.cancel()
 
     async def converse(self, k: int, cancel_first: bool) -> None:
-        """Answer the turns of one response until it ends or is deferred."""
         decode, heard = self.decodes[k], self.heard[k]
         while True:
             if cancel_first:
@@ -214,13 +201,7 @@ class Dialogue(Trial):
 
 
 async def check_turns(make: Make[Policy], prompts: Sequence[Prompt], plain: Trial) -> None:
-    """Check that a policy keeps the contract of :class:`oppo.turns.MultiTurnPolicy`.
-
-    Args:
-        make: returns a fresh policy.
-        prompts: whose tokens can be an answer.
-        plain: the same prompts, decoded without turns.
-    """
+    """Check that a policy keeps the contract of :class:`oppo.turns.MultiTurnPolicy`."""
     whole = await _dialogue(make, prompts)
     await whole.talk(limit=3)
     require(
@@ -546,8 +527,8 @@ class _LeftEarlyError(Exception):
     """Raised by the check itself, in the body of a decoding."""
 
 
+# Of responses, in tokens, over and over: alike, of many lengths, with a long tail, evenly spread
 _LENGTHS: Final = ((7,), (3, 5, 40, 8, 2, 13), (1, 1, 30), tuple(range(1, 24)))
-"""Of responses, in tokens, over and over: alike, of many lengths, with a long tail, evenly spread."""
 
 _STEPS: Final = 8
 
@@ -600,12 +581,7 @@ async def _decided(
     last: int = _STEPS,
     state: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
 ) -> tuple[list[StepReport], tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Return the reports of steps ``first`` to ``last``, and the state of the run and its prompts after them.
-
-    Args:
-        seen: the observations that the admission is given, by step; those of other steps are made, and added.
-        state: of the run and its prompts after the steps before.
-    """
+    """Return the reports of steps ``first`` to ``last``, and the state of the run and its prompts after them."""
     can, recorder = Capabilities(adds_while_decoding=True), Recorder()
     policy = FakePolicy(lambda prompt: lengths[prompt.admission % len(lengths)], 1e-3, capabilities=can)
     critic = FakeCritic()
@@ -639,7 +615,7 @@ async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close:
     Args:
         make: returns a fresh scorer.
         finished: at least two complete rollouts, with at least four response tokens each.
-        close: whether two values are equal, up to the backend's rounding: ``1e-5 * (1 + |x|)`` for those of oppo.
+        close: whether two values are equal, up to the backend's rounding: ``1e-5 * (1 + |x|)`` for oppo's own.
 
     Raises:
         ProtocolError: what was expected and what came.

@@ -1,6 +1,8 @@
-"""Wrappers that inject the faults of a script into fakes, or into any other models.
+"""Scripted faults: what goes wrong, in which call of which model, and wrappers that play it around any model.
 
-A wrapper keeps the protocol of its model, and changes nothing outside of the script's faults.
+A script is a tuple of :class:`Fault`, plain values that can be printed and generated. A wrapper keeps the protocol of
+its model, and changes nothing outside of its faults. Nothing in a script is random, nor is anything else in virtual
+time: a script that broke a run breaks it again.
 
 Example:
     >>> from oppo import Overcommit, ppo
@@ -29,14 +31,16 @@ Example:
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import Generic, TypeVar, cast
+from functools import partial, wraps
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
-import numpy as np
+import anyio
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Batch, Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens
@@ -57,35 +61,177 @@ from oppo.models import (
     TrainerCapabilities,
     Weights,
 )
+from oppo.simulate.engine import VirtualTimeLoop
 from oppo.simulate.models import SyncableScorer
 from oppo.stages.generate import require_turns
-from oppo.testing.script import Garbage, HalfSynced, LoseSessions, Player, Script, Spoilt
 from oppo.turns import Answer, Environment, Turn, TurnDecode
-from oppo.weight_sync import CopiesWeights, name_of
+from oppo.weight_sync import CopiesWeights
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
-FAR = 1_000
-"""Versions by which a spoilt piece is ahead of the current weights, or behind them."""
+# Of a policy and its decodes; a scorer (`load` where it is synced); a trainer; a reward function; an environment
+Method: TypeAlias = Literal[
+    "open", "decoding", "read", "turn", "aclose", "load", "extend", "finish", "forget",
+    "update", "accumulate", "commit", "sync_weights", "call", "answer",
+]  # fmt: skip
 
 
-class _FaultySynced:
-    """Loads weights as the script directs, and may report the version that it had before."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that a fault strikes: the ``number``-th, from 0, of a method of ``model``, the wrapper."""
 
-    inner: SyncedModel
-    player: Player
-    _stale_version: int | None = None
+    place: str
+    method: Method
+    number: int
+    arguments: tuple[Any, ...]
+    model: Any
+
+
+class FaultKind:
+    """What goes wrong. A frozen dataclass that inherits from this is a kind of your own."""
+
+    def fits(self, method: Method) -> bool:
+        """Return whether a call of the method can go wrong so."""
+        del method
+        return True
+
+    def strikes(self, since: int) -> bool:
+        """Return whether it strikes ``since`` calls after the fault's own."""
+        return since == 0
+
+    async def before(self, call: Call) -> tuple[Any, ...]:
+        """Wait or raise before the call, and return its arguments."""
+        return call.arguments
+
+    def after(self, call: Call, answer: Any) -> Any:
+        """Return what the caller gets in place of the model's answer, or raise."""
+        del call
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Raise(FaultKind):
+    """The call raises before it does anything."""
+
+    error: type[Exception] = ModelError
+
+    async def before(self, call: Call) -> tuple[Any, ...]:
+        raise self.error(f"{call.place} fails, as its script says")
+
+
+@dataclass(frozen=True, slots=True)
+class Hang(FaultKind):
+    """The call never returns, until it is cancelled."""
+
+    async def before(self, call: Call) -> tuple[Any, ...]:
+        loop, message = asyncio.get_running_loop(), f"{call.place} hangs, as its script says"
+        withdraw = loop.on_deadlock(lambda: message) if isinstance(loop, VirtualTimeLoop) else None
+        try:
+            await anyio.sleep_forever()
+        finally:
+            if withdraw is not None:
+                withdraw()
+        return call.arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Slow(FaultKind):
+    """The call takes ``seconds`` longer."""
+
+    seconds: float
+
+    async def before(self, call: Call) -> tuple[Any, ...]:
+        await anyio.sleep(self.seconds)
+        return call.arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Flap(FaultKind):
+    """From this call on ``down`` calls fail, then ``up`` work, in turn; with ``up=0``, all further calls work."""
+
+    down: int = 1
+    up: int = 0
+
+    def __post_init__(self) -> None:
+        if self.down < 1 or self.up < 0:
+            raise ValueError(f"a flap has at least one call down and none or more up, not {self.down} and {self.up}")
+
+    def strikes(self, since: int) -> bool:
+        return since >= 0 and (since % (self.down + self.up) if self.up else since) < self.down
+
+    async def before(self, call: Call) -> tuple[Any, ...]:
+        raise ConnectionError(f"{call.place}: connection refused, as its script says")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        model: the name that its wrapper was given.
+        method: of the model; ``read``, ``turn`` and ``aclose`` are counted over all decodes of the policy.
+        does: what goes wrong.
+        call: in which call of the method, from 0.
+
+    Raises:
+        ValueError: the method cannot go wrong so.
+    """
+
+    model: str
+    method: Method
+    does: FaultKind
+    call: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.does.fits(self.method):
+            raise ValueError(f"{self.method}() cannot do {self.does}")
+
+    @property
+    def place(self) -> str:
+        return f"call {self.call} of {self.method}() of {self.model!r}"
+
+
+Script: TypeAlias = tuple[Fault, ...]
+
+
+@dataclass(eq=False)
+class Faulty:
+    """What all wrappers share: the count of the calls, and the faults that struck, in order."""
+
+    name: str
+    inner: Any
+    script: Script = ()
+    behind: int = field(default=0, init=False)  # versions by which the one that it reports lags its model's
+    calls: Counter[Method] = field(default_factory=Counter, init=False, repr=False)
+    struck: list[Fault] = field(default_factory=list, init=False, repr=False)
 
     @property
     def version(self) -> int:
-        return self.inner.version if self._stale_version is None else self._stale_version
+        return cast("int", self.inner.version) - self.behind
+
+    async def played(self, method: Method, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """Make a call of the model's, with the faults that the script has for it."""
+        number = self.calls[method]
+        self.calls[method] += 1
+        striking = list[tuple[FaultKind, Call]]()
+        for fault in self.script:
+            if (fault.model, fault.method) == (self.name, method) and fault.does.strikes(number - fault.call):
+                self.struck.append(fault)
+                one = Call(replace(fault, call=number).place, method, number, arguments, self)
+                striking.append((fault.does, one))
+                arguments = await fault.does.before(one)
+        answer = await call(*arguments)
+        for kind, one in striking:
+            answer = kind.after(one, answer)
+        return answer
+
+
+class _FaultySynced(Faulty):
+    inner: SyncedModel
 
     async def load(self, weights: Weights) -> None:
-        before = self.inner.version
-        fault = await self.player.play("load")
-        await self.inner.load(weights)
-        self._stale_version = before if fault == Garbage("version") else None
+        self.behind = 0
+        await self.played("load", self.inner.load, weights)
 
 
 @dataclass(eq=False)
@@ -93,19 +239,13 @@ class FaultyDecode:
     """A decode of :class:`FaultyPolicy`."""
 
     inner: Decode
-    player: Player
+    policy: FaultyPolicy
 
     async def read(self, limit: int) -> Piece:
-        fault = await self.player.play("read")
-        if fault == Garbage("empty"):
-            none = np.zeros(0, np.int32)
-            return Piece(none, none.astype(np.float32), none, "live")
-        piece = await self.inner.read(limit)
-        return spoilt_piece(piece, fault.what) if isinstance(fault, Garbage) and len(piece.tokens) else piece
+        return await self.policy.played("read", self.inner.read, limit)
 
     async def turn(self) -> IntArray | None:
-        await self.player.play("turn")
-        return await self._with_turns.turn()
+        return await self.policy.played("turn", self._with_turns.turn)
 
     def proceed(self, given: IntArray) -> bool:
         return self._with_turns.proceed(given)
@@ -118,42 +258,34 @@ class FaultyDecode:
         return cast("TurnDecode", self.inner)
 
     async def aclose(self) -> None:
-        await self.player.play("aclose")
-        await self.inner.aclose()
+        await self.policy.played("aclose", self.inner.aclose)
 
 
 @dataclass(eq=False)
 class FaultyPolicy(_FaultySynced):
     """A policy with the faults of ``name`` in ``script``."""
 
-    name: str
     inner: Policy
-    script: Script = ()
-
-    def __post_init__(self) -> None:
-        self.player = Player(self.name, self.script)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of its model, except for those that need another policy behind it, and that rollouts cannot join."""
+        """The model's, except that rollouts cannot join, nor sampling vary, nor progress be reported."""
         return replace(
             self.inner.capabilities, adds_while_decoding=False, varies_sampling=False, reports_progress=False
         )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
-        return await self._opened(self.inner.open, rollouts)
+        return await self.played("open", partial(self._opened, self.inner.open), rollouts)
 
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:
-        return await self._opened(require_turns(self.inner).open_turns, rollouts)
+        return await self.played("open", partial(self._opened, require_turns(self.inner).open_turns), rollouts)
 
     async def _opened(
         self,
         open_: Callable[[Sequence[Prompt | Response]], Awaitable[Sequence[Decode]]],
         rollouts: Sequence[Prompt | Response],
     ) -> Sequence[FaultyDecode]:
-        fault = await self.player.play("open")
-        decodes = [FaultyDecode(decode, self.player) for decode in await open_(rollouts)]
-        return decodes[:-1] if fault == Garbage("count") else decodes
+        return [FaultyDecode(decode, self) for decode in await open_(rollouts)]
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open.
@@ -168,51 +300,27 @@ class FaultyPolicy(_FaultySynced):
 
     @asynccontextmanager
     async def _decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
-        if await self.player.play("decoding") == LoseSessions():
-            for decode in live:
-                await decode.aclose()
-        async with self.inner.decoding(live, cut):
+        async def opened(live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
+            return self.inner.decoding(live, cut)
+
+        async with await self.played("decoding", opened, live, cut):
             yield FixedDecoding(self.name)
 
 
 @dataclass(eq=False)
-class FaultyScorer(Generic[T]):
+class FaultyScorer(Faulty, Generic[T]):
     """A frozen scorer with the faults of ``name`` in ``script``; see :class:`FaultyCritic` for one that is trained."""
 
-    name: str
     inner: Scorer[T]
-    script: Script = ()
-    _known: set[int] = field(default_factory=set, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.player = Player(self.name, self.script)
-
-    @property
-    def version(self) -> int:
-        return self.inner.version
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-        if await self.player.play("extend") == LoseSessions():
-            await self._lose()
-        await self.inner.extend(events)
-        self._known.update(event.rollout for event in events)
+        await self.played("extend", self.inner.extend, events)
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
-        fault = await self.player.play("finish")
-        if fault == LoseSessions():
-            await self._lose()
-        values = await self.inner.finish(finished)
-        self._known.difference_update(event.rollout for event in finished)
-        return spoilt_values(values, fault.what) if isinstance(fault, Garbage) else values
+        return await self.played("finish", self.inner.finish, finished)
 
     async def forget(self, rollouts: Sequence[int]) -> None:
-        await self.player.play("forget")
-        self._known.difference_update(rollouts)
-        await self.inner.forget(rollouts)
-
-    async def _lose(self) -> None:
-        await self.inner.forget(sorted(self._known))
-        self._known.clear()
+        await self.played("forget", self.inner.forget, rollouts)
 
 
 @dataclass(eq=False)
@@ -227,116 +335,48 @@ class FaultyCritic(_FaultySynced, FaultyScorer[T]):
 
 
 @dataclass(eq=False)
-class FaultyTrainer:
+class FaultyTrainer(Faulty):
     """A trainer with the faults of ``name`` in ``script``."""
 
-    name: str
     inner: Trainer
-    script: Script = ()
-
-    def __post_init__(self) -> None:
-        self.player = Player(self.name, self.script)
-        self._behind = 0
-
-    @property
-    def version(self) -> int:
-        return self.inner.version - self._behind
-
-    async def update(self, batch: Batch) -> Trained:
-        fault = await self.player.play("update")
-        return self._with(fault, await self.inner.update(batch))
 
     @property
     def capabilities(self) -> TrainerCapabilities:
         return TrainerCapabilities(accumulates=TrainerCapabilities.of(self.inner).accumulates)
 
+    async def update(self, batch: Batch) -> Trained:
+        return await self.played("update", self.inner.update, batch)
+
     async def accumulate(self, part: Batch) -> None:
-        await self.player.play("accumulate")
-        await cast("StreamingTrainer", self.inner).accumulate(part)
+        await self.played("accumulate", cast("StreamingTrainer", self.inner).accumulate, part)
 
     async def commit(self, batch: Batch) -> Trained:
-        fault = await self.player.play("commit")
-        return self._with(fault, await cast("StreamingTrainer", self.inner).commit(batch))
-
-    def _with(self, fault: object, trained: Trained) -> Trained:
-        if fault == Garbage("version"):
-            self._behind += 1
-        if fault == Garbage("stranger"):
-            return replace(trained, nonfinite=(*trained.nonfinite, -1))
-        return trained
+        return await self.played("commit", cast("StreamingTrainer", self.inner).commit, batch)
 
     async def sync_weights(self, *synced: SyncedModel) -> None:
-        """Give the current weights to each model.
-
-        Raises:
-            ModelError: the script makes it fail half-way.
-        """
-        fault = await self.player.play("sync_weights")
-        if not isinstance(fault, HalfSynced):
-            await self.inner.sync_weights(*synced)
-            return
-        await self.inner.sync_weights(*synced[: len(synced) // 2])
-        if not fault.silent:
-            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in synced)
-            raise ModelError(f"sync_weights() of {self.name!r} fails half-way, as its script says: {held}")
+        await self.played("sync_weights", self.inner.sync_weights, *synced)
 
 
 @dataclass(eq=False)
-class FaultyEnvironment:
+class FaultyEnvironment(Faulty):
     """An environment with the faults of ``name`` in ``script``."""
 
-    name: str
     inner: Environment
-    script: Script = ()
-
-    def __post_init__(self) -> None:
-        self.player = Player(self.name, self.script)
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        fault = await self.player.play("answer")
-        answer = await self.inner.answer(turn)
-        if not isinstance(fault, Garbage) or not isinstance(answer, Answer):
-            return answer
-        return replace(answer, tokens=answer.tokens[:0] if fault.what == "empty" else -1 - answer.tokens)
+        return await self.played("answer", self.inner.answer, turn)
 
 
 def faulty_reward(name: str, function: RewardFunction, script: Script) -> RewardFunction:
     """Return ``function`` with the faults of ``name`` in ``script``, async, under the same signature."""
-    player = Player(name, script)
+    player = Faulty(name, function, script)
 
     @wraps(function)
     async def faulty(**arguments: object) -> object:
-        fault = await player.play("call")
-        result = function(**arguments)
-        scores = await result if isinstance(result, Awaitable) else result
-        return spoilt_values(cast("Sequence[object]", scores), fault.what) if isinstance(fault, Garbage) else scores
+        async def call() -> object:
+            result = function(**arguments)
+            return await result if isinstance(result, Awaitable) else result
+
+        return await player.played("call", call)
 
     return faulty
-
-
-def spoilt_piece(piece: Piece, what: Spoilt) -> Piece:
-    """Return a piece, of at least one token, made invalid."""
-    spoilt: dict[str, Callable[[], Piece]] = {
-        "nan": lambda: replace(piece, logprobs=np.full_like(piece.logprobs, np.nan)),
-        "shape": lambda: replace(piece, logprobs=piece.logprobs[:-1]),
-        "version": lambda: replace(piece, versions=piece.versions + np.int32(FAR)),
-        "order": lambda: replace(piece, versions=np.append(piece.versions[:-1], piece.versions[:1] - np.int32(FAR))),
-        "token": lambda: replace(piece, tokens=-1 - piece.tokens),
-    }
-    return spoilt[what]()
-
-
-def spoilt_values(values: Sequence[T], what: Spoilt) -> Sequence[T]:
-    """Return the values of some rollouts, made invalid."""
-    if what == "count":
-        return values[:-1]
-    return [cast("T", _spoilt(value, what)) for value in values]  # of another type on purpose
-
-
-def _spoilt(value: object, what: Spoilt) -> object:
-    if what == "none":
-        return None
-    per_token = isinstance(value, np.ndarray)
-    if what == "nan":
-        return np.full_like(value, np.nan) if per_token else float("nan")
-    return value[:-1] if isinstance(value, np.ndarray) else np.array([value])

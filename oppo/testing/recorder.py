@@ -26,13 +26,7 @@ class Sent:
 
 
 def faults(items: Sequence[Sent], reports: Sequence[StepReport], source: str) -> Iterator[str]:
-    """Yield a message for each rule that does not hold; the run may have ended early, or have been resumed.
-
-    Args:
-        items: in order.
-        reports: of the steps that ended, in order.
-        source: the stage whose items are the rollouts' events.
-    """
+    """Yield a message for each rule that does not hold; the run may have ended early, or have been resumed."""
     if any(later.index <= report.index for report, later in pairwise(reports)):
         yield "step 1 came twice: these are two runs, and each needs a recorder of its own"
         return
@@ -53,34 +47,17 @@ def faults(items: Sequence[Sent], reports: Sequence[StepReport], source: str) ->
 
 @dataclass(slots=True)
 class Life:
-    """The events of one rollout so far.
-
-    Attributes:
-        known: whether its events begin with its prompt; false in a resumed run, until it begins again.
-        state: of its events.
-        pieces: of its response so far.
-        length: tokens in them.
-        newest: version of its last sampled token; -1 without one.
-        age: at its last deferral; 0 without one.
-        prompt: as it was announced.
-        touched: the steps with events of it.
-        deferred: those at whose end it was deferred.
-        ended: the step in which it finished or was dropped.
-        outcomes: by the reports of the steps.
-        scorers: that have scored it.
-    """
-
-    known: bool
+    known: bool  # whether its events begin with its prompt; false in a resumed run, until it begins again
     state: str = "unknown"
     pieces: list[Chunk | ToolTokens] = field(default_factory=list)
-    length: int = 0
-    newest: int = -1
-    age: int = 0
-    prompt: Prompt | None = None
-    touched: set[int] = field(default_factory=set)
-    deferred: set[int] = field(default_factory=set)
-    ended: int | None = None
-    outcomes: list[str] = field(default_factory=list)
+    length: int = 0  # tokens in them
+    newest: int = -1  # version of its last sampled token; -1 without one
+    age: int = 0  # at its last deferral; 0 without one
+    prompt: Prompt | None = None  # as it was announced
+    touched: set[int] = field(default_factory=set)  # the steps with events of it
+    deferred: set[int] = field(default_factory=set)  # those at whose end it was deferred
+    ended: int | None = None  # the step in which it finished or was dropped
+    outcomes: list[str] = field(default_factory=list)  # by the reports of the steps
     scorers: set[str] = field(default_factory=set)
 
     def tell(self, event: object, step: int) -> Iterable[str]:
@@ -185,6 +162,7 @@ def _named(event: object) -> str:
     return f"a {type(event).__name__}"
 
 
+# Events of a rollout, as the journal names them, by the type of the item that a stage sends
 NAMES: Final[Mapping[type, str]] = {
     Prompt: "admitted",
     Chunk: "chunk",
@@ -196,7 +174,6 @@ NAMES: Final[Mapping[type, str]] = {
     Scored: "scored",
     Batch: "batched",
 }
-"""What has happened to a rollout when a stage sends an item of this type; the names are those of the journal."""
 
 _SHOWN = 5  # faults in an error
 

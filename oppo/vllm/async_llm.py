@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import torch
 
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ConfigError
 from oppo.log import logger, with_route
 from oppo.observe import now
 from oppo.signals import SIGNALS
@@ -140,10 +140,8 @@ class VllmEngine(Engine):
             model: a directory or hub name, as transformers loads it.
             arguments: of vLLM's engine, by the names of its ``AsyncEngineArgs``.
             trainer: the device of the weights that will be synced; for an engine on a CPU it does not matter.
-            adapters: rank of the adapters that will be synced, without the weights that they are added to; 0: all
-                weights are synced.
-            cores: CPU cores that it computes on, the first ones of this process, or a slice of its cores; ``None``: as
-                vLLM chooses.
+            adapters: rank of the adapters that will be synced alone; 0: all weights are synced.
+            cores: CPU cores that it computes on: the first of this process, or a slice; ``None``: as vLLM chooses.
             log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
             sleeps: while nothing is decoded, so that the trainer has its GPUs' memory.
 
@@ -173,6 +171,8 @@ class VllmEngine(Engine):
                     files.keep()
                     raise ConfigError(failure(model, error, files.log)) from error
             children.keep()
+            served = llm.vllm_config.model_config
+            trains = served.runner_type == "generate"
             logger.info(f"vLLM is ready after {now() - began:.0f} s")
             return cls(
                 llm,
@@ -180,7 +180,9 @@ class VllmEngine(Engine):
                 children,
                 stack.pop_all(),
                 files=files,
-                weights=served_by(llm.vllm_config),
+                weights=ServedWeights.known(served.model, served.hf_config, served.trust_remote_code)
+                if trains
+                else None,
                 dtype_chosen="dtype" in (arguments or {}),
                 sleeps=sleeps,
                 adapts=adapters > 0,
@@ -304,7 +306,6 @@ class VllmEngine(Engine):
 
     @property
     def advice(self) -> str:
-        """What to do when it is lost."""
         return (
             "start another engine, or go on from the newest checkpoint (oppo resume); "
             f"what the engine wrote is in {self.log}"
@@ -341,16 +342,6 @@ def _async_llm(
         backend, sender = route.backend, FileSender() if route.backend == "file" else DeviceSender(route)
     arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=transfer_of(backend), sleeps=sleeps)
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender
-
-
-def served_by(config: VllmConfig) -> ServedWeights | None:
-    model = config.model_config
-    if model.runner_type != "generate":
-        return None
-    try:
-        return ServedWeights.of(Path(model.model).name, model.hf_config, trust_remote_code=model.trust_remote_code)
-    except (ModelRefused, ValueError):
-        return None
 
 
 @contextmanager

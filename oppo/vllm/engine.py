@@ -7,6 +7,7 @@ from asyncio import AbstractEventLoop
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
 
 import anyio
@@ -14,7 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.errors import ConfigError, ModelError, ModelLost, OppoError, ProtocolError, as_itself, one_line, running_loop
+from oppo.errors import (
+    ConfigError,
+    ModelError,
+    ModelLost,
+    ModelRefused,
+    OppoError,
+    ProtocolError,
+    as_itself,
+    one_line,
+    running_loop,
+)
 from oppo.placement.place import Closing
 
 if TYPE_CHECKING:
@@ -42,7 +53,7 @@ class NewTokens:
         reason: what ended the request; ``None`` while it goes on.
         starts: versions behind the request's tokens so far, each with the index of its first token.
         steps: experts of each decode step of the request so far, [positions, layers, top_k].
-        routed: those of the whole request, when it has ended.
+        routed: experts of the whole request, when it has ended.
     """
 
     tokens: list[int]
@@ -83,6 +94,14 @@ class ServedWeights:
     shapes: Mapping[str, tuple[int, ...]]
     needed: tuple[frozenset[str], ...]
     outline: PreTrainedModel | None = None
+
+    @classmethod
+    def known(cls, model: str | Path, config: PretrainedConfig, trust_remote_code: bool) -> Self | None:
+        """Return them where transformers can train the model."""
+        try:
+            return cls.of(Path(model).name, config, trust_remote_code=trust_remote_code)
+        except (ModelRefused, ValueError):
+            return None
 
     @classmethod
     def of(cls, model: str, config: PretrainedConfig, *, trust_remote_code: bool = False) -> Self:
@@ -144,7 +163,7 @@ class Engine(Closing):
         dtype_chosen: its arguments say so; else the model does.
         kv_tokens: the tokens for which its KV cache has room; ``None`` where it does not say.
         requests: ids of the requests that policies have open.
-        weights: those of its model; ``None`` for one that transformers cannot train, or that pools.
+        weights: names and shapes; ``None`` for a model that transformers cannot train, or that pools.
         sleeps: while nothing is decoded, so that others have its GPUs' memory.
         asleep: the parts that have no memory now, in the order in which they wake.
     """

@@ -22,11 +22,11 @@ import anyio
 import torch
 from anyio.abc import TaskGroup
 
-from oppo.errors import ConfigError, ModelRefused, as_itself, one_line, shortened
+from oppo.errors import ConfigError, as_itself, one_line, shortened
 from oppo.libraries import require
 from oppo.log import logger
 from oppo.vllm.arguments import Route
-from oppo.vllm.engine import Engine, NewTokens, ServedWeights, WeightSender
+from oppo.vllm.engine import Engine, Logprob, NewTokens, ServedWeights, WeightSender
 from oppo.vllm.plugin import transfer_of
 from oppo.vllm.server import LOAD, Inspection, ServerSettings, address_of, config_of
 from oppo.vllm.sync import DeviceSender, FileSender, HostedFiles, WeightFiles
@@ -58,7 +58,7 @@ class ServerFault(Exception):  # noqa: N818 - it says what happened
     """A server is gone, or answered what it should not; to users it comes as :class:`~oppo.errors.ModelLost`."""
 
 
-class Logprob(NamedTuple):
+class ServedLogprob(NamedTuple):
     logprob: float
 
 
@@ -153,22 +153,17 @@ class VllmServer(Engine):
     file, or by NCCL if it was started so. One run uses it at a time; the next one has to load its weights first.
 
     Args:
-        url: of the server.
         model: the one that is trained, a directory or hub name, which the server's is compared with; ``None``: weights
             of another model are noticed at the first weight sync.
         trainer: the device of the weights that will be synced.
         api_key: what it was started with, as ``--api-key``.
-        adapters: rank of the adapters that will be synced, without the weights that they are added to; 0: all weights
-            are synced.
-        weights_directory: where the file of weights is, for a server on another machine that has this directory too.
+        adapters: rank of the adapters that will be synced alone; 0: all weights are synced.
+        weights_directory: where the files of weights are, for a server on another machine that has it too.
         files: carry the weights, or the adapters, to where the server reads them; ``None``: in that directory, or in
             this machine's memory.
         timeout: seconds for each call that moves no weights.
         trust_remote_code: the config of ``model`` may come with code.
         transport: of httpx, for tests; it is used for blocking calls too.
-
-    Attributes:
-        url: of the server.
 
     Raises:
         ConfigError: there is no such server, or it lacks something: what was expected, what came, what to do.
@@ -226,7 +221,10 @@ class VllmServer(Engine):
         self.dtype = getattr(torch, str(described["dtype"]).removeprefix("torch."))
         self.dtype_chosen = True
         self.kv_tokens = config.get("cache_config", {}).get("kv_cache_size_tokens")
-        self.weights = None if model is None else weights_of(model, trust_remote_code=trust_remote_code)
+        self.weights = None
+        if model is not None:
+            trained = config_of(model, trust_remote_code=trust_remote_code)
+            self.weights = ServedWeights.known(model, trained, trust_remote_code)
         self._model = str(served[0].get("id", ""))
         self._synced = version == UNSYNCED  # nobody has synced others since it was started
         self._version = ""
@@ -250,12 +248,10 @@ class VllmServer(Engine):
         return httpx.Client(base_url=self.url, headers=self._headers, timeout=self._timeout, transport=self._transport)
 
     def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
-        """Refuse what a server cannot do."""
         ServerSettings.check_options(keeps_kv=keeps_kv, routed_experts=routed_experts)
 
     @property
     def advice(self) -> str:
-        """What to do when it is lost."""
         cause = "" if self.error is None else f"{self.error}; "
         return (
             f"{cause}start the server at {self.url} again, or go on from the newest checkpoint (oppo resume) with "
@@ -454,7 +450,7 @@ class VllmServer(Engine):
                 await self._follow(stream)
         except httpx.HTTPError as error:
             self.die(one_line(error))
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the tokens
+        except Exception as error:  # noqa: BLE001 - raised where the tokens are awaited
             stream.inbox.fail(error)
         finally:
             stream.part = None
@@ -484,7 +480,7 @@ class VllmServer(Engine):
         try:
             (choice,) = chunk["choices"]
             logprobs: list[Mapping[int, Logprob]] = [
-                {each["token_id"]: Logprob(_finite(each["logprob"])) for each in (one, *one["top_logprobs"])}
+                {each["token_id"]: ServedLogprob(_finite(each["logprob"])) for each in (one, *one["top_logprobs"])}
                 for one in (choice["logprobs"] or {"content": []})["content"]
             ]
             tokens, reason = list(choice["token_ids"]), choice["finish_reason"]
@@ -533,11 +529,3 @@ def _route(url: str, trainer: torch.device, workers: int) -> Route:
         address = str(probe.getsockname()[0])
     number = trainer.index or 0
     return Route("nccl", workers, torch.device("cuda", number) if trainer.type == "cuda" else trainer, address)
-
-
-def weights_of(model: str | Path, *, trust_remote_code: bool) -> ServedWeights | None:
-    config = config_of(model, trust_remote_code=trust_remote_code)
-    try:
-        return ServedWeights.of(Path(model).name, config, trust_remote_code=trust_remote_code)
-    except (ModelRefused, ValueError):
-        return None

@@ -1,8 +1,8 @@
 """Log-probs of growing responses on vLLM: a reference or a teacher, by the log-probs of prompts, read incrementally.
 
 vLLM computes the log-prob of each token of a prompt that its prefix cache does not hold, so a request that may read the
-cache gives those of the new tokens. The log-prob of a token comes from the hidden state before it: a rollout that goes
-on is read one token past a whole block, which the next request reads again.
+cache gives the log-probs of the new tokens. The log-prob of a token comes from the hidden state before it: a rollout
+that goes on is read one token past a whole block, which the next request reads again.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _listed(places: Any, tokens: Sequence[int], k: int) -> Rows:
 class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
-    Up to rounding they are those of :class:`oppo.hf.serve.scorers.ReferenceLogprobs`, and with ``top_k`` those of
+    Up to rounding they equal :class:`oppo.hf.serve.scorers.ReferenceLogprobs`, and with ``top_k``
     :class:`oppo.hf.serve.scorers.TeacherLogprobs`. An engine has its logits over the ids that may be sampled; a server
     over all ids of its model's table, and is refused where those beyond the policy's are likely. The probability of all
     ids that ``top_k`` leaves out is what the others, in float32, leave of 1, and at least 1e-7. See

@@ -1,6 +1,6 @@
 """The first code that vLLM's processes run: the plugin that the entry point ``vllm.general_plugins`` names.
 
-It makes our weight transfers known in every one of them, those of a server included. The rest it does only in processes
+It registers our weight transfers in every one of them, a server's included. The rest it does only in processes
 that a :class:`~oppo.vllm.engine.VllmEngine` has started, which it knows by :data:`PARENT` in their environment.
 """
 

@@ -48,8 +48,8 @@ TOLERATED: Final = 0.01
 class VllmPolicy:
     """A causal language model of vLLM as :class:`oppo.models.Policy`.
 
-    Tokens of a rollout depend on the seed, its admission number and its sample, and, by rounding, on what is decoded
-    beside it. A rollout that is deferred, or that the engine preempts, keeps its noise. One that is opened
+    Tokens of a rollout depend on the seed, its admission number and its sample, and, by rounding, on the
+    rollouts beside it. A rollout that is deferred, or that the engine preempts, keeps its noise. One that is opened
     half-written, in a resumed run, or that is deferred on a server, goes on with other draws of the same distribution.
 
     Args:
@@ -131,7 +131,7 @@ class VllmPolicy:
 
     @property
     def free_kv_tokens(self) -> int | None:
-        """Tokens for which the KV cache has room beside those of its requests; ``None`` if the engine does not say."""
+        """Free tokens of the KV cache; ``None`` if the engine does not say how many it holds."""
         if self.engine.kv_tokens is None:
             return None
         return self.engine.kv_tokens - sum(len(each.prompt.tokens) + each.written for each in self._submitted)
@@ -145,7 +145,7 @@ class VllmPolicy:
         """Return a policy on the same engine, with the same weights, that draws so.
 
         While it decodes, the engine discards the requests of rollouts that are deferred; they go on later with other
-        draws, as those of a resumed run do.
+        draws, as in a resumed run.
         """
         return VllmSampling(self, sampling, StopCriteria(sampling, self._decode))
 
@@ -344,7 +344,7 @@ class VllmPolicy:
         :data:`GRACE` seconds for the engine to have the weights.
 
         Raises:
-            ModelError: the weights are not those of the engine's model, or could not be sent; the old ones are served.
+            ModelError: the weights are of another model, or could not be sent; the old ones are served.
             ModelLost: it is not known which weights are served, or the engine is dead; nothing is decoded any more.
         """
         with self.reporter.reported("load"):

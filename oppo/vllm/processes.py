@@ -168,7 +168,7 @@ def logging_to(log: Path) -> Iterator[None]:
         yield
     finally:
         used, logger.handlers, logger.propagate = logger.handlers, before, propagated
-        for each in {handler, *used}:  # vLLM replaces those of its logger when it is imported
+        for each in {handler, *used}:  # vLLM replaces its logger's handlers when it is imported
             each.close()
 
 

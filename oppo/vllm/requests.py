@@ -21,7 +21,7 @@ RoutedRows: TypeAlias = NDArray[Any]
 
 
 class RequestRoutes:
-    """A request's routed experts, a row for each position that it reads; tokens have those of the first ``known``."""
+    """A request's routed experts, a row for each position that it reads; tokens have the first ``known`` rows."""
 
     def __init__(self, known: int) -> None:
         self.known = known

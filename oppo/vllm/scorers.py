@@ -134,7 +134,7 @@ class VllmScorer(ABC, Generic[T, A]):
 
     @abstractmethod
     def _cached_end(self, session: ReadRollout[A]) -> int:
-        """Return how far to read a rollout that goes on, so that the cache keeps all but what is read again."""
+        """Return how far to read a rollout that goes on, so that the cache keeps whole blocks."""
 
     @abstractmethod
     def _last_end(self, session: ReadRollout[A]) -> int:
@@ -187,7 +187,7 @@ SERVED_BLOCK: Final = 16
 class ScoringServer(ABC):
     """A vLLM server that scores by one of its routes; others start and end it.
 
-    A request that fails in a way that may pass is made again, as those of :class:`~oppo.rewards.http.HttpReward` are.
+    A request that fails in a way that may pass is made again, as :class:`~oppo.rewards.http.HttpReward` does.
 
     Args:
         source: the model that it serves, a directory or hub name; its configuration is read here.
@@ -244,7 +244,7 @@ class ScoringServer(ABC):
 
     @abstractmethod
     def _try(self, found: Inspection) -> None:
-        """Score something, and note what is wrong."""
+        """Score something, and note faults."""
 
     @abstractmethod
     def _described(self, name: str, config: Any, longest: int) -> ScoringModel:

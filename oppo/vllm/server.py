@@ -1,4 +1,4 @@
-"""What a vLLM server must be started with, and what is wrong with one.
+"""What a vLLM server must be started with, and what one lacks.
 
 All that a run needs of the server is asked for when the two connect. What is missing is an error that names what was
 expected and what came, with the command that starts the server right.
@@ -137,7 +137,7 @@ def start_command(
 
 @dataclass
 class Inspection:
-    """Asks a server for what a run needs, and collects what is missing in ``faults``.
+    """Asks a server for all that a run needs, and collects ``faults``.
 
     Attributes:
         model: the one that is trained, as the server's command would name it.

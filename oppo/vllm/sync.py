@@ -1,4 +1,4 @@
-"""Weight sync to vLLM: what is sent, where it lies, and by which route.
+"""Weight sync to vLLM: the files of weights, and the routes by which they travel.
 
 ::
 
@@ -107,8 +107,8 @@ class WeightFiles:
     """Carries weights to the workers: a directory for each version, with a file of the weights or of an adapter.
 
     No two versions have the same name: a file system of several machines may go on reading what a name once held, and
-    vLLM knows what it has cached of adapters by name and path. The directories go with this object; those of killed
-    processes are removed by the next.
+    vLLM caches adapters by name and path. The directories go with this object; the next one removes what killed
+    processes have left.
 
     Args:
         directory: in which they are; ``None``: they name memory, of which nothing is left when this process ends.
@@ -362,7 +362,7 @@ class TrainerSide(Protocol):
 
 
 class DeviceSender:
-    """Sends weights from the trainer's GPU to those of vLLM's workers, by CUDA IPC or NCCL."""
+    """Sends weights from the trainer's GPU to the GPUs of vLLM's workers, by CUDA IPC or NCCL."""
 
     def __init__(self, route: Route, deadline: float = DEADLINE) -> None:
         self._route = route

@@ -84,7 +84,7 @@ def check_delivered(weights: Mapping[str, torch.Tensor], sent: Mapping[str, str]
 
 def check_adapter(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> None:
     """Check that an adapter that is in use has these matrices, each in the dtype in which vLLM holds adapters."""
-    # vLLM joins those of layers that it has joined, so they are compared as they are, without their names.
+    # vLLM joins the matrices of joined layers, so they are compared as they are, without their names.
     manager: Any = model.lora_manager
     dtype = manager.lora_config.lora_dtype
     active = [manager.get_adapter(each) for each in manager.lora_index_to_id if each is not None]

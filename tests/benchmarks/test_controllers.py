@@ -31,8 +31,7 @@ from oppo.models import Passes
 from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
 from oppo.simulate.run import Schedule, SimulatedRun
 
-IN_VAIN = {"capped", "train-bound", "score-bound"}
-"""Regimes in which deferring saves next to nothing."""
+IN_VAIN = {"capped", "train-bound", "score-bound"}  # regimes in which deferring saves next to nothing
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +139,6 @@ def desk(row: float) -> System:
     """Return the costs of models of some millions of parameters, as measured: in proportion to the tokens of responses.
 
     One core decodes and trains, the other one scores.
-
-    Args:
-        row: seconds of a decode step for each live row.
     """
     return System(
         decoder=Decoder(step=5.6e-3, row=row),
@@ -152,7 +148,6 @@ def desk(row: float) -> System:
 
 
 def desk_workload(batch: int, sigma: float = 1.0, cap: int = 384) -> Workload:
-    """Return the workload of a batch of that size."""
     return Workload(batch=batch, lengths=Lognormal(median=(40, 40), sigma=sigma, cap=cap), cap=cap, prompt=0)
 
 

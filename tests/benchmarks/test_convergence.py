@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
-from benchmarks.convergence.__main__ import HERE, PAGE, main
+from benchmarks.convergence.__main__ import HERE, PAGE, make
 from benchmarks.convergence.comparison import (
     FIRST_HALF,
     SCORE,
@@ -25,7 +25,7 @@ from benchmarks.convergence.comparison import (
 from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results
 from benchmarks.convergence.runs import cells, complete
 from benchmarks.convergence.studies import ADAPTIVE, LOOKAHEAD, SCHEDULES, SERIAL, STUDIES, Study, figure
-from benchmarks.harness import cores_here, placed
+from benchmarks.harness import command, cores_here, placed
 from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
 from oppo.demo.assets import Assets, Facts
@@ -285,7 +285,7 @@ def test_the_page_and_its_figure_show_what_was_measured(study: Study) -> None:
 def test_every_arm_trains_and_is_examined(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPPO_CACHE", str(tmp_path / "cache"))
     common = ["--steps", "10", "--batch", "8", "--examined", "16", "--small", "--jobs", str(min(2, len(cores_here())))]
-    main(["--study", study.name, "--seeds", "1", "--out", str(tmp_path), *common])
+    command(make, ["--study", study.name, "--seeds", "1", "--out", str(tmp_path), *common])
     found = Results.load(tmp_path / study.file, study.arms)
     by_arm = {arm: done for arm in study.arms for done in found.of(arm)}
     assert set(by_arm) == set(study.arms)

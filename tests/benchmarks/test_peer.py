@@ -22,13 +22,11 @@ from benchmarks.peer.service import (
     Spec,
     announced_tokens,
     batches,
-    complaint,
     read_prompts,
     read_spec,
 )
 from benchmarks.peer.sweep import (
     PEERS,
-    SWEEP,
     Cell,
     CellTimes,
     Peer,
@@ -62,6 +60,7 @@ SPEC = Spec(
 )
 PROMPTS = tuple(Prompt((5, 6, 7 + n), n) for n in (3, 9, 5))
 
+# Answers as the peer does, at once, and with seconds that depend on the cell
 STAND_IN = f"""
 import argparse, sys
 from itertools import islice
@@ -87,11 +86,9 @@ try:
 except InputEnded:
     pass
 """
-"""Answers as the peer does, at once, and with seconds that depend on the cell."""
 
 
 def workload(directory: Path, **changes: object) -> Path:
-    """Return a directory with everything of a workload but its models."""
     directory.mkdir(exist_ok=True)
     said = {key.name: getattr(SPEC, key.name) for key in fields(Spec) if key.name != "samples"}
     said |= {"measured": 1, "recipe": {"models": {"taught": 9}, "chunk": 32}} | changes
@@ -102,7 +99,6 @@ def workload(directory: Path, **changes: object) -> Path:
 
 
 def checkout(directory: Path, peer: Peer, program: str) -> Path:
-    """Return a checkout whose peer is ``program``, run by this interpreter."""
     python = directory / f".venv-{peer.name}/bin/python"
     for path in (directory / peer.program, python):
         path.parent.mkdir(parents=True)
@@ -112,7 +108,6 @@ def checkout(directory: Path, peer: Peer, program: str) -> Path:
 
 
 def served(requests: str, lengths: Sequence[int], updates: int) -> list[dict[str, object]]:
-    """Return the lines of a service whose every step trains responses of ``lengths`` tokens."""
     answers = io.StringIO()
     ticks = iter(range(1000))
     service = Service(SPEC, io.StringIO(requests), answers, now=lambda: float(next(ticks)))
@@ -153,13 +148,6 @@ def test_other_tokens_than_announced_are_an_error() -> None:
 def test_other_optimizer_steps_than_asked_for_are_an_error() -> None:
     _, answer = served('{"run": 1}\n', [3, 8, 5], updates=1)
     assert "took 1 optimizer steps" in str(answer["error"])
-
-
-def test_tokens_may_differ_by_two_in_a_hundred() -> None:
-    assert not complaint(98, 100)
-    assert not complaint(102, 100)
-    assert complaint(97, 100)
-    assert complaint(103, 100)
 
 
 def test_prompts_are_taken_in_order_and_again_from_the_first() -> None:
@@ -217,18 +205,6 @@ def test_a_sweep_of_grpo_rolls_out_whole_groups_and_tries_options_at_the_best_ce
 def sweep_of(directory: Path) -> Sweep:
     cells = (CellTimes(Cell(4, 1, 1), (2.0, 3.0)), CellTimes(Cell(2, 2, 2), (2.0, 2.5)))
     return Sweep({"counted": Swept(fingerprint(directory), "a machine", 2, {"trl": "1"}, cells, Cell(2, 2, 2))})
-
-
-def test_a_sweep_is_read_as_it_was_written(tmp_path: Path) -> None:
-    found = sweep_of(workload(tmp_path))
-    found.write(tmp_path / "sweep.json")
-    assert Sweep.read(tmp_path / "sweep.json") == found
-    assert Sweep.read(tmp_path / "none.json") == Sweep()
-    (tmp_path / "sweep.json").write_text('{"workloads": {"counted": 1}}')
-    with pytest.raises(ConfigError, match=r"sweep\.json"):
-        Sweep.read(tmp_path / "sweep.json")
-    for committed in Sweep.read(CHECKOUT / SWEEP).workloads.values():
-        assert committed.best in {each.cell for each in committed.cells}
 
 
 def test_a_choice_says_when_it_is_not_what_was_swept(tmp_path: Path) -> None:

@@ -75,7 +75,6 @@ class Kept(Observer):
 
 
 def truth(mode: str, bench: BenchWorkload) -> System:
-    """Return the costs of a virtual machine with a core for each side, which nobody knows."""
     found = machine(cores_of("split", MODES[mode], apart=MODES[mode].trains_apart(bench)).contention)
     updater = found.updater
     passes = Passes(token=bench.epochs * updater.passes.token)
@@ -84,7 +83,6 @@ def truth(mode: str, bench: BenchWorkload) -> System:
 
 
 def measured(mode: str, bench: BenchWorkload) -> list[dict[str, Any]]:
-    """Return the records of a mode on the virtual machine."""
     chosen, kept = MODES[mode], Kept()
     steps = WARM_UP + ROUNDS * STEPS
     SimulatedRun(
@@ -103,7 +101,6 @@ def measured(mode: str, bench: BenchWorkload) -> list[dict[str, Any]]:
 
 
 def write(path: Path, bench: BenchWorkload, *modes: str) -> Path:
-    """Write a file of results, and return its path."""
     records = {
         mode: [steps[k : k + STEPS] for k in range(0, len(steps), STEPS)]
         for mode in modes
@@ -158,20 +155,6 @@ def test_another_layout_and_another_reward_are_what_they_are_stated_to_be(file: 
     assert there.interference == cores_of("shared", MODES["chunk"], apart=False).contention
     assert alone.readers.keys() == {"reference", "critic"}
     assert alone.updater.passes.token == pytest.approx(4 * there.updater.passes.token)
-
-
-def test_another_depth_of_reward_model_and_critic_is_that_much_more_work(file: Path) -> None:
-    (shallow,) = LadderResult.read(file)
-    layers = {name: shallow.layers(name) for name in ("reward", "critic")}
-    models = {name: {**shallow.models[name], "layers": 2 * depth} for name, depth in layers.items()}
-    deep = replace(shallow, models={**shallow.models, **models})
-    assert deep.fits(shallow)
-    found = system_of(shallow, "chunk")
-    same, deeper = adapted(found, shallow, shallow, "chunk"), adapted(found, shallow, deep, "chunk")
-    assert deeper.readers["reward"].call == pytest.approx(2 * same.readers["reward"].call)
-    assert deeper.readers["critic"].call == pytest.approx(2 * same.readers["critic"].call)
-    assert deeper.readers["reference"] == same.readers["reference"]
-    assert same.readers["critic"].call > 0
 
 
 def ratio(mode: str, low: float, high: float, simulated: float) -> Ratio:

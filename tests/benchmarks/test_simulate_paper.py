@@ -24,7 +24,6 @@ def speed(row: paper.Row, engine: paper.Engine = TRL) -> float:
 
 
 def written(outcome: ScheduleOutcome) -> str:
-    """Return an outcome as text, in which what was not predicted is alike."""
     return json.dumps(record_of(outcome))
 
 

@@ -257,40 +257,6 @@ def test_a_graph_that_is_wired_wrongly_is_refused_in_the_words_of_the_graph(
     assert f"raised by {folder / 'own.py'}:Miswired.graph at {folder / 'own.py'}:" in " ".join(said.split())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ("step.algorithm=own.py:asks",),
-            "nothing is given for the parameter 'weather' of",
-        ),
-        (("step.algorithm=own.py:recipe", "algorithm.samples=2.5"), "algorithm.samples: expected a whole number"),
-        (("step.algorithm=own.py:recipe", "algorithm.scale=0"), "algorithm.scale: expected more than 0"),
-        (("step.algorithm=own.py:recipe", "algorithm.tag=1"), "unknown key 'algorithm.tag'"),
-        (("step.algorithm=own.py:Trippled",), "has no 'Trippled'; the functions and classes there are DoubledLoss,"),
-        (("step.algorithm=none.py:Doubled",), "none.py to take 'Doubled' from"),
-        (("step.algorithm=own.py:Bare",), "own.py:Bare must be a dataclass, whose fields are the settings of"),
-        (("step.algorithm=own.py:number",), "own.py:number is not a function but 7 (int)"),
-        (("step.algorithm=own.py:Lacking",), "own.py:Lacking is no algorithm, since it lacks has_critic, refers,"),
-        (("step.algorithm=own.py:Doubled", "algorithm.twice=0"), "algorithm.twice: expected more than 0"),
-        (("step.algorithm=own.py:Doubled", "algorithm.twise=1"), "'algorithm.twise' (did you mean 'twice'?)"),
-        (
-            ("step.algorithm=own.py:Doubled", "run.trainer=process"),
-            "run.trainer = 'process' takes the loss to another process, which cannot import DoubledLoss from a file",
-        ),
-        (("step.algorithm=dpoo",), "'online_dpo', 'distill' or file.py:name, got 'dpoo'"),
-        (("step.algorithm=7",), "step.algorithm: expected a string, got 7"),
-    ],
-)
-def test_what_is_no_algorithm_is_refused_before_anything_is_loaded(
-    folder: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert oppo(folder, "", *overrides) == UNUSABLE
-    said = capsys.readouterr().err
-    assert message in " ".join(said.split())
-    assert "loading" not in said
-
-
 def test_a_program_trains_with_a_graph_of_its_own(folder: Path, messages: list[str]) -> None:
     made = list[Graph[StepReport]]()
 

@@ -27,7 +27,6 @@ EFFORT = Effort(batch=12, extra=3, steps=2, rounds=3, deeper=4)
 
 
 def made(seconds: float, *spans: tuple[str, float, float], tokens: int = 100) -> TimedRound:
-    """Return a round of two steps, the models' work in the first."""
     work = [Span(track, "work", start, end, 0, ROLES.get(track)) for track, start, end in spans]
     middle = seconds / 2
     return TimedRound(tokens, [TimedStep(0, 0.0, middle, None, 0, work), TimedStep(1, middle, seconds, None, 0, [])])

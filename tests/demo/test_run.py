@@ -25,7 +25,6 @@ FACTS = {
 
 
 def learned(directory: Path) -> dict[str, Any]:
-    """Check that a run's summary says that the policy learned, and return it."""
     facts: dict[str, Any] = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     assert set(facts) >= FACTS
     gain, half_width, kl = (facts[name] for name in ("score_gain", "score_after_ci95", "kl"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import transformers
 
 from docs.make_models import PAGE, TYPES, tried
@@ -45,7 +44,6 @@ def test_every_model_of_transformers_that_generates_text_is_on_the_page() -> Non
     ],
 )
 def test_the_page_says_what_becomes_of_a_model(model_type: str) -> None:
-    torch.set_num_threads(1)
     verdict = tiny.apart(tried)(model_type)
     assert ROWS[model_type][:-1] == verdict.cells(), "run: make models-table"
     assert not verdict.why or f"| {verdict.reads} | {verdict.why} |" in TEXT

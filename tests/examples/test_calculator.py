@@ -6,13 +6,11 @@ from importlib import import_module
 
 import anyio
 import numpy as np
-import torch
 
 example = import_module("examples.07_calculator")
 
 
 def test_the_policy_learns_to_call_the_calculator() -> None:
-    torch.set_num_threads(1)
     scores = [report.score for report in anyio.run(example.train)]
     assert np.mean(scores[:3]) < 0.5
     assert np.mean(scores[-5:]) > 0.8

@@ -18,7 +18,6 @@ rloo: Callable[[Policy, Scorer[float | Drop], Trainer], Graph[StepReport]] = imp
 
 
 def trained(lost: frozenset[int] = frozenset()) -> tuple[list[StepReport], FakeTrainer]:
-    """Make three steps in which the reward of the rollouts ``lost`` cannot be had."""
     policy, trainer = FakePolicy(length=lambda prompt: 10 + int(90 * noise(prompt.rollout) ** 4)), FakeTrainer()
     reward: FakeScorer[float | Drop] = FakeScorer(
         lambda end, tokens, version: (

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from importlib import import_module
 
 import numpy as np
-import torch
 
 from oppo import StepReport
 
@@ -14,7 +13,6 @@ train: Callable[[int], Awaitable[list[StepReport]]] = import_module("examples.03
 
 
 async def test_the_score_rises() -> None:
-    torch.set_num_threads(1)
     reports = await train(12)
     scores = [report.score for report in reports]
     assert scores[0] < 0.6

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
 
 from oppo.rewards import load_reward
 from oppo.rewards.http import HttpReward, ServiceFailure
@@ -24,7 +23,6 @@ def url() -> Iterator[str]:
 
 
 async def test_a_run_asks_the_server_for_the_scores_of_all_its_responses(url: str) -> None:
-    torch.set_num_threads(1)
     reports = await example.train(url)
     assert [len(report.trained) for report in reports] == [16] * 3
     assert all(0 < report.score <= 1 for report in reports)

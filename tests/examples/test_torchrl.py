@@ -12,7 +12,6 @@ example = import_module("examples.08_torchrl")
 
 
 def test_where_nothing_is_deferred_actor_and_critic_are_those_of_the_serial_loop() -> None:
-    torch.set_num_threads(1)
     serial, overlapped, fresh = (example.tiny_models() for _ in range(3))
     anyio.run(example.serial, serial, 3)
     reports = anyio.run(example.overlapped, overlapped, 3)
@@ -25,7 +24,6 @@ def test_where_nothing_is_deferred_actor_and_critic_are_those_of_the_serial_loop
 
 
 def test_with_responses_deferred_each_is_trained_once() -> None:
-    torch.set_num_threads(1)
     reports = anyio.run(example.overlapped, example.tiny_models(), 4, 4)
     assert any(report.deferred for report in reports)
     trained = [rollout for report in reports for rollout in report.trained]

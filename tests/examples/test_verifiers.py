@@ -152,7 +152,6 @@ def test_a_taskset_trains_with_the_rewards_that_it_says(actor: Path) -> None:
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A server of the tools, one for all rollouts."""
     (tmp_path / "tooled.py").write_text(TOOLED)
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
     monkeypatch.setenv("MCP_PORT", str(free_port()))

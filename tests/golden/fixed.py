@@ -11,16 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from oppo.events import FloatArray, IntArray
 
 VOCABULARY, PAD, EOS = 48, 47, 46
-PROMPT, RESPONSE = (2, 5, 6, 3, 6, 4, 2, 5), 7
-"""Lengths of the eight prompts, and of every response."""
-EARLY = (3, 1, 6, 7, 2, 5, 4, 6)
-"""Tokens of each early response, EOS with them; one has none and is as long as the cap."""
+PROMPT, RESPONSE = (2, 5, 6, 3, 6, 4, 2, 5), 7  # lengths of the eight prompts, and of every response
+EARLY = (3, 1, 6, 7, 2, 5, 4, 6)  # tokens of each early response, EOS with them; one has none and is as long as the cap
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The numbers of the golden PPO update."""
-
     learning_rate: float = 3e-3
     epochs: int = 3
     clip: float = 0.2
@@ -40,7 +36,6 @@ def numbers(seed: int, *shape: int) -> FloatArray:
 
 
 def fill(model: PreTrainedModel, seed: int) -> None:
-    """Give a model its fixed weights."""
     with torch.no_grad():
         for k, (_, parameter) in enumerate(sorted(model.named_parameters())):
             noise = torch.from_numpy(numbers(1000 * seed + k, *parameter.shape))
@@ -48,7 +43,6 @@ def fill(model: PreTrainedModel, seed: int) -> None:
 
 
 def config() -> LlamaConfig:
-    """Return the architecture of every golden model."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -65,14 +59,12 @@ def config() -> LlamaConfig:
 
 
 def causal(seed: int) -> LlamaForCausalLM:
-    """Return a causal language model with fixed weights."""
     model = LlamaForCausalLM(config())
     fill(model, seed)
     return model
 
 
 def scalar(seed: int) -> LlamaForSequenceClassification:
-    """Return a one-label model with fixed weights."""
     one_label = config()
     one_label.num_labels = 1
     model = LlamaForSequenceClassification(one_label)
@@ -86,7 +78,6 @@ def prompts() -> list[IntArray]:
 
 
 def responses() -> list[IntArray]:
-    """Return a response to each prompt, all of one length, without an end token."""
     return [tokens(200 + k, RESPONSE) for k in range(len(PROMPT))]
 
 
@@ -100,6 +91,5 @@ def early() -> list[IntArray]:
 
 
 def tokens(seed: int, length: int) -> IntArray:
-    """Return fixed token ids below the special ones."""
     drawn: IntArray = (np.abs(numbers(seed, length) * 1e4).astype(np.int64) % EOS).astype(np.int32)
     return drawn

@@ -44,8 +44,7 @@ LENGTHS = torch.tensor([9, 4, 7, 1, 9, 6, 2, 8])
 ROWS = len(LENGTHS)
 MASK = torch.arange(WIDTH) < LENGTHS.unsqueeze(1)
 BETA = 0.04
-CLIP = {"token": (0.2, 0.28), "sequence": (0.03, 0.05)}
-"""How far a ratio may fall and rise, by its level."""
+CLIP = {"token": (0.2, 0.28), "sequence": (0.03, 0.05)}  # how far a ratio may fall and rise, by its level
 
 NEW = -2 + 0.5 * torch.from_numpy(fixed.numbers(70, ROWS, WIDTH))
 OLD = NEW + 0.3 * torch.from_numpy(fixed.numbers(71, ROWS, WIDTH))
@@ -64,7 +63,6 @@ def main() -> None:
 
 
 def advantages() -> dict[str, Any]:
-    """Return the advantages of both trainers, RLOO's with the KL penalty in the reward too."""
     made: dict[str, Any] = {}
     for scale in ("group", "none"):
         frame: dict[str, Any] = {
@@ -96,7 +94,6 @@ def inputs() -> dict[str, Tensor]:
 
 
 def trained(kind: Any, config: Any, given: dict[str, Tensor]) -> dict[str, Any]:
-    """Return loss and gradient of a real trainer, whose model says the fixed log-probs."""
     with TemporaryDirectory() as folder:  # where the trainer loads its reference model from, if it wants one
         fixed.causal(1).save_pretrained(folder)
         trainer = kind(

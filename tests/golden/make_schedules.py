@@ -54,14 +54,11 @@ class Times(NamedTuple):
 
 @dataclass
 class Models:
-    """The models that have a version."""
-
     policy: FakePolicy = field(default_factory=lambda: FakePolicy(length, 0.01))
     critic: FakeCritic = field(default_factory=lambda: FakeCritic(per_token=0.001, per_call=0.003))
     trainer: FakeTrainer = field(default_factory=lambda: FakeTrainer(0.02, syncing=0.005))
 
     async def restore(self, version: int) -> None:
-        """Go on with the weights of this version."""
         self.trainer.version = version
         await self.trainer.sync_weights(self.policy, self.critic)
 
@@ -71,7 +68,6 @@ def length(prompt: Prompt) -> int:
 
 
 def pace(prompt: Prompt) -> float:
-    """Return a pace at which no two rollouts make a token at one time."""
     return (0.5, 1.0, 3.0)[prompt.rollout % 3] * (1 + (prompt.rollout + 1) / 997)
 
 
@@ -126,8 +122,7 @@ CASES: Mapping[str, Make] = {
     "recomputed log-probs": recomputed,
     "groups": groups,
 }
-RESUMED = ("overcommit", 3)
-"""A case that is made again in two parts, and the steps of the first."""
+RESUMED = ("overcommit", 3)  # A case that is made again in two parts, and the steps of the first
 
 
 @dataclass
@@ -147,7 +142,6 @@ class Tape:
 
 
 def told(item: object) -> str:
-    """Return an item as text, every bit of its numbers included."""
     match item:
         case Prompt():
             return f"prompt {item.rollout} {item.admission} {item.sample} {item.group} {bits(item.tokens)}"
@@ -202,7 +196,6 @@ async def play(make: Make, first: int = STEPS) -> Tape:
 
 
 def digests(make: Make, first: int = STEPS) -> list[dict[str, str]]:
-    """Return the digest of all that each stage sent, for each step of a run."""
     sent = run_virtual(play, make, first).sent
     return [
         {stage: sha256("\n".join(lines).encode()).hexdigest()[:16] for stage, lines in sorted(sent[step].items())}
@@ -211,7 +204,6 @@ def digests(make: Make, first: int = STEPS) -> list[dict[str, str]]:
 
 
 def recorded() -> dict[str, list[dict[str, str]]]:
-    """Return the digests of every case, by name."""
     name, first = RESUMED
     whole = {each: digests(make) for each, make in CASES.items()}
     return {**whole, f"{name}, resumed": digests(CASES[name], first)}

@@ -16,7 +16,6 @@ from tests.golden import fixed
 
 
 def listed(x: Any) -> Any:
-    """Return an array or tensor as lists of numbers."""
     return x.detach().tolist() if isinstance(x, torch.Tensor) else np.asarray(x).tolist()
 
 
@@ -29,7 +28,6 @@ def source(function: Callable[..., object], first: str, last: str) -> str:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer of the golden models."""
     words = {f"w{i}": i for i in range(fixed.EOS)} | {"<eos>": fixed.EOS, "<pad>": fixed.PAD}
     backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", padding_side="left")

@@ -24,17 +24,15 @@ from oppo.testing import (
     FakeScorer,
     Fault,
     Flap,
-    Garbage,
-    HalfSynced,
     Hang,
-    LoseSessions,
     Raise,
     Slow,
     fake_per_token,
     fake_scalar,
 )
-from oppo.testing.script import SPOILT, FaultKind, Method
+from oppo.testing.faulty import FaultKind, Method
 from tests.faulty import Case, FaultyPipeline, Kind, stage_of
+from tests.kit.faults import SPOILT, Garbage, HalfSynced, LoseSessions
 from tests.known import known
 from tests.pipelines import Setting, paces, same_batches
 

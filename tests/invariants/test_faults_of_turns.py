@@ -24,7 +24,6 @@ from oppo.testing import (
     FaultyEnvironment,
     FaultyPolicy,
     Flap,
-    Garbage,
     Hang,
     Raise,
     Recorder,
@@ -32,8 +31,9 @@ from oppo.testing import (
     Slow,
     run_virtual,
 )
-from oppo.testing.script import FaultKind
+from oppo.testing.faulty import FaultKind
 from oppo.turns import Answered, turns_answered
+from tests.kit.faults import Garbage
 from tests.pipelines import Pipeline, Setting, settings
 from tests.stages.test_conversations import Tool, some_turns
 
@@ -91,7 +91,7 @@ class Talking(Pipeline):
 
     @property
     def struck(self) -> Sequence[Fault]:
-        return [*self.actor.player.struck, *self.tool.player.struck]
+        return [*self.actor.struck, *self.tool.struck]
 
 
 @dataclass(eq=False)

@@ -17,9 +17,10 @@ from oppo.events import Chunk, Defer, Prompt
 from oppo.log import routed
 from oppo.simulate.policy import FakeDecode
 from oppo.stages.conversations import TurnOutcome
-from oppo.testing import Fault, Flap, Garbage, Hang, LoseSessions, Raise, Script, Slow
-from oppo.testing.script import FaultKind, Method, Spoilt
+from oppo.testing import Fault, Flap, Hang, Raise, Script, Slow
+from oppo.testing.faulty import FaultKind, Method
 from oppo.turns import Answer, Answered, Turn, turns_answered
+from tests.kit.faults import Garbage, LoseSessions, Spoilt
 from tests.pipelines import Setting, motions, settings
 from tests.pools import TIMEOUT, Fate, PooledPipeline
 from tests.stages.test_conversations import Tool, some_turns

@@ -24,11 +24,11 @@ TEMPLATE = (
 SPECIAL = ("<|im_start|>", "<|im_end|>", "</tool_call>")
 
 CODE = '''
-def total(completion_ids, **columns):
+def total(completion_ids):
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
-def short(completion_ids, **columns):
+def short(completion_ids):
     return [1 / (1 + len(ids)) for ids in completion_ids]
 
 

@@ -20,7 +20,8 @@ from oppo.models import Capabilities, Decode, Loads, Piece, Policy, Resumes, Sam
 from oppo.placement import PolicyPool
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
-from oppo.testing import FakePolicy, Fault, FaultyPolicy, Garbage, Hang, Raise, check_policy, prompts, run_virtual
+from oppo.testing import FakePolicy, Fault, FaultyPolicy, Hang, Raise, check_policy, prompts, run_virtual
+from tests.kit.faults import Garbage
 from tests.pools import Fate, Mortal
 from tests.testing.test_conformance import some_turns
 

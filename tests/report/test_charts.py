@@ -76,7 +76,6 @@ def test_there_is_no_chart_of_nothing() -> None:
 
 
 def words(chart: str) -> list[tuple[str, float, float]]:
-    """Return each text of a chart, where it begins, and where its line is."""
     found = ET.fromstring(chart).iter(f"{SVG}text")
     return [(each.text or "", float(each.get("x", "nan")), float(each.get("y", "nan"))) for each in found]
 

@@ -88,7 +88,6 @@ class Unprintable(Exception):  # noqa: N818 - as user code may call it
 
 
 def raised(kind: type[Exception]) -> Exception:
-    """An error with a traceback."""
     with pytest.raises(kind) as caught:
         raise kind
     return caught.value

@@ -1,4 +1,4 @@
-"""The metrics of a run under TRL's names and verl's, and read back under oppo's, whichever version wrote them."""
+"""The metrics of a run under TRL's names and verl's, and read back under oppo's."""
 
 from __future__ import annotations
 
@@ -11,27 +11,24 @@ import torch
 
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.report.metrics import metric, metrics_of
-from oppo.report.run_dir import write_page
 from oppo.run.train import train
 from oppo.simulate.calibrate import RunRecord
 from oppo.testing import Recorder
 from tests.report.tracked import board
 from tests.workplace import furnish, oppo, resume
 
-EARLIER = Path(__file__).parent / "earlier"
-"""A run of GRPO with two rewards, as a version wrote it before names changed: files of a run directory."""
-
 GROUPS = (
     "step.algorithm=grpo", "algorithm.samples=2", "step.batch=2", "step.overcommit=1", "run.steps=2", "run.panel=off",
 )  # fmt: skip
 
+# Names of TRL's GRPOTrainer
 TRL = {
     "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "clip_ratio/region_mean", "grad_norm", "step_time",
     "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
     "learning_rate",
 }  # fmt: skip
-"""Names of TRL's GRPOTrainer."""
 
+# Names of verl
 VERL = {
     "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm",
     "actor/lr", "critic/score/mean", "critic/score/min", "critic/score/max", "critic/rewards/mean",
@@ -40,13 +37,12 @@ VERL = {
     "prompt_length/max", "prompt_length/min", "timing_s/gen", "timing_s/update_actor", "timing_s/step",
     "timing_s/update_weights", "perf/total_num_tokens", "perf/mfu/actor",
 }  # fmt: skip
-"""Names of verl."""
 
+# Those of verl's critic
 CRITIC = {
     "critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/returns/mean", "critic/values/mean",
     "critic/values/min", "critic/values/max", "critic/vf_explained_var",
 }  # fmt: skip
-"""Those of verl's critic."""
 
 
 @pytest.fixture(scope="module")
@@ -98,31 +94,6 @@ def test_ppo_keeps_the_names_of_trls_ppo_and_a_resumed_run_may_change_them(folde
     assert third.keys() >= VERL | CRITIC
     before, _, after, _ = metrics_of(folder / "runs" / "changed")
     assert before.keys() - after.keys() <= {"response_length/mean_uncapped"}
-
-
-def test_a_run_of_an_earlier_version_is_read_under_the_names_of_today(tmp_path: Path) -> None:
-    run = tmp_path / "earlier"
-    run.mkdir()
-    for file in EARLIER.iterdir():
-        (run / file.name).write_bytes(file.read_bytes())
-    was, now = lines(run), metrics_of(run)
-    assert {"deferral/carried", "deferral/extra", "staleness/lag_2plus", "reward/long_mean"} <= was[0].keys()
-    for line, read in zip(was, now, strict=True):
-        assert {name: metric(name) for name in read if metric(name) is None} == {}
-        pairs = {
-            "deferral/carried": "deferral/deferred", "deferral/extra": "deferral/overcommit",
-            "staleness/lag_mean": "staleness/mean", "staleness/lag_2plus": "staleness/share_2plus",
-            "policy/clipfrac_lag_0": "policy/clipfrac_staleness_0", "train/padding_fraction": "train/padding",
-            "timing_s/publish": "timing_s/weight_sync", "bottleneck/limit_carry": "bottleneck/limit_defer",
-            "reward/long_mean": "rewards/long/mean", "reward/same_share": "rewards/same/share",
-        }  # fmt: skip
-        assert {new: line[old] for old, new in pairs.items()} == {new: read[new] for new in pairs.values()}
-    record = RunRecord.read(run)
-    assert [step.weight_sync for step in record.steps] == [line["timing_s/publish"] for line in was]
-    write_page(run, [])
-    page = (run / "report.html").read_text(encoding="utf-8")
-    assert "Step time by bottleneck" in page
-    assert "Rollouts deferred to the next step" in page
 
 
 def test_other_names_than_these_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

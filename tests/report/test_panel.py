@@ -133,7 +133,6 @@ STUCK = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an it
 
 
 def rows(panel: Panel) -> dict[str, str]:
-    """Return what a panel says of each stage."""
     where, out = console(terminal=True)
     where.print(panel.render())
     words = [row.strip("│ \n").split(maxsplit=1) for row in out.getvalue().splitlines() if " sent" in row]
@@ -211,7 +210,6 @@ def test_without_a_terminal_a_stall_is_one_line() -> None:
 
 
 def broken_pipe() -> io.TextIOWrapper:
-    """Return the writing end of a pipe from which nothing is read any more."""
     reading, writing = os.pipe()
     os.close(reading)
     return os.fdopen(writing, "w")
@@ -222,7 +220,6 @@ def full() -> io.TextIOWrapper:
 
 
 def vanished() -> io.TextIOWrapper:
-    """Return a terminal whose other end is gone."""
     master, slave = os.openpty()
     os.close(master)
     return os.fdopen(slave, "w")

@@ -26,14 +26,12 @@ from tests.workplace import read_lines
 
 
 def records(count: int, text: str = "") -> list[dict[str, object]]:
-    """Return records that any file might hold."""
     held = {"event": "admitted", "score": None, "prompt": "", "completion": text}
     return [{"step": step, **held} for step in range(count)]
 
 
-def spelled(records: list[dict[str, object]], first: int = 1) -> str:
-    """Return the lines of records: of the first step with this number."""
-    counted = [{**each, "step": int(str(each["step"])) + first} for each in records]
+def spelled(records: list[dict[str, object]]) -> str:
+    counted = [{**each, "step": int(str(each["step"])) + 1} for each in records]
     return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in counted)
 
 
@@ -47,7 +45,6 @@ def test_the_first_steps_stay_whatever_their_text_holds(tmp_path: Path, text: st
 
 
 def test_a_line_that_is_torn_is_dropped_and_told_wherever_it_is_torn(tmp_path: Path) -> None:
-    """The last one of a run that writes it now, or was killed."""
     file, text = tmp_path / "samples.jsonl", "\N{GRINNING FACE}"
     whole, torn = (spelled(records(count, text)).encode() for count in (2, 3))
     for size in range(len(whole) + 1, len(torn) - 1):
@@ -138,21 +135,6 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert most < 400_000 < file.stat().st_size / 10
     assert sum(1 for _ in read(file)) == 3_999
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
-def test_files_that_count_from_the_index_are_read_and_rewritten(name: str, tmp_path: Path) -> None:
-    """Those of earlier versions, in which the first step is 0 and an evaluation before it -1."""
-    file = tmp_path / name
-    told: list[dict[str, object]] = [{"step": step, "text": ""} for step in range(-1 if name == "eval.jsonl" else 0, 5)]
-    file.write_text(spelled(told, first=0), encoding="utf-8")
-    assert list(read(file)) == told
-    rewind(file, 3)
-    kept = [each for each in told if int(str(each["step"])) < 3]
-    for _ in range(2):
-        assert file.read_text(encoding="utf-8") == spelled(kept)
-        assert list(read(file)) == kept
-        rewind(file, 3)
 
 
 @pytest.mark.parametrize("threaded", [True, False])

@@ -151,7 +151,7 @@ def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(tmp_p
 def test_the_page_shows_samples_of_the_first_step_and_of_the_last_three(tmp_path: Path) -> None:
     path = written(tmp_path)
     (line,) = lines(path / "samples.jsonl")[:1]
-    shown = [json.dumps({**line, "step": step, "completion": f"said in {step}."}) + "\n" for step in range(9)]
+    shown = [json.dumps({**line, "step": step + 1, "completion": f"said in {step}."}) + "\n" for step in range(9)]
     (path / "samples.jsonl").write_text("".join(shown))
     write_page(path, [])
     assert re.findall(r"said in (\d)\.", (path / "report.html").read_text()) == ["0", "6", "7", "8"]
@@ -292,7 +292,6 @@ def test_a_run_in_progress_cannot_be_resumed(tmp_path: Path) -> None:
 
 
 def steps_of(path: Path) -> list[str]:
-    """Return the steps that a trace shows, in order."""
     events = json.loads((path / "trace.json").read_text())
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"step"}
     return [event["name"] for event in events if event["ph"] == "X"]

@@ -44,7 +44,6 @@ def words(picture: str) -> list[str]:
 
 
 def rules(picture: str, *, dashed: bool) -> Iterator[tuple[float, float]]:
-    """Yield where vertical rules begin and end, from left to right."""
     for line in ET.fromstring(picture).iter(f"{SVG}line"):
         if (line.get("stroke-dasharray") is not None) == dashed:
             yield float(line.get("x1", "nan")), float(line.get("x2", "nan"))

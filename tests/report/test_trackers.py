@@ -24,7 +24,6 @@ from tests.report.tracked import board, history, logs, texts, trackio_history
 
 
 async def run(*observers: Observer) -> list[StepReport]:
-    """Make two steps of a run of fakes."""
     graph = oppo.ppo(
         policy=FakePolicy(),
         reference=FakeScorer(fake_per_token),

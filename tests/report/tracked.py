@@ -19,8 +19,8 @@ from oppo.durable import temporary
 
 _kept = ExitStack()
 atexit.register(_kept.close)
+# Where Trackio keeps its runs: it reads that once in a process
 TRACKIO = Path(os.environ.setdefault("TRACKIO_DIR", str(_kept.enter_context(temporary("trackio")))))
-"""Where Trackio keeps its runs: it reads that once in a process."""
 
 Scalars = Mapping[str, Mapping[int, float]]
 
@@ -33,7 +33,6 @@ def board(path: Path) -> Scalars:
 
 
 def texts(path: Path) -> Mapping[int, str]:
-    """Return the table of samples that TensorBoard shows, by step."""
     shown = EventAccumulator(str(path))
     shown.Reload()
     return {each.step: each.tensor_proto.string_val[0].decode() for each in shown.Tensors("samples/text_summary")}
@@ -50,7 +49,6 @@ def trackio_history(project: str) -> list[tuple[str, int, dict[str, object]]]:
 
 
 def logs(path: Path) -> list[Sequence[Record]]:
-    """Return the records of each process's offline run, the oldest first."""
     files = sorted(path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
     return [finished(file) for file in files]
 
@@ -81,7 +79,6 @@ def records(log: bytes) -> Iterator[Record]:
 
 
 def history(log: Sequence[Record]) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step, but for wandb's own."""
     steps: dict[int, dict[str, float]] = {}
     for record in log:
         if record.WhichOneof("record_type") == "history":

@@ -1,8 +1,8 @@
 """Whole runs of pairs of settings: every two features meet in one of about a hundred runs of tiny models.
 
-A run trains to its end. If it is deterministic, the same run with whole responses in place of chunks ends with the same
-weights, samples and journal, and so does one that is killed at some moment and resumed. As a program, it writes the
-digests of all runs to a file, so that two commits can be compared::
+A run trains to its end. A deterministic one is run again with whole responses in place of chunks and with threads in
+place of processes, and once more, killed at some moment and resumed: both end with the same weights, samples and
+journal. As a program, this writes the digests of all runs to a file, so that two commits can be compared::
 
     python -m tests.run.matrix --digests FILE [--rows 3,14]
 """
@@ -158,6 +158,7 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "minibatches": ("trainer.epochs=2", "trainer.minibatches=2"),
         "warmup": ("trainer.critic_warmup=1",),
         "checkpointing": ("trainer.gradient_checkpointing=1",),
+        "cosine": ("trainer.schedule=cosine", "trainer.warmup_steps=1"),
     },
     "sampling": {
         "default": (),
@@ -165,6 +166,7 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "top-k": ("sampling.top_k=20",),
         "top-p": ("sampling.top_p=0.9",),
         "longer": ("sampling.min_new_tokens=3",),
+        "strings": ('sampling.stop_strings=["a", "0 "]',),
     },
     "data": {"one": (), "mixed": ('data.prompts=[{path="prompts.jsonl",weight=2},{path="held_out.jsonl",weight=1}]',)},
     "timing": {
@@ -223,6 +225,10 @@ CLASHES: tuple[tuple[Mapping[str, str], str], ...] = (
     ({"policy": "mixture-replayed", "correction": "truncated|mask|sequence|mask_sequence"}, "trainer.router_replay"),
 )
 """Values, by ``|``, that do not go together, and a word of the error that refuses them."""
+
+
+PLACES = ("rewards", "trainer", "decoding", "scorers")
+"""Axes that say by ``process`` where something works."""
 
 
 def fits(row: Row) -> bool:
@@ -335,14 +341,15 @@ def _weights(run: Path) -> Iterator[bytes]:
                 yield tensor.contiguous().numpy().tobytes()
 
 
-TIMES = frozenset({"at", "seconds", "seen", "eval/seconds"})
-"""What a record says of the clock."""
-
-
 def _records(run: Path, name: str) -> list[bytes]:
+    """Return the lines of a file without what they say of the clock, in an order of their own."""
     lines = read_lines(run / name) if (run / name).exists() else []
-    kept = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
-    return sorted(json.dumps(line, sort_keys=True).encode() for line in kept if line.get("event") != "observed")
+    kept = [
+        {key: value for key, value in line.items() if key != "at" and not key.endswith("seconds")}
+        for line in lines
+        if line.get("event") != "observed"
+    ]
+    return sorted(json.dumps(line, sort_keys=True).encode() for line in kept)
 
 
 def trained_twice(run: Path) -> list[int]:
@@ -370,7 +377,7 @@ def tried(row: Row, workplace: Path, folder: Path, seed: object = 0, *, only_unc
         only_uncut: train once, undisturbed.
     """
     deterministic = row["timing"] == "deterministic"
-    trial = _Trial(overrides(row), workplace, folder, comparable=deterministic and row["kv"] == "recompute")
+    trial = _Trial(row, overrides(row), workplace, folder, comparable=deterministic and row["kv"] == "recompute")
     try:
         items, expected = trial.uncut()
         if not deterministic:
@@ -387,6 +394,7 @@ def tried(row: Row, workplace: Path, folder: Path, seed: object = 0, *, only_unc
 
 @dataclass(frozen=True)
 class _Trial:
+    row: Row
     settings: list[str]
     workplace: Path
     folder: Path
@@ -402,7 +410,10 @@ class _Trial:
 
     def whole(self, expected: Mapping[str, str]) -> None:
         place = _copied(self.workplace, self.folder / "whole")
-        self._require_equal(lived(place, "config.toml", [*self.settings, "step.chunk=whole"]), place, expected, "whole")
+        usual = {axis: next(iter(values)) for axis, values in AXES.items()}
+        threads = {axis: usual[axis] for axis in PLACES if self.row[axis] == "process"}
+        life = lived(place, "config.toml", [*overrides({**self.row, **threads}), "step.chunk=whole"])
+        self._require_equal(life, place, expected, "whole responses in threads")
 
     def killed(self, moment: int, expected: Mapping[str, str]) -> None:
         place = _copied(self.workplace, self.folder / "killed")
@@ -437,15 +448,18 @@ def _copied(workplace: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the digests of the matrix's runs, one line of JSON a row.")
+    parser = argparse.ArgumentParser(
+        description="Add the digests of the matrix's runs to a file, one line of JSON a row."
+    )
     parser.add_argument("--digests", type=Path, required=True)
     parser.add_argument("--rows", default="", help="numbers, by commas; default: all")
     chosen = parser.parse_args()
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
     numbers = [int(each) for each in chosen.rows.split(",")] if chosen.rows else range(len(rows()))
+    there = {line["row"] for line in read_lines(chosen.digests)} if chosen.digests.exists() else set()
     with tempfile.TemporaryDirectory() as made, chosen.digests.open("a", encoding="utf-8") as file:
         workplace = furnish(Path(made, "workplace"))
-        for number in numbers:
+        for number in (each for each in numbers if each not in there):
             row = rows()[number]
             outcome = tried(row, workplace, Path(made, str(number)), only_uncut=True)
             values: dict[str, Any] = {axis: value for axis, value in row.items() if value != next(iter(AXES[axis]))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -23,7 +22,7 @@ from oppo.run.train import FINAL
 from oppo.stages.advantage import OF_THE_REFERENCE
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, resume, start, tokenizer, weights
+from tests.workplace import furnish, oppo, records, tokenizer, weights
 
 OWN: Final[Mapping[str, Sequence[str]]] = {
     "dapo": ["algorithm.samples=3", "algorithm.max_rounds=50"],
@@ -81,16 +80,17 @@ def trained(folder: Path, name: str, algorithm: str, *further: str) -> Sequence[
         ("grpo", ("algorithm.scale_scores=each_reward", "algorithm.samples=4", "algorithm.clip=0.3", SEVERAL)),
     ],
 )
-def test_streaming_changes_no_bit(
+def test_every_algorithm_trains_and_streaming_changes_no_bit(
     folder: Path, algorithm: str, chosen: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     exact, name = ("run.deterministic=true", "step.overcommit=0", "run.steps=3", *chosen), request.node.callspec.id
     streamed = trained(folder, f"{name}-streamed", algorithm, *exact, "step.chunk=3")
-    whole = trained(folder, f"{name}-whole", algorithm, *exact, "step.chunk=whole")
     learned, begun = weights(folder, f"{name}-streamed"), load_file(folder / "actor/model.safetensors")
-    assert learned == weights(folder, f"{name}-whole")
+    if chosen:  # the matrix of settings has the others
+        whole = trained(folder, f"{name}-whole", algorithm, *exact, "step.chunk=whole")
+        assert learned == weights(folder, f"{name}-whole")
+        assert [step["objective/scores"] for step in streamed] == [step["objective/scores"] for step in whole]
     assert any(tensor.tobytes() != learned[f"actor/{key}"] for key, tensor in begun.items())
-    assert [step["objective/scores"] for step in streamed] == [step["objective/scores"] for step in whole]
     assert all("loss/policy_avg" in step for step in streamed)
     assert all(("policy/kl_avg" in step) == (algorithm in REFERRING - {"online_dpo"}) for step in streamed)
 
@@ -101,7 +101,7 @@ def test_a_reference_is_loaded_where_something_refers_to_it_or_where_it_is_named
     once = ("run.steps=1", "algorithm.dynamic_sampling=false")
     (plain,) = trained(folder, "without", "dapo", *once)
     assert "loading the reference" not in capsys.readouterr().err
-    assert not OF_THE_REFERENCE & plain.keys()
+    assert not (OF_THE_REFERENCE | {"selection/rounds"}) & plain.keys()
     (named,) = trained(folder, "measured", "dapo", *once, "models.reference=actor")
     assert "loading the reference" in capsys.readouterr().err
     assert named.keys() >= OF_THE_REFERENCE
@@ -141,8 +141,6 @@ def test_dapo_replaces_groups_and_punishes_long_responses(folder: Path) -> None:
     assert all(step["selection/rounds"] >= 1 for step in steps)
     assert all(step["objective/frac_zero_std"] == 0 for step in steps), "groups without a difference are replaced"
     assert all(step["objective/shaped_scores"] < step["objective/scores"] for step in steps)
-    plain = trained(folder, "undynamic", "dapo", "run.steps=1", "algorithm.dynamic_sampling=false")
-    assert "selection/rounds" not in plain[0]
 
 
 def test_a_penalty_on_more_than_a_whole_response_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +185,7 @@ GROUPS = (
 
 @pytest.mark.parametrize(
     ("algorithm", "further"),
-    [("grpo", ("algorithm.ratio_base=proximal",)), ("rloo", ()), ("dr_grpo", ("models.reference=actor",))],
+    [("grpo", ("algorithm.ratio_base=proximal",)), ("rloo", ())],
 )
 def test_groups_are_trained_whole_and_no_critic_is_loaded_or_saved(
     folder: Path, algorithm: str, further: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -207,18 +205,3 @@ def test_groups_are_trained_whole_and_no_critic_is_loaded_or_saved(
     final = folder / "runs" / name / FINAL
     assert sorted(path.name for path in final.iterdir()) == ["actor"]
     assert (final / "actor" / "tokenizer.json").is_file()
-
-
-def test_a_run_that_is_interrupted_while_groups_are_deferred_goes_on_to_the_same_weights(folder: Path) -> None:
-    settings = (*GROUPS, "step.algorithm=grpo", "run.steps=6", "run.panel=lines", "rewards.0.source=reward.py:late")
-    assert oppo(folder, "", *settings, "run.name=whole") == DONE
-    alike = "from tests.hf.child import set_up; set_up()"
-    with start(folder, *settings, "run.name=stopped", before=alike, ENDED_AT="20") as process:
-        _, said = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM, said
-    made = records(folder, "stopped", "metrics.jsonl")
-    assert len(made) < 6
-    assert made[-1]["deferral/deferred"]
-    assert resume(folder, "stopped") == DONE
-    assert len(records(folder, "stopped", "metrics.jsonl")) == 6
-    assert weights(folder, "stopped") == weights(folder, "whole")

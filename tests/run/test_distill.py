@@ -15,8 +15,7 @@ from oppo.config.load import load
 from oppo.run.deployment import Deployment
 from oppo.run.memory import Expected, expected, load_of
 from tests.hf import tiny
-from tests.run.test_resume_real import steps_of, wait
-from tests.workplace import CONFIG, furnish, oppo, records, resume, start, tokenizer, weights
+from tests.workplace import CONFIG, furnish, oppo, records, tokenizer
 
 PLAIN: Final = CONFIG.replace('[[rewards]]\nsource = "reward"\n', "")
 """Settings without a reward."""
@@ -53,22 +52,6 @@ def test_the_kl_to_the_teacher_falls_without_any_reward_and_with_responses_defer
     assert mean(kl[-5:]) < 0.7 * mean(kl[:5]), kl
     assert any(step["deferral/deferred"] for step in steps)
     assert all(step["objective/scores"] == 0 for step in steps)
-
-
-@pytest.mark.parametrize("further", [(), FORWARD], ids=["advantage", "loss"])
-def test_a_resumed_distillation_equals_an_uninterrupted_one(folder: Path, further: tuple[str, ...]) -> None:
-    chosen = (*ALONE, "run.deterministic=true", "run.checkpoint_every=1", "run.steps=4", *further)
-    whole, killed = f"whole-{len(further)}", f"killed-{len(further)}"
-    assert oppo(folder, "", *chosen, f"run.name={whole}") == DONE
-    assert any(step["deferred"] for step in records(folder, whole, "metrics.jsonl"))
-    run = folder / "runs" / killed
-    with start(folder, *chosen, f"run.name={killed}", before="from tests.hf.child import set_up; set_up()") as process:
-        while process.poll() is None and steps_of(run) < 2:
-            wait(process, 0.005)
-        process.kill()
-        process.communicate()
-    assert resume(folder, killed) == DONE
-    assert weights(folder, killed) == weights(folder, whole)
 
 
 def test_each_prompt_has_the_teacher_that_its_column_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from oppo.report.metrics import metric
 from oppo.run.checkpoint import CHECKPOINTS, verified
 from tests.report.tracked import board
 from tests.run.test_resume_real import stable
-from tests.workplace import furnish, oppo, records, start, weights
+from tests.workplace import furnish, oppo, records, start
 
 EXACT = ("run.deterministic=true", "run.panel=off", "run.trace=0", "run.steps=4", "run.checkpoint_every=2")
 EVAL = ("eval.prompts=held_out.jsonl", "eval.every=2")
@@ -86,10 +86,17 @@ def trained(run: Path) -> dict[str, bytes]:
         ),
     ],
 )
-def test_an_exact_run_with_evaluations_has_the_weights_of_one_without(folder: Path, chosen: tuple[str, ...]) -> None:
+def test_an_exact_run_with_evaluations_has_the_weights_of_one_without_and_shows_their_scores(
+    folder: Path, chosen: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     name = "-".join(["same", *(each.replace("/", "") for each in chosen[:1])]).replace("=", ".").replace(":", ".")
     assert oppo(folder, "", *EXACT, *(each for each in chosen if "eval" not in each), f"run.name={name}") == DONE
-    assert oppo(folder, "", *EXACT, *EVAL, *chosen, f"run.name={name}-evaluated") == DONE
+    capsys.readouterr()
+    assert oppo(folder, "", *EXACT, *EVAL, *chosen, "run.panel=lines", f"run.name={name}-evaluated") == DONE
+    before, *steps = capsys.readouterr().out.splitlines()
+    assert before.startswith("before the first step  held-out ")
+    assert " +- " in before
+    assert ["  held-out " in line for line in steps[:4]] == [False, True, False, True]
     runs = [folder / "runs" / name, folder / "runs" / f"{name}-evaluated"]
     one, other = (trained(run) for run in runs)
     assert one == other
@@ -156,27 +163,6 @@ def test_each_evaluation_draws_the_same_noise_and_its_seed_another(folder: Path,
     assert drawn["other-seed"]["eval/sampled_score"] != first["eval/sampled_score"]
 
 
-def test_a_killed_run_goes_on_to_the_same_weights_and_evaluations(folder: Path, whole: Path) -> None:
-    chosen = (*EXACT, *EVAL, "eval.samples=4", "rewards.0.source=judges.py:rule", "run.steps=5", "run.name=killed")
-    with start(folder, *chosen) as process:
-        while not list((folder / "runs" / "killed" / CHECKPOINTS).glob("step-*2/COMPLETE")):
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.kill()
-        process.communicate()
-    assert main(["resume", str(folder / "runs" / "killed")]) == DONE
-    assert weights(folder, "killed") == weights(folder, "whole")
-    del whole
-
-    def untimed(name: str) -> list[dict[str, object]]:
-        return [
-            {key: value for key, value in each.items() if key != "eval/seconds"}
-            for each in records(folder, name, "eval.jsonl")
-        ]
-
-    assert untimed("killed") == untimed("whole")
-
-
 def test_a_run_killed_before_its_first_checkpoint_is_not_evaluated_twice_before_it_begins(folder: Path) -> None:
     chosen = (*EXACT, *EVAL, "run.name=young", "run.checkpoint_every=100", "run.steps=3")
     with start(folder, *chosen) as process:
@@ -229,14 +215,6 @@ def test_held_out_prompts_may_change_when_a_run_goes_on_and_come_from_a_program(
     run = train(folder / "config.toml", [*EXACT, "run.name=rows", "eval.every=4"], eval_prompts=rows)
     found = [json.loads(line) for line in (run.path / "eval.jsonl").read_text().splitlines()]
     assert [each["step"] for each in found] == [0, 4]
-
-
-def test_progress_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert oppo(folder, "", *EXACT, *EVAL, "run.panel=lines", "run.name=shown") == DONE
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("before the first step  held-out ")
-    assert " +- " in said[0]
-    assert ["  held-out " in line for line in said[1:5]] == [False, True, False, True]
 
 
 def test_a_reward_that_fails_on_held_out_prompts_fails_as_in_training(

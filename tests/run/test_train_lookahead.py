@@ -109,21 +109,6 @@ def test_a_step_of_an_exact_run_uses_the_versions_that_follow_from_its_index(fol
     require_bounded_staleness(folder / "runs" / f"versions-{lookahead}")
 
 
-def test_more_steps_in_flight_with_a_trainer_of_its_own_process(folder: Path) -> None:
-    one = train(folder, "two-here", "step.lookahead=2", "run.checkpoint_every=0", "run.steps=5", "run.scorers=thread")
-    other = train(
-        folder, "two-there", "step.lookahead=2", "run.checkpoint_every=0", "run.steps=5", "run.trainer=process"
-    )
-    assert one == other
-
-
-@pytest.mark.parametrize("scorers", ["thread", "process"])
-def test_a_critic_on_the_policys_trunk_is_exact_with_steps_in_flight(folder: Path, scorers: str) -> None:
-    chosen = ("models.shared_trunk=true", "step.lookahead=2", "run.checkpoint_every=0", "run.steps=4")
-    one = train(folder, f"trunk-{scorers}", *chosen, f"run.scorers={scorers}")
-    assert one == train(folder, f"trunk-{scorers}-again", *chosen, "run.scorers=thread", "step.chunk=3")
-
-
 @pytest.mark.parametrize(("policy", "kv_on_sync"), [("thread", "keep"), ("process", "recompute")])
 def test_weights_that_are_synced_in_flight_are_adopted_within_a_step(
     folder: Path, policy: str, kv_on_sync: str

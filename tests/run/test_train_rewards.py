@@ -104,10 +104,36 @@ def test_each_model_has_a_place_and_a_track_like_the_only_one(folder: Path) -> N
     assert {"reward model 'first'", "reward model 'second'"} <= tracks
 
 
-def test_a_model_that_cannot_be_served_is_named_by_its_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = 'rewards=[{name="first", source="reward"}, {name="second", source="nowhere/at-all", weight=0.5}]'
-    assert oppo(folder, "--dry-run", wrong) == UNUSABLE
-    assert "rewards.1: " in capsys.readouterr().err
+def judge(keys: str) -> str:
+    return f'[{{source="http://127.0.0.1:1/v1", model="grader", {keys}}}]'
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ('[{name="first", source="reward"}, {name="second", source="nowhere/at-all", weight=0.5}]', "rewards.1: "),
+        (judge('template="{answer}"'), "rewards.0 asks a judge about 'answer', which is no column of the data"),
+        (judge('template="{"'), "rewards.0: a judge's template has a brace that is no field"),
+        (judge('template="x", api_key_env="NOT_SET"'), "rewards.0: the key is to be in the environment variable"),
+        (judge('template="x", score="best"'), "rewards.0.score: expected 'number', 'regex:PATTERN', 'json:FIELD'"),
+        (
+            judge('template="x", process=true'),
+            "unknown key 'rewards.0.process' (it is a key of a reward whose source is a function)",
+        ),
+        (
+            '[{name="a", source="judges.py:here", process=true}]',
+            "'here' is async, and a process of its own is",
+        ),
+        ("['math']", "asks for 'answer', which is no column of the data"),
+        ("['gsm8k']", "asks for 'answer', which is no column of the data"),
+        ("['code']", "asks for 'tests', which is no column of the data"),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_named_by_its_key(
+    folder: Path, rewards: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert oppo(folder, "--dry-run", f"rewards={rewards}") == UNUSABLE
+    assert said in capsys.readouterr().err
 
 
 class Grader(BaseHTTPRequestHandler):
@@ -161,26 +187,6 @@ def test_a_judge_grades_each_response_and_one_without_a_grade_is_dropped(
     assert sum(step["deferral/dropped"] for step in lines(folder, "judged")) == len(without) > 0
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ('template="{answer}"', "rewards.0 asks a judge about 'answer', which is no column of the data"),
-        ('template="{"', "rewards.0: a judge's template has a brace that is no field"),
-        ('template="x", api_key_env="NOT_SET"', "rewards.0: the key is to be in the environment variable"),
-        ('template="x", score="best"', "rewards.0.score: expected 'number', 'regex:PATTERN', 'json:FIELD'"),
-        (
-            'template="x", process=true',
-            "unknown key 'rewards.0.process' (it is a key of a reward whose source is a function)",
-        ),
-    ],
-)
-def test_a_judge_that_cannot_be_asked_is_refused_before_anything_is_loaded(
-    folder: Path, service: str, keys: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert oppo(folder, "--dry-run", f'rewards=[{{source="{service}", model="grader", {keys}}}]') == UNUSABLE
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("choice", ["drop", "skip"])
 def test_a_part_drops_a_rollout_or_leaves_it_to_the_others(folder: Path, choice: str) -> None:
     parts = (
@@ -212,19 +218,6 @@ def test_a_part_has_settings_of_its_own(folder: Path) -> None:
     for step in lines(folder, "apart"):
         assert step["rewards/here/mean"] == step["rewards/asked/mean"] == os.getpid()
         assert step["rewards/apart/mean"] != os.getpid()
-
-
-def test_a_process_for_an_async_part_is_refused_where_it_was_asked_for(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert oppo(folder, "--dry-run", 'rewards=[{name="a", source="judges.py:here", process=true}]') == UNUSABLE
-    assert "'here' is async, and a process of its own is for sync ones" in capsys.readouterr().err
-
-
-def test_a_checker_is_named_in_a_list_and_needs_its_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, column in (("math", "answer"), ("gsm8k", "answer"), ("code", "tests")):
-        assert oppo(folder, "", f"rewards=['{name}']", f"run.name=checked-{name}") == UNUSABLE
-        assert f"asks for '{column}', which is no column of the data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scorers", ["thread", "process"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,13 +17,12 @@ from oppo.config.load import resolve
 from oppo.events import Prompt
 from oppo.hf.kv.reader import Incremental
 from oppo.placement import Thread
-from oppo.run.checkpoint import CHECKPOINTS
 from oppo.run.rewards import UserCode
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.workplace import furnish, oppo, records, resume, run, start, tokenizer, weights
+from tests.workplace import furnish, oppo, records, run, tokenizer, weights
 
 TOOLS = """
 import time
@@ -137,20 +134,6 @@ def test_an_exact_run_does_not_depend_on_how_long_the_tool_takes(folder: Path, p
     assert oppo(folder, "", *exact, f"run.name=quick-{policy}") == DONE
     assert oppo(folder, "", *exact, f"run.name=slow-{policy}", "environment.source=tools.py:slow") == DONE
     assert weights(folder, f"quick-{policy}") == weights(folder, f"slow-{policy}")
-
-
-def test_a_killed_run_that_is_resumed_is_the_one_that_was_not_killed(folder: Path) -> None:
-    exact = (*TURNS, "run.deterministic=true", "run.steps=6", "run.checkpoint_every=2")
-    assert oppo(folder, "", *exact, "run.name=whole") == DONE
-    alike = "from tests.hf.child import set_up; set_up()"
-    with start(folder, *exact, "run.name=parts", before=alike) as process:
-        while not list((folder / "runs" / "parts" / CHECKPOINTS).glob("step-*2/COMPLETE")):
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert resume(folder, "parts") == DONE
-    assert weights(folder, "parts") == weights(folder, "whole")
 
 
 def test_a_tool_that_fails_ends_the_run_with_its_words_or_drops_its_rollouts(folder: Path) -> None:

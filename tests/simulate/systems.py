@@ -28,7 +28,6 @@ def machine(contention: Contention) -> System:
 
 
 def recorded(system: System, schedule: Schedule, folder: Path, *, steps: int = 18, finished: bool = True) -> Path:
-    """Write the run directory of a simulated run, and return it."""
     directory = folder / schedule.name.replace(" ", "-")
     with RunDirectory(directory, threaded=False) as records:
         simulated = SimulatedRun(

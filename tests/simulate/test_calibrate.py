@@ -101,7 +101,6 @@ costs = st.lists(st.floats(0.0, 5.0), min_size=1, max_size=4)
 @given(costs, st.integers(0, 99))
 @example([2.0, 0.001953125], 0)
 def test_costs_come_out_of_exact_measurements(truth: list[float], seed: int) -> None:
-    """Up to the weak prior that the costs are alike, which small ones feel."""
     work = np.random.default_rng(seed).uniform(0.1, 9.0, (60, len(truth)))
     found = fitted(work.tolist(), (work @ truth).tolist())
     assert work @ found == pytest.approx(work @ truth, rel=0.02, abs=1e-6 + 0.01 * float(np.mean(work @ truth)))

@@ -49,7 +49,6 @@ overcommit = 2
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of eight steps that has finished, and one that was cut short."""
     folder = furnish(tmp_path_factory.mktemp("workplace"))
     torch.set_num_threads(1)
     few = ("run.steps=8", "run.panel=off", "run.checkpoint_every=0", "data.epochs=4")

@@ -156,7 +156,6 @@ def test_a_response_of_a_million_tokens_takes_as_many_events_as_a_short_one() ->
 
 
 async def decoded(policy: FakePolicy, lengths: list[int]) -> list[float]:
-    """Return when each response ended."""
     ends = [0.0] * len(lengths)
 
     async def read(k: int, decode: FakeDecode) -> None:
@@ -200,8 +199,7 @@ def test_a_lane_knows_only_rows_that_it_decodes() -> None:
     assert (len(lane), lane.made(decode)) == (0, 3)
 
 
-Work = tuple[str, float, float]
-"""A kind, when it begins, and its seconds."""
+Work = tuple[str, float, float]  # A kind, when it begins, and its seconds
 
 
 def ends(works: list[Work], interference: Interference | None = None) -> list[float]:

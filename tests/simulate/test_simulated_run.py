@@ -11,18 +11,16 @@ from oppo.admission import Continuous, Overcommit, Synchronous
 from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
 from oppo.simulate.run import LAST, Schedule, SimulatedRun
 
+# Seconds in which a batch of two responses of eight tokens is decoded, and in which both are scored at their end
 DECODE, EXPOSED = 1.0, 0.5
-"""Seconds in which a batch of two responses of eight tokens is decoded, and in which both are scored at their end."""
 
 
 def always(units: int, samples: int, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return responses of eight tokens."""
     del seed
     return np.full((units, samples), 8, np.int64)
 
 
 def period(update: float, lookahead: int, *, in_flight: bool = False) -> float:
-    """Return the seconds of a step of constant phases, a device each."""
     system = System(
         decoder=Decoder(step=DECODE / 8),
         readers={"reward": Reader(answer=EXPOSED / 2)},

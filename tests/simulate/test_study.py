@@ -145,7 +145,7 @@ def test_a_table_has_a_line_for_each_schedule_and_says_what_each_does() -> None:
     assert any(line.startswith("fixed") and "1.35 (1.30 - 1.40)" in line for line in lines)
     said = legend(found)
     assert "chunk, 2 stragglers deferred to the next step" in said
-    assert "over those of 'chunk' (*)" in said
+    assert "relative to 'chunk' (*)" in said
 
 
 def test_ranges_are_left_out_where_there_is_one_value() -> None:

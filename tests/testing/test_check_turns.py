@@ -17,8 +17,6 @@ class Strange(FakeDecode):
 
 
 class Deaf(Strange):
-    """Goes on without what it was given."""
-
     def proceed(self, given: IntArray) -> bool:
         self.waiting = False
         self.policy.rejoin(self)
@@ -26,15 +24,11 @@ class Deaf(Strange):
 
 
 class Stammering(Strange):
-    """Reads an answer twice."""
-
     def proceed(self, given: IntArray) -> bool:
         return super().proceed(np.concatenate([given, given]))
 
 
 class Restless(Strange):
-    """Takes an answer though nothing is decoded."""
-
     def proceed(self, given: IntArray) -> bool:
         return super().proceed(given) or True
 
@@ -51,8 +45,6 @@ class Forgetful(Strange):
 
 
 class Endless(Strange):
-    """Goes on where it should end."""
-
     def finish(self) -> bool:
         if not self.policy.is_decoding(self):
             return False
@@ -69,8 +61,6 @@ class Taciturn(Strange):
 
 
 class Talkative(FakePolicy):
-    """Has decodes of a kind."""
-
     kind: type[FakeDecode] = FakeDecode
 
     def _decode(self, response: Response) -> FakeDecode:

@@ -72,8 +72,6 @@ def test_a_policy_can_what_it_says_it_can(pace: Callable[[Prompt], float] | None
 
 
 class Vain(FakePolicy):
-    """Claims a capability that it lacks."""
-
     @asynccontextmanager
     async def _decoding(self, live: list[FakeDecode], cut: Cut) -> AsyncIterator[Decoding]:
         async with super()._decoding(live, cut):
@@ -153,8 +151,6 @@ def test_the_fake_trainer_keeps_the_contract() -> None:
 
 
 class Forgetful(FakeDecode):
-    """Loses the last token of every full read."""
-
     async def read(self, limit: int) -> Piece:
         piece = await super().read(limit)
         if piece.state == "live":
@@ -168,8 +164,6 @@ class ForgetfulPolicy(FakePolicy):
 
 
 class Deaf(FakePolicy):
-    """Never calls the cut."""
-
     def _end(self, ended: list[FakeDecode]) -> None:
         for decode in ended:
             self._remove(decode)
@@ -191,8 +185,6 @@ class Elsewhere(FakePolicy):
 
 
 class Short(FakePolicy):
-    """Reports no support for its last token."""
-
     def support(self, tokens: IntArray) -> Support:
         return Support(tokens[1:], np.ones(len(tokens) - 1, np.int32))
 
@@ -218,7 +210,6 @@ class Wrapping(FakePolicy):
 
 
 def of(decode: FakeDecode, response: Response) -> tuple[FakePolicy, Prompt, int, int, list[int]]:
-    """Return the arguments of a decode that was made of a response."""
     return decode.policy, decode.prompt, decode.length, len(response), response.versions.tolist()
 
 
@@ -272,8 +263,6 @@ def test_a_policy_that_breaks_the_contract_is_found_out(policy: type[FakePolicy]
 
 
 class LastChunkOnly(FakeScorer[float]):
-    """Scores what came last."""
-
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         self.last = [len(event.tokens) for event in events]
         await super().extend(events)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import pickle
 from collections.abc import Sequence
-from types import ModuleType
 
 import anyio
 import numpy as np
@@ -22,10 +21,7 @@ from oppo.testing import (
     FaultyPolicy,
     FaultyScorer,
     Flap,
-    Garbage,
-    HalfSynced,
     Hang,
-    LoseSessions,
     Raise,
     Slow,
     check_policy,
@@ -35,10 +31,10 @@ from oppo.testing import (
     faulty_reward,
     prompts,
     run_virtual,
-    script,
 )
-from oppo.testing.script import SPOILT, FaultKind, Method, Spoilt
+from oppo.testing.faulty import FaultKind, Method
 from tests.faulty import Case, FaultyPipeline, stage_of
+from tests.kit.faults import SPOILT, Garbage, HalfSynced, LoseSessions, Spoilt
 from tests.pipelines import Setting, same_batches
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=4)
@@ -222,9 +218,8 @@ def test_slow_models_take_their_time_and_change_nothing() -> None:
     assert 6.5 < took[0] <= 7
 
 
-@pytest.mark.parametrize("module", [faulty, script])
-def test_the_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
-    failed, attempted = doctest.testmod(module)
+def test_the_examples_in_the_docstrings_are_true() -> None:
+    failed, attempted = doctest.testmod(faulty)
     assert attempted
     assert not failed
 
@@ -233,8 +228,8 @@ def test_a_script_is_a_value() -> None:
     written = (Fault("reward", "finish", Flap(2, 1), call=3), Fault("actor", "read", Hang()))
     assert pickle.loads(pickle.dumps(written)) == written
     assert str(written[0]) == "Fault(model='reward', method='finish', does=Flap(down=2, up=1), call=3)"
-    assert [call for call in range(10) if written[0].strikes(call)] == [3, 4, 6, 7, 9]
-    assert [call for call in range(10) if Fault("reward", "call", Flap(2), call=1).strikes(call)] == [1, 2]
+    assert [call for call in range(10) if written[0].does.strikes(call - 3)] == [3, 4, 6, 7, 9]
+    assert [call for call in range(10) if Flap(2).strikes(call - 1)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -282,8 +277,6 @@ def rule(prompts: Sequence[str], completions: Sequence[str], **_columns: Sequenc
 
 
 def judged(script: tuple[Fault, ...], on_failure: OnFailure) -> tuple[list[object], float]:
-    """Return the scores of two rollouts by a faulty reward function, and the seconds they took."""
-
     async def main() -> tuple[list[object], float]:
         reward = FunctionReward(faulty_reward("judge", rule, script), decode=str, on_failure=on_failure)
         scores = await reward.finish(finished(CLEAN.batches[0].responses)[:2])

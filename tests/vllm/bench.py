@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from oppo.errors import as_itself
-from oppo.events import Prompt
+from oppo.events import Prompt, Response
 from oppo.models import Piece, Sampling, Weights
 from oppo.testing import run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
@@ -51,6 +51,26 @@ class Bench:
                 await main()
 
         (anyio.run if threads else run_virtual)(beside)
+
+    def play(
+        self,
+        prompts: int | Sequence[Prompt | Response] = 1,
+        *,
+        beside: Callable[[], Awaitable[None]] | None = None,
+        threads: bool = False,
+        **step: Any,
+    ) -> None:
+        """Open rollouts and decode them in a step, beside something else."""
+
+        async def main() -> None:
+            decodes = await self.policy.open(varied(prompts) if isinstance(prompts, int) else prompts)
+            async with anyio.create_task_group() as tasks:
+                if beside is not None:
+                    tasks.start_soon(beside)
+                with as_itself():
+                    await self.step(decodes, **step)
+
+        self.run(main, threads=threads)
 
     async def step(
         self, decodes: Sequence[VllmDecode], cut_at: int = 1_000, limit: int = 3, *, load: float | None = None

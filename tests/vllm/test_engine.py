@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -21,6 +22,8 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.errors import ConfigError, ModelError, ModelLost
 from oppo.models import Weights
@@ -28,6 +31,7 @@ from oppo.signals import SIGNALS, Stopped, stoppable
 from oppo.testing import run_virtual
 from oppo.vllm import plugin
 from oppo.vllm.arguments import (
+    OF_LOGPROBS,
     OF_REWARDS,
     OWNED,
     SETTINGS,
@@ -37,12 +41,13 @@ from oppo.vllm.arguments import (
     require_routed_experts,
 )
 from oppo.vllm.async_llm import heeded
-from oppo.vllm.engine import LOOK
+from oppo.vllm.engine import LOOK, ServedWeights
 from oppo.vllm.processes import EngineFiles, ServerProcess, environment, failure
 from oppo.vllm.sync import FILES
+from tests.hf import tiny
 from tests.placement.instances import Total
 from tests.vllm import scenario
-from tests.vllm.bench import WEIGHTS, Bench, varied
+from tests.vllm.bench import WEIGHTS, Bench
 from tests.vllm.fake_engine import BLOCK, FakeAsyncLLM, engine_of, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -50,62 +55,33 @@ PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [
-        *OWNED,
-        *SETTINGS,
-        *VALUES,
-        "dtype",
-        "load_format",
-        "max_num_seqs",
-        "enable_prefix_caching",
-        "quantization",
-    ]
+    names = {*OWNED, *SETTINGS, *VALUES, *OF_REWARDS, *OF_LOGPROBS}
+    names |= {"dtype", "load_format", "max_num_seqs", "quantization"}
     module = ModuleType("vllm.engine.arg_utils")
     module.__dict__["AsyncEngineArgs"] = make_dataclass("AsyncEngineArgs", names)
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
     monkeypatch.setattr("oppo.libraries.find_spec", lambda name: object())
 
 
-def refused(**arguments: object) -> str:
+def refused(of: Mapping[str, str] = SETTINGS, **arguments: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        require_arguments(arguments, of=SETTINGS)
+        require_arguments(arguments, of=of)
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("of", "table"), [(SETTINGS, OWNED), (SETTINGS, SETTINGS), (OF_REWARDS, OF_REWARDS), (OF_LOGPROBS, OF_LOGPROBS)]
+)
 @pytest.mark.usefixtures("vllm")
-def test_what_users_choose_passes() -> None:
-    require_arguments(
-        {
-            "dtype": "bfloat16",
-            "enable_prefix_caching": False,
-            "load_format": "safetensors",
-            "max_num_seqs": 4,
-            "quantization": None,
-            "distributed_executor_backend": "mp",
-        },
-        of=SETTINGS,
-    )
-
-
-@pytest.mark.parametrize("name", OWNED)
-@pytest.mark.usefixtures("vllm")
-def test_what_oppo_needs_is_refused_with_the_reason(name: str) -> None:
-    assert refused(**{name: "x"}) == f"vllm.{name} is set by oppo, since {OWNED[name]}: leave it out"
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.usefixtures("vllm")
-def test_what_other_settings_say_is_refused_in_a_file_and_not_in_a_program(name: str) -> None:
-    assert refused(**{name: "x"}) == f"vllm.{name} is set by oppo, since {SETTINGS[name]}: leave it out"
-    require_arguments({name: "x"})
-
-
-@pytest.mark.parametrize("name", OF_REWARDS)
-@pytest.mark.usefixtures("vllm")
-def test_what_a_reward_says_elsewhere_is_refused_in_its_table(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        require_arguments({name: "x"}, of=OF_REWARDS)
-    assert str(caught.value) == f"vllm.{name} is set by oppo, since {OF_REWARDS[name]}: leave it out"
+def test_what_oppo_sets_is_refused_with_the_reason_and_what_users_choose_passes(
+    of: Mapping[str, str], table: Mapping[str, str]
+) -> None:
+    for name, reason in table.items():
+        assert refused(of, **{name: "x"}) == f"vllm.{name} is set by oppo, since {reason}: leave it out"
+    for name in SETTINGS:
+        require_arguments({name: "x"})
+    chosen = {"dtype": "bfloat16", "load_format": "safetensors", "quantization": None, "max_num_seqs": 4}
+    require_arguments({**chosen, "distributed_executor_backend": "mp"}, of=of)
 
 
 @pytest.mark.usefixtures("vllm")
@@ -407,11 +383,8 @@ class Silent(FakeAsyncLLM):
 def test_decoding_ends_when_the_engine_dies_in_a_call(call: str) -> None:
     bench = Bench(Silent(call))
 
-    async def main() -> None:
-        await bench.step(await bench.policy.open(varied(3)), cut_at=1)
-
     with pytest.raises(ModelLost, match=r"vLLM has (died|failed).*go on from the newest checkpoint"):
-        bench.run(main)
+        bench.play(3, cut_at=1)
 
 
 @pytest.mark.parametrize("call", ["reset_prefix_cache", "pause_generation"])
@@ -460,3 +433,59 @@ def test_an_engine_without_its_share_of_a_gpu_names_the_setting(tmp_path: Path) 
     said = failure("actor", RuntimeError("it ended"), log)
     assert "Free memory on device" in said
     assert "lower vllm.gpu_memory_utilization" in said
+
+
+def config(**changes: Any) -> LlamaConfig:
+    made = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def weights(**changes: Any) -> dict[str, Tensor]:
+    return LlamaForCausalLM(config(**changes)).state_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_models_own_weights_pass_whether_tied_ones_come_once_or_twice(tied: bool) -> None:
+    served = ServedWeights.of("actor", config(tie_word_embeddings=tied))
+    model = LlamaForCausalLM(config(tie_word_embeddings=tied))
+    served.require(model.state_dict())
+    served.require(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 1}, r"actor, which vLLM serves: 9 missing \(model\.layers\.1\..*\.\.\.\); it goes on"),
+        ({"num_hidden_layers": 3}, r"actor, which vLLM serves: 9 unknown \(model\.layers\.2\..*\.\.\.\)"),
+        ({"vocab_size": 33}, r"2 of another shape \(model\.embed_tokens\.weight \[33, 8\], not \[32, 8\], lm_head"),
+        ({"attention_bias": True}, r"8 unknown \(model\.layers\.0\.self_attn\.q_proj\.bias"),
+    ],
+)
+def test_those_of_another_model_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ServedWeights.of("actor", config()).require(weights(**changes))
+
+
+def test_an_output_layer_of_its_own_is_missed_where_it_is_not_tied() -> None:
+    without = {name: tensor for name, tensor in weights().items() if name != "lm_head.weight"}
+    with pytest.raises(ModelError, match=r"1 missing \(lm_head\.weight\)"):
+        ServedWeights.of("actor", config()).require(without)
+    ServedWeights.of("actor", config(tie_word_embeddings=True)).require(without)
+
+
+def test_it_takes_no_memory() -> None:
+    large = ServedWeights.of("actor", config(vocab_size=10_000_000, hidden_size=10_000, intermediate_size=10_000))
+    assert large.shapes["lm_head.weight"] == (10_000_000, 10_000)
+    assert torch.empty(0).device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3"])
+def test_weights_of_a_mixture_are_sent_as_its_checkpoint_has_them(name: str, tmp_path: Path) -> None:
+    model = tiny.mixture(name)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    sent = ServedWeights.of(name, model.config).as_saved(model.state_dict())
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[each]) for each, tensor in sent.items())

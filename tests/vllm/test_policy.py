@@ -42,11 +42,7 @@ def test_requests_say_all_that_sampling_says() -> None:
     sampling = Sampling(max_new_tokens=20, temperature=0.7, top_k=3, top_p=0.9, min_new_tokens=4, stop=(2, 3), seed=5)
     bench = Bench(sampling=sampling)
 
-    async def main() -> None:
-        decodes = await bench.policy.open(varied(2))
-        await bench.step(decodes)
-
-    bench.run(main)
+    bench.play(2)
     first, second = sorted(bench.llm.done, key=lambda request: request.prompt)
     assert vars(first.params) == {
         "temperature": 0.7,
@@ -72,10 +68,7 @@ def test_requests_say_all_that_sampling_says() -> None:
 def test_ids_of_a_padded_table_are_never_sampled() -> None:
     bench = Bench(sampling=Sampling(max_new_tokens=5, vocabulary=VOCABULARY - 2))
 
-    async def main() -> None:
-        await bench.step(await bench.policy.open(varied(1)), limit=100)
-
-    bench.run(main)
+    bench.play(limit=100)
     (request,) = bench.llm.done
     assert request.params.logit_bias == {VOCABULARY - 2: -100.0, VOCABULARY - 1: -100.0}
 
@@ -83,10 +76,7 @@ def test_ids_of_a_padded_table_are_never_sampled() -> None:
 def test_greedy_decoding_excludes_nothing() -> None:
     bench = Bench(sampling=Sampling(max_new_tokens=5, temperature=0.0, top_k=3, top_p=0.5))
 
-    async def main() -> None:
-        await bench.step(await bench.policy.open(varied(1)), limit=100)
-
-    bench.run(main)
+    bench.play(limit=100)
     (request,) = bench.llm.done
     assert (request.params.top_k, request.params.top_p, request.params.logprobs) == (0, 1.0, 0)
     assert not len(bench.pieces[0][0].support.ids), "drawn from the whole vocabulary"
@@ -95,10 +85,7 @@ def test_greedy_decoding_excludes_nothing() -> None:
 def test_a_token_before_the_least_length_lists_the_stop_tokens_as_excluded() -> None:
     bench = Bench(sampling=Sampling(max_new_tokens=9, min_new_tokens=5, stop=(2, 3)))
 
-    async def main() -> None:
-        await bench.step(await bench.policy.open(varied(1)), limit=100)
-
-    bench.run(main)
+    bench.play(limit=100)
     (piece,) = bench.pieces[0]
     assert piece.support.counts.tolist()[:6] == [-2] * 5 + [0]
     assert piece.support.ids.tolist() == [2, 3] * 5
@@ -163,10 +150,7 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them() -> Non
     texts = {3: "b"}
     bench = Bench(sampling=sampling, keywords={"decode": lambda tokens: "".join(texts.get(len(tokens), "a"))})
 
-    async def main() -> None:
-        await bench.step(await bench.policy.open(varied(1)), limit=100)
-
-    bench.run(main)
+    bench.play(limit=100)
     (piece,) = bench.pieces[0]
     assert (len(piece.tokens), piece.state) == (3, "stop")
     assert len(bench.llm.aborted) == 1

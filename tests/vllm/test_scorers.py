@@ -126,12 +126,6 @@ async def test_a_token_of_another_vocabulary_never_reaches_the_engine(token: int
     assert not engine.sequences
 
 
-async def test_a_sequence_too_long_is_named() -> None:
-    reward = rewarding()
-    with pytest.raises(ModelError, match=f"rollout 3 has 161 tokens, .* reads at most {LONGEST}: shorten the prompts"):
-        await reward.extend([Prompt(3, 3, np.full(LONGEST + 1, 5, np.int32))])
-
-
 def test_a_cancelled_call_leaves_no_request_behind() -> None:
     engine = FakeAsyncLLM(answers_after=10)
 
@@ -165,10 +159,6 @@ async def test_a_dead_engine_is_a_lost_model() -> None:
     reward = rewarding(engine)
     with pytest.raises(ModelLost, match=r"vLLM has failed, .*EngineDeadError: EngineCore .* newest checkpoint"):
         await reward.extend([Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
-
-
-def test_the_facts_of_a_model_are_those_of_its_engine() -> None:
-    assert (rewarding().longest, rewarding().block) == (LONGEST, BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +250,7 @@ async def test_a_request_that_may_pass_is_made_again_and_one_that_still_fails_na
 @pytest.mark.parametrize(
     ("instead", "faults"),
     [
-        ({"/version": httpx.Response(200, html="<html>hello</html>")}, ["is no vLLM server", "text/html"]),
         ({"/version": httpx.Response(200, json={"version": "0.26.0"})}, ["the version of vLLM should be", "0.26.0"]),
-        ({"/v1/models": httpx.Response(401, json={})}, ["refuses requests without a key", "api_key_env"]),
         ({"/pooling": httpx.Response(404, json={"detail": "Not Found"})}, ["/pooling should answer 200", "Not Found"]),
         ({"/pooling": httpx.Response(200, json={"data": [{"index": 0, "data": [1.0, 2.0]}]})}, ["should be a number"]),
         ({"/pooling": httpx.Response(200, json={"other": 1})}, ["should be a number"]),
@@ -276,8 +264,7 @@ def test_a_server_that_does_not_score_is_refused_with_the_command_that_does(
         reward_server(FakeServer(instead=instead), labelled)
     said = str(caught.value)
     assert all(fault in said for fault in faults), said
-    if "401" not in said and "is no vLLM server" not in said:
-        assert said.endswith(f"vllm serve {labelled} --runner pooling --convert classify --port 8000")
+    assert said.endswith(f"vllm serve {labelled} --runner pooling --convert classify --port 8000")
 
 
 def test_a_server_of_a_model_with_labels_is_refused(tmp_path: Path) -> None:
@@ -567,7 +554,6 @@ async def test_a_request_to_a_server_is_made_again_and_a_malformed_answer_is_an_
 @pytest.mark.parametrize(
     ("instead", "faults"),
     [
-        ({"/version": httpx.Response(200, html="<html>hello</html>")}, ["is no vLLM server", "text/html"]),
         (
             {"/v1/completions": httpx.Response(400, json={"error": {"message": "max_logprobs"}})},
             ["/v1/completions should answer 200", "max_logprobs"],
@@ -582,8 +568,7 @@ def test_a_server_without_log_probs_of_prompts_is_refused_with_the_command(
         on_server(scoring(instead=instead), source, top_k=30)
     said = str(caught.value)
     assert all(fault in said for fault in faults), said
-    if "is no vLLM server" not in said:
-        assert said.endswith(f"vllm serve {source} --max-logprobs 30 --port 8000")
+    assert said.endswith(f"vllm serve {source} --max-logprobs 30 --port 8000")
 
 
 def test_a_server_knows_no_temperature_for_prompts(source: Path) -> None:

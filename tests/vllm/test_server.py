@@ -11,7 +11,6 @@ from typing import Any, Literal
 import anyio
 import anyio.to_thread
 import httpx
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, strategies as st
@@ -25,12 +24,12 @@ from oppo.models import Sampling, Weights
 from oppo.testing import check_policy, run_virtual
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.engine import NewTokens
-from oppo.vllm.http import Inbox, Logprob
+from oppo.vllm.http import Inbox, ServedLogprob
 from oppo.vllm.server import ServerSettings
 from oppo.vllm.sync import FILES, FileSender, WeightFiles
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, Request, running
-from tests.vllm.fake_server import URL, FakeServer, described, server_of
+from tests.vllm.fake_server import URL, FakeServer, server_of
 from tests.vllm.test_sync import adapted
 
 
@@ -131,10 +130,7 @@ def test_a_request_says_what_sampling_says_and_the_weights_it_may_share_a_prefix
     sampling = Sampling(max_new_tokens=20, top_k=3, top_p=0.9, min_new_tokens=4, stop=(2, 3), vocabulary=VOCABULARY - 1)
     bench = ServerBench(sampling=sampling)
 
-    async def main() -> None:
-        await bench.step(await bench.policy.open(varied(1)))
-
-    bench.run(main)
+    bench.play()
     (body,) = bench.fake.bodies
     params = body.pop("sampling_params")
     assert body == {
@@ -158,10 +154,7 @@ def test_ids_that_sampling_excludes_are_known_by_what_stands_for_minus_infinity(
     text = json.dumps({"choices": [{**choice, "weight_versions": None}]})
     bench.fake.instead["/inference/v1/generate"] = httpx.Response(200, text=f"data: {text}\n\ndata: [DONE]\n\n")
 
-    async def main() -> None:
-        await bench.step(await bench.policy.open(varied(1)), limit=100)
-
-    bench.run(main)
+    bench.play(limit=100)
     (piece,) = bench.pieces[0]
     assert piece.support.counts.tolist() == [2, 1, 2]
     assert piece.support.ids.tolist() == [5, 7, 8, 5, 9]
@@ -399,24 +392,13 @@ def test_a_closed_server_is_left_to_others() -> None:
 def test_an_error_waits_behind_the_tokens_before_it() -> None:
     async def main() -> None:
         inbox = Inbox()
-        inbox.put(NewTokens([1], [{1: Logprob(-1.0)}]))
-        inbox.put(NewTokens([2], [{2: Logprob(-1.0)}], "stop"))
+        inbox.put(NewTokens([1], [{1: ServedLogprob(-1.0)}]))
+        inbox.put(NewTokens([2], [{2: ServedLogprob(-1.0)}], "stop"))
         inbox.fail(ValueError("gone"))
         new = await inbox.get()
         assert (new.tokens, new.reason) == ([1, 2], "stop")
         with pytest.raises(ValueError, match="gone"):
             await inbox.get()
-
-    run_virtual(main)
-
-
-def test_longest_sequences_are_those_of_the_server() -> None:
-    fake = FakeServer(config=described(30))
-    policy = VllmPolicy(server_of(fake), sampling=replace(SAMPLING, max_new_tokens=100))
-
-    async def main() -> None:
-        (decode,) = await policy.open([Prompt(0, 0, np.arange(4, 24, dtype=np.int32))])
-        assert decode.limit == 10
 
     run_virtual(main)
 
@@ -563,6 +545,7 @@ def test_a_server_on_another_machine_gets_its_weights_through_a_directory_that_b
     server = VllmServer("http://far:8000", transport=fake, weights_directory=tmp_path)
     assert isinstance(server.sender, FileSender)
     assert Path(fake.init["path"]).parent == tmp_path
+    assert Path(fake.init["path"]).exists(), "its workers look whether they can read there"
     assert "cannot be written" in refused(FakeServer(), "http://far:8000", weights_directory=tmp_path / "none")
 
 

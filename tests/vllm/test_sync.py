@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -23,7 +22,6 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt
@@ -43,7 +41,6 @@ from oppo.vllm.sync import (
     plain,
     restored,
 )
-from tests.hf import tiny
 from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender
 
@@ -206,52 +203,6 @@ def test_a_dtype_that_the_format_does_not_know_is_named() -> None:
         MemoryFile().write({"a": torch.ones(3, dtype=torch.complex64)})
 
 
-def config(**changes: Any) -> LlamaConfig:
-    made = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def weights(**changes: Any) -> dict[str, Tensor]:
-    return LlamaForCausalLM(config(**changes)).state_dict()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_models_own_weights_pass_whether_tied_ones_come_once_or_twice(tied: bool) -> None:
-    served = ServedWeights.of("actor", config(tie_word_embeddings=tied))
-    model = LlamaForCausalLM(config(tie_word_embeddings=tied))
-    served.require(model.state_dict())
-    served.require(dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 1}, r"actor, which vLLM serves: 9 missing \(model\.layers\.1\..*\.\.\.\); it goes on"),
-        ({"num_hidden_layers": 3}, r"actor, which vLLM serves: 9 unknown \(model\.layers\.2\..*\.\.\.\)"),
-        ({"vocab_size": 33}, r"2 of another shape \(model\.embed_tokens\.weight \[33, 8\], not \[32, 8\], lm_head"),
-        ({"attention_bias": True}, r"8 unknown \(model\.layers\.0\.self_attn\.q_proj\.bias"),
-    ],
-)
-def test_those_of_another_model_are_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        ServedWeights.of("actor", config()).require(weights(**changes))
-
-
-def test_an_output_layer_of_its_own_is_missed_where_it_is_not_tied() -> None:
-    without = {name: tensor for name, tensor in weights().items() if name != "lm_head.weight"}
-    with pytest.raises(ModelError, match=r"1 missing \(lm_head\.weight\)"):
-        ServedWeights.of("actor", config()).require(without)
-    ServedWeights.of("actor", config(tie_word_embeddings=True)).require(without)
-
-
-def test_it_takes_no_memory() -> None:
-    large = ServedWeights.of("actor", config(vocab_size=10_000_000, hidden_size=10_000, intermediate_size=10_000))
-    assert large.shapes["lm_head.weight"] == (10_000_000, 10_000)
-    assert torch.empty(0).device.type == "cpu"
-
-
 TENSORS = {"first": torch.arange(6.0).reshape(2, 3), "second": torch.ones(2)}
 HANDLES = [
     {"GPU": (torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.storage.TypedStorage, torch.bfloat16, 1, b"h", None)}
@@ -374,6 +325,7 @@ class OnGpu(Tensor):
 
 
 GPU = torch.device("cuda", 1)
+NCCL = Route("nccl", 1, GPU)
 ON_GPU = {name: tensor.as_subclass(OnGpu) for name, tensor in TENSORS.items()}
 
 
@@ -390,15 +342,27 @@ def test_weights_travel_in_a_file_that_is_written_anew() -> None:
     assert not receiving.files[0].exists()
 
 
-def test_weights_that_an_engine_does_not_load_are_a_lost_model() -> None:
-    receiving = Receiving(fails=RuntimeError("no such parameter"))
-    with pytest.raises(ModelLost, match=r"weights of version run-1, .*no such parameter.*oppo resume"):
-        send(receiving, "run-1")
-
-
-def test_an_engine_that_takes_too_long_is_a_lost_model() -> None:
-    with pytest.raises(ModelLost, match=r"took no weights within 0 s, .*oppo resume"):
-        send(Receiving(seconds=30.0), "run-1", sender=FileSender(deadline=0.01))
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("receiving", "sender", "tensors", "message"),
+    [
+        (
+            Receiving(fails=RuntimeError("no such parameter")),
+            FileSender(),
+            TENSORS,
+            r"weights of version run-1, .*no such parameter.*oppo resume",
+        ),
+        (Receiving(seconds=30.0), FileSender(deadline=0.01), TENSORS, r"took no weights within 0 s, .*oppo resume"),
+        (Receiving(fails=RuntimeError("NCCL error")), DeviceSender(NCCL), ON_GPU, "NCCL error"),
+        (Receiving(seconds=5.0), DeviceSender(NCCL, deadline=0.05), ON_GPU, "took no weights within 0 s"),
+    ],
+    ids=["file fails", "file late", "GPU fails", "GPU late"],
+)
+def test_an_engine_that_loads_no_weights_in_time_is_a_lost_model(
+    receiving: Receiving, sender: FileSender | DeviceSender, tensors: Mapping[str, Tensor], message: str
+) -> None:
+    with pytest.raises(ModelLost, match=message):
+        send(receiving, "run-1", sender=sender, tensors=tensors)
 
 
 def test_weights_that_cannot_be_written_leave_the_old_ones_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,20 +409,6 @@ def test_weights_on_another_device_than_announced_are_refused_before_anything_is
     assert receiving.calls == vllm == []
 
 
-@pytest.mark.usefixtures("vllm")
-def test_a_transfer_between_gpus_that_fails_is_a_lost_model() -> None:
-    receiving = Receiving(fails=RuntimeError("NCCL error"))
-    with pytest.raises(ModelLost, match="NCCL error"):
-        send(receiving, "run-1", sender=DeviceSender(Route("nccl", 1, GPU)), tensors=ON_GPU)
-
-
-@pytest.mark.usefixtures("vllm")
-def test_a_transfer_between_gpus_has_a_deadline() -> None:
-    sender = DeviceSender(Route("nccl", 1, GPU), deadline=0.05)
-    with pytest.raises(ModelLost, match="took no weights within 0 s"):
-        send(Receiving(seconds=5.0), "run-1", sender=sender, tensors=ON_GPU)
-
-
 @pytest.mark.parametrize(("kv_on_sync", "recomputed"), [("keep", 0), ("recompute", 2)])
 def test_deferred_rollouts_keep_their_kv_cache_or_compute_them_again(kv_on_sync: str, recomputed: int) -> None:
     bench = Bench(keywords={"kv_on_sync": kv_on_sync})
@@ -478,28 +428,36 @@ def test_deferred_rollouts_keep_their_kv_cache_or_compute_them_again(kv_on_sync:
     assert len(salts) == 2, "no prefix of other weights is used"
 
 
-def test_weights_that_cannot_be_sent_leave_the_engine_running_on_the_old_ones() -> None:
-    bench = Bench(sender=FakeSender(fails=ModelError("no room")))
-    errors: list[Exception] = []
+def unmerged() -> dict[str, object]:
+    raise MemoryError("too large")
 
-    async def main() -> None:
-        decodes = await bench.policy.open(varied(2))
 
-        async def sync_weights() -> None:
-            await anyio.sleep(0.02)
-            try:
-                await bench.policy.load(Weights(1, WEIGHTS))
-            except ModelError as error:
-                errors.append(error)
+@pytest.mark.parametrize(
+    ("weights", "fails", "error", "message"),
+    [
+        (Weights(1, WEIGHTS), ModelError("no room"), ModelError, "no room"),
+        (Weights(1, {"bias": torch.zeros(1)}), None, ModelError, r"not the weights of fake, .*: 1 missing \(weight\)"),
+        (Weights(1, WEIGHTS, merge=unmerged), None, MemoryError, "too large"),
+    ],
+    ids=["not sent", "of another model", "not merged"],
+)
+def test_weights_that_cannot_be_synced_leave_the_engine_decoding_with_the_old_ones(
+    weights: Weights, fails: Exception | None, error: type[Exception], message: str
+) -> None:
+    bench = Bench(sender=FakeSender(fails=fails))
+    bench.engine.weights = ServedWeights("fake", {"weight": (1,)}, (frozenset({"weight"}),))
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sync_weights)
-            await bench.step(decodes)
+    async def sync_weights() -> None:
+        await anyio.sleep(0.015)
+        with pytest.raises(error, match=message):
+            await bench.policy.load(weights)
+        assert bench.policy.version == 0
+        await bench.policy.load(Weights(2, WEIGHTS))
 
-    bench.run(main)
-    assert [str(error) for error in errors] == ["no room"]
-    assert set(bench.versions(0) + bench.versions(1)) == {0}
-    assert bench.policy.version == 0
+    bench.play(2, beside=sync_weights, threads=True)
+    assert sorted(bench.reported) == [[0], [1]]
+    assert set(bench.versions(0)) <= {0, 2}
+    assert len(bench.llm.updates) == 1
 
 
 @pytest.mark.parametrize("served", [torch.float32, torch.bfloat16])
@@ -544,25 +502,11 @@ def test_rounding_that_takes_more_than_a_hundredth_is_warned_of_once(served: tor
     assert bench.policy.sync_metrics["sync/rounding_loss"] == told
 
 
-def test_versions_are_compared_with_those_that_the_engine_names() -> None:
-    bench = Bench(FakeAsyncLLM(mislabelled=True))
-
-    async def main() -> None:
-        await bench.step(await bench.policy.open(varied(1)))
-
-    with pytest.raises(ProtocolError, match="vLLM says that weights another-9 made token"):
-        bench.run(main)
-
-
 def test_the_error_of_a_rollout_that_a_sync_drains_ends_its_decoding_and_not_the_sync_weights() -> None:
     bench = Bench(FakeAsyncLLM(overrun=2, logprob=lambda position: float("nan") if position > 3 else -1.0))
 
-    async def main() -> None:
-        decodes = await bench.policy.open(varied(2))
-        await bench.step(decodes, load=0.015)
-
     with pytest.raises(ModelError, match="which is not finite"):
-        bench.run(main)
+        bench.play(2, load=0.015)
     assert bench.policy.version == 1
 
 
@@ -658,58 +602,6 @@ def test_a_cancelled_sync_that_does_not_end_leaves_the_engine_lost() -> None:
             await bench.step(await bench.policy.open(varied(1)))
 
     bench.run(main)
-
-
-def test_weights_of_another_model_are_refused_while_the_engine_decodes_on() -> None:
-    bench = Bench()
-    bench.engine.weights = ServedWeights("fake", {"weight": (1,)}, (frozenset({"weight"}),))
-
-    async def main() -> None:
-        async def sync_weights() -> None:
-            await anyio.sleep(0.015)
-            with pytest.raises(ModelError, match=r"not the weights of fake, which vLLM serves: 1 missing \(weight\)"):
-                await bench.policy.load(Weights(1, {"bias": torch.zeros(1)}))
-            await bench.policy.load(Weights(2, WEIGHTS))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sync_weights)
-            await bench.step(await bench.policy.open(varied(2)))
-
-    bench.run(main)
-    assert bench.reported == [[0], [1]]
-    assert set(bench.versions(0)) == {0, 2}
-    assert len(bench.llm.updates) == 1
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3"])
-def test_weights_of_a_mixture_are_sent_as_its_checkpoint_has_them(name: str, tmp_path: Path) -> None:
-    model = tiny.mixture(name)
-    model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    sent = ServedWeights.of(name, model.config).as_saved(model.state_dict())
-    assert sent.keys() == saved.keys()
-    assert all(torch.equal(tensor, saved[each]) for each, tensor in sent.items())
-
-
-def test_adapters_that_cannot_be_merged_leave_the_engine_decoding() -> None:
-    bench = Bench()
-
-    def merge() -> dict[str, object]:
-        raise MemoryError("too large")
-
-    async def main() -> None:
-        async def sync_weights() -> None:
-            await anyio.sleep(0.015)
-            with pytest.raises(MemoryError):
-                await bench.policy.load(Weights(1, WEIGHTS, merge=merge))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(sync_weights)
-            await bench.step(await bench.policy.open(varied(2)))
-
-    bench.run(main, threads=True)
-    assert bench.reported == [[0], [1]]
-    assert set(bench.versions(0)) == {0}
 
 
 def test_an_engine_that_keeps_the_kv_cache_of_other_weights_is_lost() -> None:
@@ -842,25 +734,6 @@ def test_an_engine_of_adapters_refuses_weights_without_and_goes_on_with_the_old_
     assert set(bench.versions(0)) == {1}
 
 
-def test_a_directory_for_adapters_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"weights on their way to vLLM cannot be written to .*nowhere"):
-        WeightFiles(tmp_path / "nowhere")
-
-
-def test_directories_for_adapters_that_killed_runs_left_go_and_those_in_use_stay(tmp_path: Path) -> None:
-    first = WeightFiles(tmp_path)
-    (used,) = tmp_path.iterdir()
-    left = tmp_path / f"{used.name[:-8]}leftover"
-    (left / "version").mkdir(parents=True)
-    second = WeightFiles(tmp_path)
-    assert len([*tmp_path.iterdir()]) == 2
-    assert used.exists()
-    assert not left.exists()
-    del first, second
-    gc.collect()
-    assert not [*tmp_path.iterdir()]
-
-
 def test_matrices_in_memory_go_with_their_process_however_it_ends_and_what_names_them_with_the_next() -> None:
     program = (
         "import os, signal, torch\nfrom oppo.vllm.sync import WeightFiles\nfolder = WeightFiles(adapters=True)\n"
@@ -880,22 +753,3 @@ def test_matrices_in_memory_go_with_their_process_however_it_ends_and_what_names
     del folder
     gc.collect()
     assert not path.exists()
-
-
-def test_two_adapters_stay_and_a_lack_of_memory_leaves_the_one_that_is_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder, matrices = WeightFiles(adapters=True), {"a.lora_A.weight": torch.ones(2, 1)}
-    paths = [folder.write(matrices, str(version)) for version in range(3)]
-    assert [load_file(each / FILES[True]).keys() for each in paths[1:]] == [matrices.keys()] * 2
-    assert not paths[0].exists()
-
-    def full(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(
-        ModelError, match=r"could not be written to .*, and vLLM goes on serving the old ones .*no memory"
-    ):
-        folder.write(matrices, "3")
-    assert {each.name for each in folder.path.iterdir()} == {"1", "2"}

@@ -23,10 +23,8 @@ from benchmarks.ladder.measures import (
     choose,
     distance,
     faults,
-    per_token,
     ratios,
     require_equal_work,
-    speedup,
 )
 from benchmarks.ladder.workloads import PAPER, RULE_REWARD, TRAIN_BOUND, BenchWorkload, Bound
 from oppo.errors import ProtocolError
@@ -81,17 +79,6 @@ def test_the_cost_of_decoding_alone_is_found_from_steps_of_different_occupancy()
     assert (cost.per_step, cost.per_token) == pytest.approx((0.01, 0.001))
 
 
-def test_a_cost_is_never_negative_and_right_in_total() -> None:
-    alone = [
-        replace(STEP, decode_steps=steps, decoded=tokens, decode=took)
-        for steps, tokens, took in ((100, 100, 1.0), (100, 200, 0.8), (200, 300, 2.0))
-    ]
-    cost = DecodeCost.fitted(alone)
-    assert cost is not None
-    assert min(cost.per_step, cost.per_token) >= 0
-    assert sum(map(cost.seconds, alone)) == pytest.approx(3.8)
-
-
 def test_a_peer_that_cannot_look_inside_has_speeds_only() -> None:
     peer = figures(StepRecord(seconds=8.0, tokens=100, samples=10), score=1.2, cost=DecodeCost.fitted([STEP]))
     assert peer.tokens_per_second == 12.5
@@ -127,12 +114,6 @@ def test_contestants_that_train_other_amounts_are_an_error_that_names_them(other
         require_equal_work({"serial": serial, "adaptive": deferred, "trl-grpo": [[other], [other]]})
 
 
-def test_short_responses_trained_first_earn_no_credit() -> None:
-    short = [[replace(STEP, seconds=2.0, tokens=50)]]
-    assert per_token(short[0]) == per_token([STEP])
-    assert speedup(short, [[STEP]]).median == 1.0
-
-
 def test_outside_of_the_stated_shares_a_run_is_invalid_and_names_the_share() -> None:
     serial = figures(STEP, score=1.2)
     wanted = replace(PAPER, shares=(Bound("split", "score", 0.25, 0.30),), capped=(0.0, 0.2))
@@ -152,14 +133,6 @@ def test_other_lengths_than_the_stated_ones_make_a_run_invalid() -> None:
 
 
 def host(score: float, update: float, fixed: float = 0.0) -> Callable[[BenchWorkload], Costs]:
-    """Return what measures on a host where a layer costs so much of a decode of one second.
-
-    Args:
-        score: of the reward model.
-        update: of actor and critic.
-        fixed: what scoring and updating cost without a layer.
-    """
-
     def measure(workload: BenchWorkload) -> Costs:
         depths = Depths.of(workload)
         reward, critic = fixed + score * depths.reward, 0.1 * score * depths.critic
@@ -171,16 +144,6 @@ def host(score: float, update: float, fixed: float = 0.0) -> Callable[[BenchWork
 
 def calibrated(measure: Callable[[BenchWorkload], Costs]) -> Calibration:
     return calibrate(PAPER, BOUNDS, measure)
-
-
-def test_other_depths_cost_what_their_layers_cost() -> None:
-    costs = Costs(decode=4.0, reference=0.5, reward=1.0, critic=0.5, update=2.2, whole=9.0)
-    deeper = costs.at(Depths(20, 4), Depths(10, 2), actor_layers=20)
-    assert deeper.reward == pytest.approx(2.0)
-    assert deeper.critic == pytest.approx(1.0)
-    assert deeper.update == pytest.approx(2.4)
-    assert deeper.whole == pytest.approx(9.0 + 1.0 + 0.5 + 0.2)
-    assert costs.at(Depths(10, 2), Depths(10, 2), 20) == costs
 
 
 @given(score=st.floats(0.015, 0.06), update=st.floats(0.009, 0.013))

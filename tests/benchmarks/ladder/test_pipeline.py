@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,21 +18,12 @@ from benchmarks.ladder.directory import Files, files_of
 from benchmarks.ladder.pipeline import Seat, Seats, pipeline, seats
 from benchmarks.ladder.workloads import MODES, SMOKE, Layout, Scorers
 from oppo.observe import Span
-from tests.loop_guard import forwards_off_the_loop
 
 LAYOUTS: tuple[Layout, ...] = ("split", "shared")
 SCRIPTED = replace(SMOKE, name="smoke-scripted", models=replace(SMOKE.models, taught=0))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_here() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with forwards_off_the_loop():
-        yield
-
-
 def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tuple[list[StepRecord], list[Span]]:
-    """Return the records of some steps of a mode, and every span of its models."""
     workload = files.workload
     watch, spans = worker.Watch(workload), list[Span]()
 
@@ -54,7 +44,6 @@ def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tup
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Scripted lengths, so that no actor has to be taught."""
     return files_of(SCRIPTED, tmp_path_factory.mktemp("cache"))
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,6 +15,7 @@ from uuid import uuid4
 
 from transformers import LlamaConfig
 
+from oppo.vllm.processes import TRACKER
 from tests import workplace
 from tests.hf import tiny
 
@@ -120,5 +122,7 @@ class Program:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(OSError):  # it has ended meanwhile
+                if TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():  # it removes shared memory, and ends
+                    os.kill(pid, signal.SIGKILL)
         self._process.wait(30)

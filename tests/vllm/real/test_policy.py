@@ -17,16 +17,19 @@ from transformers import LlamaForCausalLM
 from oppo.events import Prompt, Response
 from oppo.models import Decode, Piece, Sampling, Weights
 from oppo.testing import check_policy
+from oppo.turns import turns_answered
 from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
 from oppo.vllm.async_llm import Collected
 from oppo.vllm.engine import NewTokens
 from oppo.vllm.requests import Request
 from oppo.vllm.sync import FILES, WeightFiles, fingerprints, untied
+from tests.dialogues import ANSWER, dialogue
 from tests.vllm import scenario
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
 
 SAMPLING = Sampling(max_new_tokens=48, stop=(2, 3), seed=11)
 TOLERANCE = 1e-4
@@ -273,3 +276,18 @@ async def test_groups_share_the_prefix_of_their_prompt(engine: VllmEngine) -> No
             async with policy.decoding([decode], lambda ended: False):
                 await decode.read(100)
     assert max(cached) == 2 * block
+
+
+@pytest.mark.parametrize("cuts", [(), (1, 2)])
+async def test_an_answer_goes_on_with_what_the_engine_has_read(engine: VllmEngine, cuts: tuple[int, ...]) -> None:
+    sampling = replace(SAMPLING, max_new_tokens=200, stop=tuple(range(2, 40)))
+    policy, asked, model = VllmPolicy(engine, sampling=sampling), some(4), tiny_actor()
+    talk = await dialogue(policy, asked, lambda k, turn: 0.05 * (k % 2), cuts)
+    assert sorted(rollout for told in talk.told for rollout in told) == [0, 1, 2, 3]
+    for prompt, response in zip(asked, talk.responses(), strict=True):
+        assert turns_answered(response) == 2
+        assert response.tokens[~response.sampled].tolist() == [*ANSWER, *ANSWER]
+        tokens = response.tokens.tolist()
+        logprobs = (await expected(model, prompt, tokens, sampling)).numpy()[np.arange(len(tokens)), tokens]
+        sampled = response.sampled
+        np.testing.assert_allclose(response.logprobs[sampled], logprobs[sampled], atol=TOLERANCE)

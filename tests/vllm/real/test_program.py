@@ -57,7 +57,7 @@ def train(place: Path, name: str, *overrides: str, before: str = "") -> Program:
 def test_a_run_trains_with_stragglers_and_its_engine_keeps_to_its_log(place: Path) -> None:
     before = left_behind()
     with train(place, "first", "run.steps=3") as program:
-        program.until("step 1/")
+        program.until("step 1/", 300)
         blocks = blocks_of(program.pids)
         assert program.wait() == 0, program.said
         assert program.leaves_nothing()
@@ -142,7 +142,7 @@ def test_ctrl_c_twice_while_weights_are_synced_ends_it_when_the_engine_has_them(
 def test_a_killed_run_takes_its_engine_with_it(place: Path) -> None:
     before = left_behind()
     with train(place, "gone", *LONG) as program:
-        program.until("step 1/")
+        program.until("step 1/", 300)
         assert len(program.pids) > 1
         blocks = blocks_of(program.pids)
         program.signal(signal.SIGKILL)

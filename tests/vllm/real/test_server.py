@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from oppo.models import Piece, Sampling, Weights
 from oppo.placement import PolicyPool, Thread
 from oppo.testing import check_policy
 from oppo.vllm import VllmPolicy, VllmServer
+from oppo.vllm.processes import kill_group
 from oppo.vllm.server import start_command
 from oppo.vllm.sync import free_port
 from tests.vllm.real import reference
@@ -89,8 +89,7 @@ class Served:
 
     def kill(self) -> None:
         if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process.pid)
             self.process.wait()
 
 

@@ -1,0 +1,136 @@
+"""``[environment]``: what answers a response; ``[agents]``: an agent in place of prompts, environment and rewards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from annotated_types import Ge, Le
+
+from oppo.config.sections import VERIFIERS, placed
+from oppo.declared import Filled, FromList, OneOf, Positive, PositiveCount, setting
+from oppo.user_code import SPEC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSection:
+    """``[environment]``: what answers a response that has ended at a stop, as a tool does."""
+
+    source: str = setting(
+        "",
+        "`file.py:function` that answers a response at a stop token or string, as a tool does, so that the response "
+        "goes on; empty: none",
+    )
+    tools: Annotated[tuple[Annotated[str, OneOf((), "file.py:function", SPEC)], ...], FromList()] = setting(
+        (),
+        "functions that the policy calls by its chat template, each as `file.py:function`, with type hints and a "
+        "docstring in Google's style, of which the template shows it their schemas; empty: none",
+    )
+    factory: str | dict[str, Filled] = setting(
+        "",
+        "`file.py:name` of a class with `reset`, methods that are tools and maybe `get_reward`, as TRL's "
+        "`environment_factory`, or of a function that makes an instance; or `openenv:URL`, a server of OpenEnv; or a "
+        "table of several, `{guess = 'games.py:Guess', ...}`, by the value of the column `environment`; empty: none",
+    )
+    on_failure: Literal["fail", "drop", "answer"] | None = setting(
+        None,
+        "if a function fails: stop the run, drop the rollout, or, of tools, answer with the error; absent: `fail`, of "
+        "tools `answer`",
+    )
+    max_turns: PositiveCount | None = setting(
+        None, "answers of tools in a response, after which a call ends it; absent: no limit"
+    )
+    process: bool = setting(
+        default=False,
+        description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
+        "crash is then a failure like others",
+        resume="free",
+    )
+    concurrency: PositiveCount | None = setting(
+        None, "function calls that may overlap; absent: 64, or 4 in processes", resume="free"
+    )
+    timeout: Positive | None = setting(
+        None,
+        "seconds after which a call of the function, a tool, `reset` or `get_reward` has failed, not counting the "
+        "start of its process; an async function is then cancelled, a process interrupted, or killed if it goes on",
+        resume="free",
+    )
+    keep_special_tokens: bool = setting(
+        default=False,
+        description="keep special tokens in the text for the function, and take those that its answer spells as "
+        "special tokens; otherwise an answer is ordinary text, whatever it spells",
+    )
+
+    @property
+    def factories(self) -> Mapping[str, str]:
+        if isinstance(self.factory, dict):
+            return {f"environment.factory.{name}": spec for name, spec in self.factory.items()}
+        return {"environment.factory": self.factory} if self.factory else {}
+
+    @property
+    def answering(self) -> str:
+        return next((key for key in ("source", "tools", "factory") if getattr(self, key)), "")
+
+    @property
+    def files(self) -> dict[str, Path]:
+        named = {"environment.source": self.source}
+        named |= {f"environment.tools[{number}]": spec for number, spec in enumerate(self.tools)}
+        named |= self.factories
+        return {name: Path(spec.rpartition(":")[0]) for name, spec in named.items() if SPEC.match(spec)}
+
+    def within(self, folder: Path) -> EnvironmentSection:
+        made, tools = self.factory, tuple(placed(each, folder) for each in self.tools)
+        factory = (
+            placed(made, folder)
+            if isinstance(made, str)
+            else {name: placed(spec, folder) for name, spec in made.items()}
+        )
+        return replace(self, source=placed(self.source, folder), tools=tools, factory=factory)
+
+
+_URL: Final = re.compile(r"^$|^https?://[^\s/]+(/\S*)?\Z")
+
+_PROGRAM: Final = re.compile(f"^$|^{VERIFIERS}$|{SPEC.pattern}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentsSection:
+    """``[agents]``: an agent whose conversations are the prompts, the responses and the rewards of the run."""
+
+    program: Annotated[str, OneOf((), f"file.py:function or {VERIFIERS}", _PROGRAM)] = setting(
+        "",
+        "`file.py:function` that is an agent: called with a row, the URL of an OpenAI-compatible server and a key, it "
+        "returns the reward of its conversation; `verifiers`: runs the tasks of the tasksets that are the prompts; "
+        "empty: none",
+    )
+    on_failure: Literal["fail", "drop"] = setting(
+        "fail",
+        "if an agent raises, hangs or asks for nothing: stop the run, or drop the rollout, or the row before its first "
+        "request",
+    )
+    timeout: Positive | None = setting(
+        None,
+        "seconds in which an agent asks for something or returns, after its start or an answer; absent: no limit",
+        resume="free",
+    )
+    host: Filled = setting(
+        "127.0.0.1", "where the server listens; agents of other machines need another address", resume="free"
+    )
+    port: Annotated[int, Ge(0), Le(65535)] = setting(0, "of the server; 0: any that is free", resume="free")
+    public_url: Annotated[str, OneOf((), "a URL such as http://machine:8000/v1", _URL)] = setting(
+        "",
+        "the URL that agents get, such as `http://machine:8000/v1`, where they reach the server by another "
+        "address than `host`: from other machines, with a `host` of all addresses (`0.0.0.0`, `::`); empty: of "
+        "`host`",
+        resume="free",
+    )
+
+    @property
+    def files(self) -> dict[str, Path]:
+        return {"agents.program": Path(self.program.rpartition(":")[0])} if SPEC.match(self.program) else {}
+
+    def within(self, folder: Path) -> AgentsSection:
+        return replace(self, program=placed(self.program, folder))
