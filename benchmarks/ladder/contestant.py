@@ -1,4 +1,4 @@
-"""The ruler's end of a contestant: a process that runs steps on request.
+"""The ladder's end of a contestant: a process that runs steps on request.
 
 A contestant is any program that writes ``{"ready": {...}}`` when it has loaded everything, and then answers each line
 ``{"run": n}`` on its standard input with a line ``{"steps": [...]}`` of n :class:`StepRecord`, or with an object

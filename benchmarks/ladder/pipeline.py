@@ -114,7 +114,7 @@ class Part:
     listener: SpanListener  # receives the spans of decoding, of track `actor` and label `decode`
 
 
-ERRORS: Final = Path("/dev/stderr")  # A contestant's standard error, which the ruler keeps in a file
+ERRORS: Final = Path("/dev/stderr")  # A contestant's standard error, which the ladder keeps in a file
 
 Act: TypeAlias = Callable[[Part], Acting]
 

@@ -1,4 +1,4 @@
-"""What the programs of TRL's trainers share: arguments, models, optimizer, and the answers to the ruler.
+"""What the programs of TRL's trainers share: arguments, models, optimizer, and the answers to the ladder.
 
 Like them it runs in the peer's own environment, never in oppo's. service.py documents input and output.
 """
@@ -33,7 +33,7 @@ from transformers import (
 
 from benchmarks.peer.service import InputEnded, Service, Spec, read_spec
 
-STEPS_WITHOUT_END = 10**9  # TRL requires a number of steps, which the ruler decides while it runs
+STEPS_WITHOUT_END = 10**9  # TRL requires a number of steps, which the ladder decides while it runs
 
 
 class Trains(Protocol):

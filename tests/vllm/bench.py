@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Bench:
         self,
         prompts: int | Sequence[Prompt | Response] = 1,
         *,
-        beside: Callable[[], Awaitable[None]] | None = None,
+        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
         threads: bool = False,
         **step: Any,
     ) -> None:

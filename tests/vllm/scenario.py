@@ -116,7 +116,7 @@ async def generating(engine: Engine, weights: dict[str, Any]) -> None:
     assert not gone.reason, "it ends before it can be aborted: give it more tokens"
     await engine.discard(["gone", "never heard of"])
     gone.news.append(await gone.collector.get())
-    assert gone.reason == "abort", "who waits for an aborted request is told"
+    assert gone.news[-1].reason == "abort", "who waits for an aborted request is told"
     assert len(gone.tokens) == made
     await engine.resume()
     await anyio.sleep(0.1)

@@ -28,7 +28,7 @@ from tests.vllm.fake_server import FakeServer
 LONGEST = 160
 
 
-def rewarding(llm: FakeAsyncLLM | None = None, /, key: str = "", **facts: object) -> VllmReward:
+def rewarding(llm: FakeAsyncLLM | None = None, /, key: str = "", **facts: Any) -> VllmReward:
     llm = llm or FakeAsyncLLM()
     llm.facts = {"model": "tiny", "runner": "pooling", "vocabulary": VOCABULARY, "longest": LONGEST, **facts}
     return VllmReward(engine_of(llm), key=key)
@@ -171,7 +171,7 @@ async def test_a_dead_engine_is_a_lost_model() -> None:
         ({"runner": "generate"}, 'tiny generates: start its engine with runner="pooling"'),
     ],
 )
-def test_a_model_that_cannot_score_growing_prefixes_is_refused(changes: dict[str, object], reason: str) -> None:
+def test_a_model_that_cannot_score_growing_prefixes_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelRefused, match=reason):
         rewarding(**changes)
 

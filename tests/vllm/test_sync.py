@@ -647,7 +647,7 @@ def test_a_closed_engine_is_named_and_its_rollouts_can_be_closed() -> None:
     bench.run(main)
 
 
-def adapting(folder: Path, **given: FakeAsyncLLM) -> Bench:
+def adapting(folder: Path, **given: Any) -> Bench:
     return Bench(sender=FileSender(WeightFiles(folder, adapters=True), adapts=True), adapts=True, **given)
 
 
