@@ -105,7 +105,7 @@ BUDGETS = {
     "rewards": 1_798,
     "run": 4_851,
     "simulate": 3_097,
-    "stages": 3_800,
+    "stages": 3_798,
     "testing": 1_425,
     "vllm": 4_584,
 }
