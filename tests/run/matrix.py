@@ -276,10 +276,17 @@ def _call_tools(chat: ChatFormat, tokens: list[int]) -> ParsedTurn:
     return ParsedTurn("", tool_calls=(ToolCall("add", {"left": left}),))
 
 
-def live(config: str, settings: list[str], kill: int) -> int:
-    """Train in this process, in the working directory; return an exit code, and say how many items there were."""
+def live(config: str, settings: list[str], kill: int, *, call_tools: bool = False) -> int:
+    """Train in this process, in the working directory; return an exit code, and say how many items there were.
+
+    Args:
+        config: a file of settings, or a run that is resumed.
+        settings: overrides of it.
+        kill: the item at which the process dies, by SIGKILL; -1: none.
+        call_tools: each turn of the policy is a call, whatever it says.
+    """
     killer = Killer(kill)
-    if any(each.startswith("environment.tools") for each in settings):
+    if call_tools:
         ChatFormat.parse = _call_tools  # type: ignore[method-assign, assignment]
     try:
         train(config, settings, observers=[killer])
@@ -290,7 +297,12 @@ def live(config: str, settings: list[str], kill: int) -> int:
     return 0
 
 
-_LIVE = "import json, sys\nfrom tests.run.matrix import live\nsys.exit(live(*json.loads(sys.argv[1])))"
+_LIVE = """
+import json, sys
+from tests.run.matrix import live
+config, settings, kill, call_tools = json.loads(sys.argv[1])
+sys.exit(live(config, settings, kill, call_tools=call_tools))
+"""
 
 
 @dataclass(frozen=True)
@@ -311,9 +323,10 @@ class Life:
         return next(int(line.split()[1]) for line in self.said.splitlines() if line.startswith("items "))
 
 
-def lived(folder: Path, config: str, settings: Iterable[str] = (), kill: int = -1) -> Life:
-    """Train in a process of its own in ``folder``."""
-    with Program(_LIVE, [json.dumps([config, list(settings), kill])], folder=folder, forks=True) as process:
+def lived(folder: Path, row: Row, config: str, settings: Iterable[str] = (), kill: int = -1) -> Life:
+    """Train a row in a process of its own in ``folder``."""
+    arguments = [config, list(settings), kill, row["dialogue"] == "tools"]
+    with Program(_LIVE, [json.dumps(arguments)], folder=folder, forks=True) as process:
         out, error = process.communicate(timeout=600)
         return Life(process.wait(), out + error)
 
@@ -402,7 +415,7 @@ class _Trial:
 
     def uncut(self) -> tuple[int, Mapping[str, str]]:
         place = _copied(self.workplace, self.folder / "uncut")
-        life = lived(place, "config.toml", self.settings)
+        life = lived(place, self.row, "config.toml", self.settings)
         self._require(life.code == 0, life.refusal or f"exit code {life.code}", life)
         steps, twice = len(read_lines(place / RUN / "metrics.jsonl")), trained_twice(place / RUN)
         self._require(steps == STEPS and not twice, f"{steps} steps in place of {STEPS}, trained twice: {twice}", life)
@@ -412,18 +425,18 @@ class _Trial:
         place = _copied(self.workplace, self.folder / "whole")
         usual = {axis: next(iter(values)) for axis, values in AXES.items()}
         threads = {axis: usual[axis] for axis in PLACES if self.row[axis] == "process"}
-        life = lived(place, "config.toml", [*overrides({**self.row, **threads}), "step.chunk=whole"])
+        life = lived(place, self.row, "config.toml", [*overrides({**self.row, **threads}), "step.chunk=whole"])
         self._require_equal(life, place, expected, "whole responses in threads")
 
     def killed(self, moment: int, expected: Mapping[str, str]) -> None:
         place = _copied(self.workplace, self.folder / "killed")
-        life = lived(place, "config.toml", self.settings, moment)
+        life = lived(place, self.row, "config.toml", self.settings, moment)
         if life.code == 0 and not self.comparable:
             return  # it had fewer items this time
         name = f"killed at item {moment}"
         self._require(life.code == -signal.SIGKILL, f"{name}: exit code {life.code}", life)
         begun = (place / RUN).exists()
-        life = lived(place, str(RUN)) if begun else lived(place, "config.toml", self.settings)
+        life = lived(place, self.row, str(RUN)) if begun else lived(place, self.row, "config.toml", self.settings)
         self._require_equal(life, place, expected if self.comparable else None, f"{name} and resumed")
         twice = trained_twice(place / RUN)
         self._require(not twice, f"{name}, trained twice: {twice}", life)

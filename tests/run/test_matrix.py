@@ -21,7 +21,7 @@ from tests.kit.pairs import Row, pairs_of
 from tests.run.matrix import AXES, BASE, CLASHES, fits, overrides, rows, tried
 
 DAY = int(os.environ.get("OPPO_MATRIX", datetime.now(UTC).toordinal()))
-ROWS = 128
+ROWS = 131
 
 
 def _rows() -> Iterator[ParameterSet]:
@@ -35,6 +35,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return furnish(tmp_path_factory.mktemp("matrix"))
 
 
+@pytest.mark.timeout(1800)  # four runs, of up to five processes each
 @pytest.mark.parametrize("number", [*_rows()])
 def test_a_run_trains_and_neither_chunks_nor_a_kill_change_it(number: int, workplace: Path, tmp_path: Path) -> None:
     outcome = tried(rows()[number], workplace, tmp_path / "runs", DAY)

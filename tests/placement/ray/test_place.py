@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
+from pathlib import Path
 
 import anyio
 import pytest
@@ -18,7 +20,7 @@ from oppo.placement import Callback, Hosted
 from oppo.placement.ray import Cluster, RayPlace, Room
 from oppo.placement.shared_memory import Block
 from tests.placement.instances import Caller, Slate, Total, fail_to_set_up
-from tests.placement.ray.machines import MARK, Machines
+from tests.placement.ray.machines import MARK, SECONDS, Machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -152,3 +154,25 @@ def test_sigterm_stays_with_what_handled_it(cluster: Cluster) -> None:
 
 def sleep(total: Total, seconds: float) -> None:
     time.sleep(seconds)
+
+
+PROGRAM = """
+import os, sys
+from tests.placement.ray.machines import machines
+with machines(1) as cluster:
+    print(cluster.mark, flush=True)
+    os.kill(os.getpid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_machines_and_their_files_end_with_tests_that_are_killed(by: signal.Signals) -> None:
+    folders = set(Path(tempfile.gettempdir()).glob("oppo-ray-*"))
+    command = [sys.executable, "-c", PROGRAM, str(int(by))]
+    killed = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+    assert killed.returncode == -by
+    assert not Machines("", killed.stdout.strip(), None).settled(set())  # type: ignore[arg-type]  # it has none any more
+    deadline = time.monotonic() + SECONDS
+    while left := set(Path(tempfile.gettempdir()).glob("oppo-ray-*")) - folders:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
