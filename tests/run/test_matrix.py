@@ -23,6 +23,13 @@ from tests.run.matrix import AXES, BASE, CLASHES, fits, overrides, rows, tried
 DAY = int(os.environ.get("OPPO_MATRIX", datetime.now(UTC).toordinal()))
 ROWS = 131
 
+APART = {
+    (("value", "shared-trunk"), ("timing", "in-flight")),
+    (("value", "shared-trunk"), ("timing", "streamed")),
+    (("update", "warmup"), ("timing", "streamed")),
+}
+"""Pairs that no third value goes with: a critic needs PPO, which is not streamed; in flight needs a lookahead."""
+
 
 def _rows() -> Iterator[ParameterSet]:
     for number in range(ROWS):
@@ -46,8 +53,8 @@ def test_any_two_values_that_go_together_meet() -> None:
     assert len(rows()) == ROWS
     met = {frozenset(pair) for row in rows() for pair in pairs_of(row)}
     every = itertools.combinations([(axis, value) for axis, values in AXES.items() for value in values], 2)
-    missing = [pair for pair in every if pair[0][0] != pair[1][0] and frozenset(pair) not in met and fits(dict(pair))]
-    assert not missing
+    missing = {pair for pair in every if pair[0][0] != pair[1][0] and frozenset(pair) not in met and fits(dict(pair))}
+    assert missing == APART
 
 
 def _clashes() -> Iterator[ParameterSet]:
