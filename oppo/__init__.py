@@ -15,7 +15,7 @@ from oppo.algorithms.distill import distill
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
 from oppo.algorithms.wrapped import wrap
-from oppo.data import read_prompts
+from oppo.data import PromptStream, read_prompts
 from oppo.errors import OppoError
 from oppo.events import (
     Batch,
@@ -58,6 +58,7 @@ __all__ = [
     "Policy",
     "Process",
     "Prompt",
+    "PromptStream",
     "Response",
     "Rewards",
     "Run",

@@ -304,6 +304,12 @@ class OneOf:
         return text
 
 
+def table_in(document: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return a table of a document that is not checked yet; an empty one if there is none."""
+    found = document.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 @cache
 def adapter(kind: type[Any]) -> TypeAdapter[Any]:
     """The validator of a table whose dataclass is chosen while the file is read."""

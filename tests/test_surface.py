@@ -25,6 +25,7 @@ NAMES = [
     "Policy",
     "Process",
     "Prompt",
+    "PromptStream",
     "Response",
     "Rewards",
     "Run",

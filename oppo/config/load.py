@@ -20,13 +20,13 @@ from pydantic import ValidationError
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
-from oppo.config.own import NAMED, algorithm_of, table_in
+from oppo.config.own import NAMED, algorithm_of
 from oppo.config.peers import flattened, ours
 from oppo.config.rewards import REWARD_KINDS, SOURCE, is_name, reward_kind_of
 from oppo.config.scorers import ScorerSection
 from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings, keys_of
-from oppo.declared import SEEDS, Declared, declared, expectation
+from oppo.declared import SEEDS, Declared, declared, expectation, table_in
 from oppo.durable import read_text
 from oppo.errors import ConfigError, did_you_mean, in_toml, shortened
 from oppo.libraries import is_installed

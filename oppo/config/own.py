@@ -19,7 +19,7 @@ from oppo import user_code
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import Algorithm, Roles
 from oppo.config.sections import StepSection
-from oppo.declared import leaves, require_declared
+from oppo.declared import leaves, require_declared, table_in
 from oppo.errors import ConfigError, OppoError, contained, place_of, shown
 from oppo.events import StepReport
 from oppo.graph import Graph
@@ -327,12 +327,6 @@ OWN: Final[Mapping[str, Contract]] = {
 
 NAMED: Final = ("algorithm", *OWN)
 """The keys of ``[step]`` that may name a file of code, whose settings are a table of the same name."""
-
-
-def table_in(document: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Return a table of a document that is not checked yet; an empty one if there is none."""
-    found = document.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 def algorithm_of(step: Mapping[str, object]) -> type[Algorithm] | None:

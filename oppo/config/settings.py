@@ -21,7 +21,7 @@ from oppo.admission import Admission
 from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.environment import AgentsSection, EnvironmentSection
-from oppo.config.own import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_in, table_of
+from oppo.config.own import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_of
 from oppo.config.rewards import (
     ENVIRONMENT,
     REWARD_KINDS,
@@ -46,7 +46,7 @@ from oppo.config.sections import (
     StepSection,
     named,
 )
-from oppo.declared import MOST, STRICT, Declared, Resume, Table, adapter, changed, declared
+from oppo.declared import MOST, STRICT, Declared, Resume, Table, adapter, changed, declared, table_in
 from oppo.errors import in_toml
 from oppo.training import OF_THE_CRITIC, TrainerSettings
 from oppo.user_code import SPEC, is_of_a_file

@@ -397,7 +397,7 @@ class RolloutSnapshot:
         return cls(response, state["reason"], state.get("dropped", ""))
 
 
-_HOW = "oppo.read_prompts makes prompts of a file, and oppo.data.PromptStream numbers them"
+_HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"
 
 
 def require_prompt(item: object) -> Prompt:

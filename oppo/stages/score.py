@@ -158,7 +158,6 @@ class Score(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Forget every session, and leave the scorer; one that follows the trainer has the newest weights then."""
         self._deferred.clear()
         async with self._opened:
             try:
@@ -205,8 +204,7 @@ class Score(Generic[T]):
                     scores = await self._finish(finished, step, priority)
         for score in (*scores, *dropped):
             await out.send(score)
-        closed: list[Drop | Defer] = [*dropped]
-        closed += [event for event in deferred if event.restart or self._following]
+        closed: list[Drop | Defer] = [*dropped, *(each for each in deferred if each.restart or self._following)]
         for event in closed:
             unread = backlog.take_unread(event.rollout)
             if isinstance(event, Defer) and not event.restart:

@@ -28,13 +28,11 @@ CHUNK = 4 * 96 * 7
 
 
 def in_chunks() -> None:
-    """Compute on one core, and the logits of an update seven tokens at a time."""
     use_cores(1)
     pytest.MonkeyPatch().setattr("oppo.hf.head.LOGITS_BYTES", CHUNK)
 
 
 def set_up() -> None:
-    """Compute on one core and in segments, as in tests."""
     use_cores(1)
     pytest.MonkeyPatch().setattr("oppo.hf.kv.attention.SEGMENT_BYTES", SEGMENT_BYTES)
 

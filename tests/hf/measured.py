@@ -74,7 +74,6 @@ def prompts(load: Load) -> list[Prompt]:
 
 
 def decode(load: Load, *, small: bool) -> None:
-    """Decode all rows almost to their ends, and read them again for other weights."""
     decoder = Decoder(causal(small=small), sampling=SAMPLING, deterministic=False, prefill_tokens=PREFILL)
     core, steps = PolicyCore(decoder, recompute=True), list[DecodeStep]()
     rows = [DecodeRow(each.rollout, each, load.response) for each in prompts(load)]
@@ -92,7 +91,6 @@ def decode(load: Load, *, small: bool) -> None:
 
 
 def score(worker: ReferenceWorker | RewardWorker, load: Load) -> None:
-    """Read all rows in chunks, to their ends."""
     worker.extend(ScorerInput(prompts(load)))
     random = np.random.default_rng(1)
     for start in range(0, load.response, load.chunk):

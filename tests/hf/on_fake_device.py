@@ -158,7 +158,6 @@ def batch_for(core: HfTrainerCore) -> Batch:
 
 
 def update(made: Callable[[], ActorCritic]) -> Counts:
-    """An update of several micro-batches."""
     models = made()
     with watched() as watch:
         core = core_of(moved(models))
@@ -170,7 +169,6 @@ def update(made: Callable[[], ActorCritic]) -> Counts:
 
 
 def streamed() -> Counts:
-    """An update whose first rows come early."""
     models, found = without_critic(), Counts()
     with watched() as watch:
         core = core_of(moved(models))
@@ -318,7 +316,6 @@ class _Absent(backend_registration._DummyBackendModule):
 
 
 def register() -> None:
-    """Make the device ``gpu`` known to this process."""
     backend_registration._setup_privateuseone_for_python_backend("gpu", backend_module=_Absent())
     for holder, name, value in (
         (FakeTensorMode, "avoid_device_init", property(lambda mode: True)),
@@ -384,7 +381,6 @@ class Watch(WithoutData):
             self.uploads[_place()] += 1
 
     def taken(self) -> dict[str, object]:
-        """Return the counts as JSON values, and begin anew."""
         found = {"waits": dict(self.waits), "uploads": dict(self.uploads), "kernels": dict(self.kernels)}
         self.waits, self.uploads, self.kernels = Counter[str](), Counter[str](), Counter[str]()
         return dict[str, object](found)

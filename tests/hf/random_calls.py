@@ -52,12 +52,10 @@ def of_types(*names: str) -> Allows:
 
 
 def of_values(values: list[object]) -> Allows:
-    """Return whether a value is one of these."""
     return lambda value: any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in values)
 
 
 def kind(rng: Random, depth: int = 0) -> Kind:
-    """Return a random schema."""
     names = rng.sample([*SIMPLE], rng.randrange(1, 4))
     draw = lambda: rng.choice(SIMPLE[rng.choice(names)])  # noqa: E731 - it is one of several
     if depth == 2:
@@ -122,12 +120,10 @@ WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False,
 
 
 def same(one: object, other: object) -> bool:
-    """Return whether two JSON values are the same, of the same types."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def case(rng: Random, name: str) -> Case:
-    """Return a random tool of this name with a random call."""
     kinds = {f"p{at}": kind(rng) for at in range(rng.randrange(4))}
     if rng.random() < 0.2:
         kinds["<|im_end|>key"] = kind(rng)

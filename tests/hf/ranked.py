@@ -35,7 +35,6 @@ from tests.hf import tiny
 
 
 def gradient(core: HfTrainerCore, batch: Batch) -> dict[str, NDArray[np.float32]]:
-    """Return the gradient of a batch as one minibatch, and leave none behind."""
     rows = units(batch, core.loss.unit)
     everyone = list(chain.from_iterable(rows))
     size = Whole.of(batch, everyone, cap=100)
@@ -72,7 +71,6 @@ def loaded(folder: Path, sampling: Sampling, settings: TrainerSettings, shard: b
 
 
 def packing(core: HfTrainerCore, batch: Batch) -> list[float]:
-    """Return of each rank whether it packs the rows of a batch, once it has an optimizer."""
     assert core.optimisation
     mine = torch.zeros(core._team.size)
     mine[core._team.rank] = core._packs(batch)

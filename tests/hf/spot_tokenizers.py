@@ -114,7 +114,6 @@ MAKES: Mapping[str, Callable[[], Tokenizer]] = {
 
 @cache
 def spot(make: str, template: str = "") -> HfTokenizer:
-    """Return the tokenizer of a make, with a chat template if one is given."""
     bert = make == "word-piece"
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=MAKES[make](),

@@ -47,7 +47,6 @@ def serving(
     portion: int = 8192,
     place: Hosting | None = None,
 ) -> Iterator[HfPolicy]:
-    """A policy in a thread of its own, or in a place."""
     with Thread("actor", setup=functools.partial(use_cores, 1)) as thread:
         yield HfPolicy(
             tiny.causal() if model is None else model,
@@ -114,7 +113,6 @@ class Story:
 
 
 async def told(policy: HfPolicy, asked: Sequence[Prompt], limit: int = 7) -> Story:
-    """The story of an uncut decoding."""
     story = Story(await policy.open(asked))
     await story.step(policy, limit)
     return story

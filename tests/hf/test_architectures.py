@@ -50,8 +50,6 @@ MIXTURES = ("qwen2-moe", "qwen3-moe")
 
 @dataclass
 class Models:
-    """The four models of PPO."""
-
     actor: PreTrainedModel
     reference: PreTrainedModel
     reward: PreTrainedModel
@@ -89,7 +87,6 @@ class Models:
 
 
 def models_of(name: str) -> Models:
-    """Return tiny models of one architecture."""
     return Models(
         tiny.causal(name, seed=0), tiny.causal(name, seed=1), tiny.scalar(name, seed=2), tiny.scalar(name, seed=3)
     )

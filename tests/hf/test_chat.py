@@ -379,7 +379,6 @@ def reading(name: str, cases: Sequence[Case]) -> ChatFormat:
 
 
 def turn(name: str, *calls: object) -> list[int]:
-    """Return the tokens of a turn with these calls: what the template writes for it."""
     own, message = tokenizer(name), {"role": "assistant", "content": "", "tool_calls": [*calls]}
     whole, prompt = own.rendered([USER, message], answered=True), own.rendered([USER], answered=False)
     said = whole.after(len(commonprefix([whole.text, prompt.text])))  # noqa: RUF071 - characters are compared

@@ -61,7 +61,6 @@ class Cuda:
         self.done.append(what)
 
     def synchronize(self) -> None:
-        """End the work of the stream."""
         self.note("waited for the stream")
 
 
@@ -80,7 +79,6 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what h
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch say that there are two CUDA devices; nothing is moved to one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 

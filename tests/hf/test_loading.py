@@ -224,7 +224,6 @@ def test_a_vocabulary_of_nothing_but_special_tokens_is_none(tmp_path: Path) -> N
 
 
 def rewrite(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Add tensors to the weights of a model."""
     held = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
     save_file(held | tensors, directory / "model.safetensors", metadata={"format": "pt"})
 

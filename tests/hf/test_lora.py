@@ -55,7 +55,6 @@ IDS = torch.arange(3, 23).reshape(2, 10)
 
 
 def adapted(name: str = "llama", *, fresh: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return an actor whose adapters change its outputs, unless ``fresh``, and its reference."""
     actor = tiny.causal(name, seed=1).train(mode=False)
     reference = share_base(actor)
     add_lora(actor, 4, 8, seed=3)

@@ -344,7 +344,6 @@ def apart(work: Callable[P, R]) -> Callable[P, R]:
 
 
 def of(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return the causal LM of ``config`` in training mode with weights drawn from ``seed``."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -352,7 +351,6 @@ def of(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.fl
 
 
 def seeing(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """Return a vision-language model, whole, in training mode with weights drawn from ``seed``."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(VISION[name](), dtype=torch.float32)
@@ -360,7 +358,6 @@ def seeing(name: str, *, seed: int = 0) -> PreTrainedModel:
 
 
 def causal(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a causal LM in training mode with weights drawn from ``seed``."""
     return of(CONFIGS[name](), seed=seed, dtype=dtype)
 
 
@@ -371,7 +368,6 @@ def why_whole(model: PreTrainedModel) -> str:
 
 
 def mixture(name: str, *, seed: int = 0, **settings: object) -> PreTrainedModel:
-    """Return a mixture of experts in training mode with weights drawn from ``seed``, its config changed."""
     config = MIXTURES[name]()
     config.update(settings)
     return of(config, seed=seed)
@@ -383,7 +379,6 @@ def own_attention() -> PreTrainedModel:
 
 
 def scalar(name: str = "llama", *, seed: int = 0, labels: int = 1, pad: int | None = 0) -> PreTrainedModel:
-    """Return a sequence-classification model, with one label unless told otherwise, in training mode."""
     config = CONFIGS[name]()
     config.num_labels = labels
     config.pad_token_id = pad
@@ -391,7 +386,6 @@ def scalar(name: str = "llama", *, seed: int = 0, labels: int = 1, pad: int | No
 
 
 def scalar_of(config: PreTrainedConfig, *, seed: int = 0) -> PreTrainedModel:
-    """Return the sequence-classification model of ``config`` in training mode with weights drawn from ``seed``."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return SCALAR.made(config)
@@ -407,7 +401,6 @@ def lengthened(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def steps(name: str = "llama", *, seed: int = 0, labels: int = 2) -> PreTrainedModel:
-    """Return a token-classification model in training mode with weights drawn from ``seed``."""
     config = CONFIGS[name]()
     config.num_labels = labels
     with torch.random.fork_rng():

@@ -440,7 +440,6 @@ def parts_of(tokens: list[int], sizes: list[int]) -> list[list[int]]:
 
 
 def read_back(tokenizer: HfTokenizer, tokens: list[int]) -> str:
-    """Return the text of tokens with the special ones."""
     return str(tokenizer.inner.decode(tokens))
 
 

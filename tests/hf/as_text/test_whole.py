@@ -73,7 +73,6 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
 def classifier(
     folder: Path, name: str = "bert", *, make: str = "word-piece", labels: Sequence[str] = ("score",)
 ) -> Path:
-    """Write a sequence classification model with random weights, and return its directory."""
     config = CONFIGS[name]()
     config.vocab_size = 420
     config.id2label, config.label2id = dict(enumerate(labels)), {label: at for at, label in enumerate(labels)}
@@ -88,7 +87,6 @@ def classifier(
 def sentence_encoder(
     folder: Path, pooling: Mapping[str, object], modules: Sequence[str] = ("Transformer", "Pooling")
 ) -> Path:
-    """Write a sentence encoder as sentence-transformers does, and return its directory."""
     _made(AutoModel, CONFIGS["bert"]()).save_pretrained(folder)
     spot("word-piece").inner.save_pretrained(folder)
     parts = [

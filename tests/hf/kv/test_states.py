@@ -42,7 +42,6 @@ def sequences(count: int, length: int) -> Tensor:
 
 @torch.inference_mode()
 def one_shot(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return the logits [rows, n, V] of rows that were read alone."""
     return torch.cat([model(row[None], use_cache=False).logits for row in tokens])
 
 
@@ -69,7 +68,6 @@ class Reading:
         self.read(sizes)
 
     def read(self, sizes: dict[int, int]) -> None:
-        """Read so many tokens of rows, as far as there are some."""
         starts = {row: self.reader.length(row) for row in sizes}
         pieces = {row: self.tokens[row, start : start + sizes[row]] for row, start in starts.items()}
         pieces = {row: piece for row, piece in pieces.items() if len(piece)}
@@ -85,7 +83,6 @@ class Reading:
             self._compare(self.reader.step(rows, self.tokens[rows, at]), self.want[rows, at])
 
     def lose(self) -> None:
-        """Forget a row, or take back some of its tokens."""
         row = self._some()[0]
         if self._dice.random() < 0.5:
             self.reader.forget([row])

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import anyio
 import numpy as np
@@ -37,9 +37,6 @@ from tests.dialogues import ANSWER, Dialogue, dialogue
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, reference, serving, told
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mistral"])
@@ -347,7 +344,6 @@ class Checking(HfTrainer):
 
 
 def fail_once(patch: pytest.MonkeyPatch, thread: str, at: int) -> None:
-    """Let the decode steps of one thread fail, once."""
     draw, steps = Decoder._draw, 0
 
     def failing(*arguments: object, **named: object) -> object:

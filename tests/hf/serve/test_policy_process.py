@@ -50,8 +50,6 @@ def scoring() -> Iterator[Thread]:
 
 @dataclass
 class Ran:
-    """What a run came to."""
-
     digest: str
     batches: list[Batch]
 

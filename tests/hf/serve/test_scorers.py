@@ -311,7 +311,6 @@ def chunk_of(rollout: int, start: int, *tokens: int, ids: tuple[int, ...] = (), 
 
 
 def read(scorer_input: object) -> list[tuple[object, ...]]:
-    """Return what a scorer reads of its input."""
     assert isinstance(scorer_input, ScorerInput)
     heads = [(type(event).__name__, event.rollout, event.tokens.tolist()) for event in scorer_input.events]
     starts = [() if isinstance(event, Prompt) else (event.start,) for event in scorer_input.events]

@@ -181,7 +181,6 @@ def aged(event: Finish, versions: Sequence[int]) -> Finish:
 
 
 async def rolled_out(thread: Thread, *, seed: int = 1) -> list[Finish]:
-    """Responses of more than four tokens."""
     policy = HfPolicy(tiny.causal(seed=seed), sampling=TRUNCATING, place=thread)
     return [event for event in await respond_serially(policy, prompts(8)) if len(event.response) > 4]
 
@@ -307,8 +306,6 @@ async def test_in_another_process_the_trainers_new_weights_are_those_that_count(
 
 @dataclass
 class Ran:
-    """What a run came to."""
-
     digest: str
     batches: list[Batch]
     reports: list[StepReport]

@@ -80,7 +80,6 @@ def whole_logits(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:
 
 
 def two_passes(actor: PreTrainedModel, critic: PreTrainedModel, part: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return logits and values of a micro-batch from each model's own forward pass over it."""
     inputs = {"position_ids": part.positions, "use_cache": False}
     logits = actor(part.ids, **inputs).logits[:, part.keep]
     values = score_head(critic)(critic.base_model(part.ids, **inputs).last_hidden_state[:, part.keep])

@@ -62,7 +62,6 @@ def batch() -> Batch:
 
 
 def routed(response: Response) -> Response:
-    """Return the response with two of six experts in each of two layers, at every position, drawn at random."""
     counts = np.array([len(response.prompt.tokens), *[1] * (len(response) - 1)], np.int32)
     draws = np.random.default_rng(len(response)).random((int(counts.sum()), 2, 6))
     return replace(response, routed_experts=RoutedExperts(draws.argsort(-1)[..., :2].astype(np.uint8), counts))

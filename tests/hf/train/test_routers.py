@@ -48,7 +48,6 @@ PROMPTS = [Prompt(n, n, np.arange(5 + 7 * n, 8 + 7 * n + n % 4, dtype=np.int32),
 async def decoded(
     model: PreTrainedModel, thread: Thread, *, deterministic: bool = False, prefill_tokens: int = 7
 ) -> list[Response]:
-    """Return responses with the experts of ``model``, cut and continued once."""
     policy = HfPolicy(
         model,
         sampling=Sampling(max_new_tokens=12, stop=tuple(range(1, 12)), seed=3),
@@ -70,7 +69,6 @@ async def decoded(
 
 
 def batch_of(responses: Sequence[Response]) -> Batch:
-    """Return the batch of responses, with advantages of some kind."""
     tokens = np.concatenate([each.tokens for each in responses])
     return Batch(
         responses=tuple(responses),
@@ -88,7 +86,6 @@ def batch_of(responses: Sequence[Response]) -> Batch:
 @tiny.apart
 @torch.no_grad()
 def routes_of(model: PreTrainedModel, response: Response) -> Tensor:
-    """Return the experts of a plain forward pass, [positions, layers, k]."""
     ids = torch.tensor(np.concatenate((response.prompt.tokens, response.tokens)), dtype=torch.long)[None, :-1]
     with recorded_routes() as routes:
         model(ids)
@@ -460,7 +457,6 @@ def balanced_by_hand(model: PreTrainedModel, batch: Batch, weight: float) -> tup
 async def learned(
     thread: Thread, actor: PreTrainedModel, critic: PreTrainedModel | None, batch: Batch, **settings: object
 ) -> tuple[dict[str, Tensor], Mapping[str, float]]:
-    """Return the gradient of an update of one minibatch, and its metrics."""
     trainer = trainer_of(actor, critic, thread, {"max_grad_norm": math.inf, "micro_batch_tokens": 40} | settings)
     found: dict[str, Tensor] = {}
 

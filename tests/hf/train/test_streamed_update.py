@@ -41,7 +41,6 @@ LOSSES: dict[str, Loss] = {
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    """A batch of pairs without a critic; advantages and scores differ between rows."""
     made = tiny.apart(rollouts)(tiny.causal(seed=1), tiny.scalar(seed=3))
     made = rows_of(made, range(len(made) - len(made) % 2))
     responses = tuple(
@@ -62,7 +61,6 @@ def top(reference: Column) -> Column:
 
 
 def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Return some rows of a batch, in this order."""
     spans = batch.rows()
     tokens = np.concatenate([np.arange(spans[row].start, spans[row].stop) for row in rows])
 
@@ -240,7 +238,6 @@ async def test_what_is_no_sum_is_refused(
 
 
 def masked(batch: Batch, *rows: int) -> Batch:
-    """Return the batch with these rows out of its loss mask."""
     sampled = batch.sampled.copy()
     for row in rows:
         sampled[batch.rows()[row]] = False

@@ -62,7 +62,6 @@ def batch_of(
     estimates: Sequence[tuple[FloatArray, FloatArray]],
     sampled: Sequence[BoolArray] | None = None,
 ) -> Batch:
-    """Return a batch of rollouts 10, 11, ... with whitened advantages."""
     masks = sampled or [np.ones(len(tokens), np.bool_) for tokens in responses]
     rows = tuple(
         Response(Prompt(10 + k, k, prompts[k]), tokens, logprobs[k], np.zeros(len(tokens), np.int32), masks[k])
@@ -92,7 +91,6 @@ def batch_of(
 def one_row(
     actor: PreTrainedModel, critic: PreTrainedModel, prompt: IntArray, tokens: IntArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Return log-probs and values of one response, by the models' own plain forward passes."""
     ids = torch.tensor(np.concatenate((prompt, tokens)), dtype=torch.long)[None]
     window = slice(len(prompt) - 1, -1)
     logits = actor(ids).logits[0, window].log_softmax(-1)
@@ -126,7 +124,6 @@ def rollouts(actor: PreTrainedModel, critic: PreTrainedModel, *, shift: float = 
 def trainer_of(
     actor: PreTrainedModel, critic: PreTrainedModel | None, place: Place, options: Mapping[str, object]
 ) -> HfTrainer:
-    """Return a trainer with some options of its settings and of PPO's loss."""
     kind = ClippedLoss if critic is None else PPOLoss
     names = {each.name for each in fields(TrainerSettings)}
     settings = {name: value for name, value in options.items() if name in names}
@@ -591,7 +588,6 @@ def test_models_that_cannot_be_trained_together_are_refused(
 
 
 def actor_alone(thread: Thread, critic: PreTrainedModel | None = None, **settings: object) -> tuple[HfTrainer, Batch]:
-    """Return a trainer of a fresh actor, and a batch to train it on."""
     actor = tiny.causal(seed=1)
     trainer = trainer_of(actor, critic, thread, {"epochs": 2, "minibatches": 2} | settings)
     return trainer, rollouts(actor, tiny.scalar(seed=2), given=True)

@@ -68,8 +68,11 @@ def engine_processes() -> set[int]:
     return found
 
 
-def blocks_of(pids: Iterable[int | str]) -> set[Path]:
-    """Return the blocks of shared memory, as engines have them, that processes have mapped."""
+def blocks_of(pids: Iterable[int]) -> set[Path]:
+    """Return the blocks of shared memory, as engines have them, that processes have mapped.
+
+    A killed engine's are removed when the process that started it ends.
+    """
     found = set()
     for pid in pids:
         with suppress(OSError):  # it has ended meanwhile
@@ -78,13 +81,11 @@ def blocks_of(pids: Iterable[int | str]) -> set[Path]:
 
 
 def left_behind() -> set[Path]:
-    """Return the sockets, files and blocks of shared memory, as engines have them, that no process here uses."""
+    """Return the sockets and files, as engines have them, that no process of this machine uses."""
     names = ("oppo-vllm-*", "vllm_dist_*", "????????-????-????-????-????????????")
     found = {path for name in names for path in Path(gettempdir()).glob(name)}
     used = Path("/proc/net/unix").read_text()
-    blocks = set(Path("/dev/shm").glob("psm_*"))
-    mapped = blocks_of(each.name for each in Path("/proc").glob("[0-9]*")) if blocks else set()
-    return {path for path in found if str(path) not in used} | (blocks - mapped)
+    return {path for path in found if str(path) not in used}
 
 
 def require_swept(before: set[Path]) -> None:
@@ -102,6 +103,16 @@ def _nothing_is_left_in_the_end() -> Iterator[None]:
     yield
     gc.collect()
     require_swept(before)
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(900):
+        assert process.poll() is None, log.read_text()[-3000:]
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health").is_success:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(log.read_text()[-3000:])
 
 
 @contextmanager
@@ -125,13 +136,8 @@ def scoring_server(directory: Path, folder: Path, *flags: str) -> Iterator[str]:
             start_new_session=True,
         )
         try:
-            for _ in range(900):
-                assert process.poll() is None, log.read_text()[-3000:]
-                with suppress(httpx.HTTPError):
-                    if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
-                        break
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
+            wait_until_healthy(url := f"http://127.0.0.1:{port}", process, log)
+            yield url
         finally:
             kill_group(process.pid)
             process.wait()

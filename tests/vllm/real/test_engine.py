@@ -17,12 +17,13 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from oppo.errors import ModelError, ModelLost
-from oppo.events import Prompt
+from oppo.events import FloatArray, Prompt
 from oppo.hf.lora import add_lora, merged
 from oppo.log import routed
 from oppo.models import Piece, Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
 from oppo.vllm.sync import FileSender, WeightFiles
+from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -77,14 +78,8 @@ async def respond(policy: VllmPolicy, prompt: Prompt) -> Piece:
         return await decode.read(1000)
 
 
-async def logprobs(model: PreTrainedModel, prompt: Prompt, piece: Piece) -> list[float]:
-    @torch.no_grad()
-    def forward() -> list[float]:
-        sequence = torch.tensor([[*prompt.tokens.tolist(), *piece.tokens.tolist()]])
-        every = model(sequence).logits[0, len(prompt.tokens) - 1 : -1].log_softmax(-1)
-        return [float(each) for each in every[range(len(piece.tokens)), piece.tokens.tolist()]]
-
-    return await anyio.to_thread.run_sync(forward)
+async def logprobs(model: PreTrainedModel, prompt: Prompt, piece: Piece) -> FloatArray:
+    return await reference.logprobs([model] * (1 + int(piece.versions.max())), prompt, [piece])
 
 
 async def test_it_tells_what_it_does_and_writes_to_its_log(second: VllmEngine, told: list[str], folder: Path) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import anyio
-import httpx
 import numpy as np
 import pytest
 from transformers import LlamaForCausalLM
@@ -29,7 +27,7 @@ from oppo.vllm.processes import kill_group
 from oppo.vllm.server import start_command
 from oppo.vllm.sync import free_port
 from tests.vllm.real import reference
-from tests.vllm.real.conftest import VOCABULARY, tiny_actor
+from tests.vllm.real.conftest import VOCABULARY, tiny_actor, wait_until_healthy
 from tests.vllm.real.test_adapters import adapted, respond, weights
 from tests.vllm.real.test_policy import logprobs_of, read, some, tokens_of, until, whole
 from tests.workplace import furnish, oppo, records
@@ -76,13 +74,7 @@ class Served:
                 stderr=log,
                 start_new_session=True,
             )
-        for _ in range(900):
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health").is_success:
-                    return
-            time.sleep(0.2)
-        raise TimeoutError(self.log.read_text()[-3000:])
+        wait_until_healthy(self.url, self.process, self.log)
 
     def connected(self) -> VllmServer:
         return VllmServer(self.url, model=self.directory, api_key=KEY, adapters=self.adapters)
@@ -167,7 +159,7 @@ async def test_tokens_have_the_log_probs_of_the_weights_that_they_name_across_de
 
 async def test_weights_are_synced_while_responses_are_decoded(server: VllmServer) -> None:
     models = [tiny_actor(seed) for seed in range(4)]
-    policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=300, seed=3))
+    policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=700, seed=3))
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(3)
     decodes = await policy.open(prompts)
@@ -180,7 +172,7 @@ async def test_weights_are_synced_while_responses_are_decoded(server: VllmServer
             await policy.load(Weights(version, models[version].state_dict()))
     for prompt, each in zip(prompts, pieces, strict=True):
         versions = np.concatenate([piece.versions for piece in each])
-        assert len(versions) == 300
+        assert len(versions) == 700
         assert set(versions.tolist()) == {0, 1, 2, 3}
         wanted = await reference.logprobs(models, prompt, each)
         np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
