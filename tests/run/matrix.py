@@ -250,7 +250,13 @@ def rows() -> list[Row]:
     second, _ = covering(
         loose, fits, expensive=EXPENSIVE, wanted=lambda pair: "timing" in pair or pair.get("dialogue") == "branches"
     )
-    return [*first, *second]
+    return [*first, *(_alone(row) for row in second)]
+
+
+def _alone(row: Row) -> Row:
+    # Tail batching begins rollouts anew, so an agent may not branch. No clash: that would choose all rows anew.
+    anew = row["admission"] == "tail-batched" and row["dialogue"] == "branches"
+    return {**row, "admission": "overcommit"} if anew else row
 
 
 def overrides(row: Row) -> list[str]:

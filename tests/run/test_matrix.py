@@ -24,11 +24,12 @@ DAY = int(os.environ.get("OPPO_MATRIX", datetime.now(UTC).toordinal()))
 ROWS = 131
 
 APART = {
+    (("admission", "tail-batched"), ("dialogue", "branches")),
     (("value", "shared-trunk"), ("timing", "in-flight")),
     (("value", "shared-trunk"), ("timing", "streamed")),
     (("update", "warmup"), ("timing", "streamed")),
 }
-"""Pairs that no third value goes with: a critic needs PPO, which is not streamed; in flight needs a lookahead."""
+"""Pairs without a row: rollouts begun anew have no branches; a critic needs PPO, not streamed; in flight, a lookahead."""
 
 
 def _rows() -> Iterator[ParameterSet]:
