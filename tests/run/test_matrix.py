@@ -29,7 +29,7 @@ APART = {
     (("value", "shared-trunk"), ("timing", "streamed")),
     (("update", "warmup"), ("timing", "streamed")),
 }
-"""Pairs without a row: rollouts begun anew have no branches; a critic needs PPO, not streamed; in flight, a lookahead."""
+"""Pairs without a row: rollouts begun anew have no branches; a critic needs PPO, not streamed; in flight, lookahead."""
 
 
 def _rows() -> Iterator[ParameterSet]:
