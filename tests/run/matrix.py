@@ -254,9 +254,11 @@ def rows() -> list[Row]:
 
 
 def _alone(row: Row) -> Row:
-    # Tail batching begins rollouts anew, so an agent may not branch. No clash: that would choose all rows anew.
-    anew = row["admission"] == "tail-batched" and row["dialogue"] == "branches"
-    return {**row, "admission": "overcommit"} if anew else row
+    # Settings do not refuse branches, but tail batching and online DPO do. No clash: that would choose all rows anew.
+    if row["dialogue"] != "branches":
+        return row
+    changed = {"admission": "overcommit"} if row["admission"] == "tail-batched" else {}
+    return {**row, **changed, **({"dialogue": "agent"} if row["algorithm"] == "online_dpo" else {})}
 
 
 def overrides(row: Row) -> list[str]:

@@ -24,12 +24,13 @@ DAY = int(os.environ.get("OPPO_MATRIX", datetime.now(UTC).toordinal()))
 ROWS = 131
 
 APART = {
+    (("algorithm", "online_dpo"), ("dialogue", "branches")),
     (("admission", "tail-batched"), ("dialogue", "branches")),
     (("value", "shared-trunk"), ("timing", "in-flight")),
     (("value", "shared-trunk"), ("timing", "streamed")),
     (("update", "warmup"), ("timing", "streamed")),
 }
-"""Pairs without a row: rollouts begun anew have no branches; a critic needs PPO, not streamed; in flight, lookahead."""
+"""Pairs without a row: pairs and rollouts begun anew have no branches; a critic needs PPO, in flight a lookahead."""
 
 
 def _rows() -> Iterator[ParameterSet]:
