@@ -116,7 +116,7 @@ class WeightFiles:
 
     Attributes:
         path: of the directory of all versions.
-        probe: readable by every worker that can read the weights.
+        probe: which every worker has to be able to open, as it will the weights.
     """
 
     def __init__(self, directory: Path | None = None, *, adapters: bool = False) -> None:
@@ -124,18 +124,21 @@ class WeightFiles:
         self._versions: dict[Path, MemoryFile | None] = {}
         in_memory = directory is None and hasattr(os, "memfd_create")
         self._memory = MemoryFile() if in_memory else None
-        kept = ExitStack()
+        shared, kept = Path("/dev/shm"), ExitStack()  # noqa: S108 - a service may have a /tmp of its own
+        parent = shared if in_memory and shared.is_dir() else directory
         try:
-            self.path = kept.enter_context(temporary("weights", directory))
+            self.path = self.probe = kept.enter_context(temporary("weights", parent))
             if directory is not None:
                 self.path.chmod(0o755)  # the server may be another user's
+            if self._memory is not None:
+                self.probe = self.path / "probe"
+                self.probe.symlink_to(self._memory.path)
         except OSError as error:
             raise ConfigError(
-                f"weights on their way to vLLM cannot be written to {directory} ({one_line(error)}): name a directory "
+                f"weights on their way to vLLM cannot be written to {parent} ({one_line(error)}): name a directory "
                 "that this machine and the server's both have"
             ) from error
         weakref.finalize(self, kept.close)
-        self.probe = self.path if self._memory is None else self._memory.path
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> Path:
         path, memory = self.path / version, self._memory

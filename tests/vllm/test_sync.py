@@ -178,8 +178,15 @@ def test_nothing_is_left_of_it(named: bool, monkeypatch: pytest.MonkeyPatch, tmp
     file = files.write({"a": torch.ones(3)}, "1") / FILES[False]
     assert load_file(file)["a"].tolist() == [1.0, 1.0, 1.0]
     assert file.is_symlink() is not named
+    path, probe = files.path, files.probe
+    assert probe.exists()
+    assert (probe.resolve() == file.resolve()) is not named, "who can open it can read the weights"
+    assert (path.parent == tmp_path) is (named or not Path("/dev/shm").is_dir()), (
+        "services may have a /tmp of their own"
+    )
     del files
     gc.collect()
+    assert not path.exists()
     assert not [*tmp_path.iterdir()]
 
 
