@@ -107,7 +107,7 @@ BUDGETS = {
     "simulate": 3_097,
     "stages": 3_798,
     "testing": 1_425,
-    "vllm": 4_584,
+    "vllm": 4_587,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
