@@ -32,8 +32,8 @@ class SlopeAdaptive(AdaptiveOvercommit):
     bounded by ``least`` and ``most``. Both rules follow the paper, with their weakness: the sum telescopes to
     ``(R_t - R_{t-w}) / w``, so two noisy scores decide and the w - 1 between them do not count. On a noisy plateau both
     directions are equally likely, and ``overcommit`` wanders around the middle of its range instead of decaying. The
-    rules ignore time, so they accept staleness where deferral gains nothing. :class:`oppo.TailAdaptive` is the robust
-    controller.
+    rules ignore time, so they accept staleness where deferral gains nothing. :class:`oppo.admission.TailAdaptive` is
+    the robust controller.
 
     Attributes:
         batch: units in a full batch.

@@ -197,7 +197,7 @@ def default_loss(*, critic: bool) -> Loss:
 
 @torch.no_grad()
 def importance_weights(correction: Correction, inputs: Inputs, *, of_rows: bool = False) -> Tensor:
-    """Return the importance weight of each token, see :class:`oppo.Correction`: float32 [T]; 0 for a masked token.
+    """Return the importance weight of each token, see :class:`oppo.returns.Correction`: float32 [T]; 0 if it is masked.
 
     Computed in float64; a token that was not sampled has mismatch 1.
 

@@ -163,7 +163,7 @@ def require_engines(deployment: Deployment) -> None:
                 f"and that is on {', '.join(trained)}: leave share out, or set placement.trainer"
             )
     if not settings.starts_servers:
-        sender = torch.device("cpu") if settings.models.lora_sync == "adapter" else devices.weights
+        sender = torch.device("cpu") if deployment.models.lora_sync == "adapter" else devices.weights
         route_of(arguments, sender, on_cpu=on_cpu, gpus=gpus)
 
 

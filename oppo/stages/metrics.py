@@ -96,7 +96,7 @@ ACCUMULATE: Final = "accumulate"
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Tokens that a step's rollouts gained, a record for each round; fields as of :class:`oppo.Observation`."""
+    """Tokens that a step's rollouts gained, by round; fields as of :class:`oppo.admission.Observation`."""
 
     decode_steps: int = 0
     tokens: int = 0

@@ -250,7 +250,7 @@ class Recorder(Observer):
     def busy(self, track: str) -> float:
         """Return the seconds in which a stage or a model worked: spans that overlap count once.
 
-        A stage that records no work (:meth:`oppo.Step.working`) works as long as it runs.
+        A stage that records no work (:meth:`oppo.graph.Step.working`) works as long as it runs.
 
         Raises:
             GraphError: nothing worked under that name.

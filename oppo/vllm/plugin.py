@@ -1,7 +1,7 @@
 """The first code that vLLM's processes run: the plugin that the entry point ``vllm.general_plugins`` names.
 
 It registers our weight transfers in every one of them, a server's included. The rest it does only in processes
-that a :class:`~oppo.vllm.engine.VllmEngine` has started, which it knows by :data:`PARENT` in their environment.
+that a :class:`~oppo.vllm.VllmEngine` has started, which it knows by :data:`PARENT` in their environment.
 """
 
 from __future__ import annotations

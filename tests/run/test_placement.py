@@ -26,6 +26,7 @@ from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.run.checkpoint import fingerprints, require_same
 from oppo.run.deployment import Deployment, places_of
+from oppo.run.engines import require_engines
 from oppo.run.memory import Expected, by_device, crowded, expected, load_of, with_micro_batches
 from oppo.run.train import FINAL
 from tests.hf import tiny
@@ -287,6 +288,17 @@ def test_adapters_are_sent_alone_over_16_bits_where_that_can_be(
     assumed = Hardware.assumed("1xH100-80GB")
     settings = load(folder / "config.toml", ["models.engine=vllm", "models.lora_rank=2", *chosen])
     assert Deployment.of(settings, assumed).models.lora_sync == sync
+
+
+def test_adapters_alone_go_to_an_engine_of_several_gpus_also_from_one_of_these(folder: Path) -> None:
+    def check(*chosen: str) -> None:
+        two_workers = ("models.engine=vllm", "models.lora_rank=2", "vllm.tensor_parallel_size=2")
+        settings = load(folder / "config.toml", [*two_workers, *chosen])
+        require_engines(Deployment.of(settings, Hardware.assumed("2xH100-80GB")))
+
+    check()
+    with pytest.raises(ConfigError, match="weights go from one GPU to several only if none of these is its own"):
+        check("models.lora_sync=merged")
 
 
 def micro_batch(folder: Path, chosen: Sequence[str], assumed: Hardware) -> int | None:
