@@ -273,7 +273,6 @@ def _on_vllm(request: ServeRequest) -> Serving:
 
 
 def _policy_on(engine: Engine, request: ServeRequest) -> VllmPolicy:
-
     settings = request.deployment.settings
     try:
         return VllmPolicy(
@@ -334,7 +333,6 @@ class _StartedServers:
         self._hosted: dict[int, Hosted[ServerProcess]] = {}
 
     def __call__(self, number: int) -> VllmServer:
-
         request, places = self._request, self._request.places
         place = places.replaced(number) if number in self._hosted else places.acting[number]
         logger.info(f"starting vLLM with {Path(request.deployment.models.policy).name}, replica {number}")
@@ -349,13 +347,11 @@ class _StartedServers:
         return _server(url, request, api_key=self._key, files=None if path is None else HostedFiles(path, load))
 
     def end(self) -> None:
-
         for hosted in self._hosted.values():
             with suppress(OppoError):
                 anyio.run(hosted.call, "end", ServerProcess.end)
 
     def _make(self, number: int) -> Callable[[], ServerProcess]:
-
         request, deployment = self._request, self._request.deployment
         devices, settings = deployment.devices, deployment.settings
         device, adapters, remote = devices.policies[number], _adapter_rank(request), "policy" in devices.remote
@@ -388,7 +384,6 @@ def _server(
     files: HostedFiles | None = None,
     timeout: float = 60.0,
 ) -> VllmServer:
-
     models = request.deployment.models
     server = VllmServer(
         url,
@@ -411,7 +406,6 @@ def _server(
 
 
 def _engine(request: ServeRequest) -> VllmEngine:
-
     deployment, settings = request.deployment, request.deployment.settings
     return VllmEngine.start(
         _policy_directory(request),
