@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 4_077,
     "report": 2_922,
     "rewards": 1_798,
-    "run": 4_851,
+    "run": 4_845,
     "simulate": 3_097,
     "stages": 3_798,
     "testing": 1_425,
