@@ -149,10 +149,10 @@ def test_a_second_ctrl_c_ends_a_run_at_once_though_its_reward_never_returns(fold
 
 LOADING = """
 import time
-import oppo.run.models
+import oppo.run.loading
 def load(*arguments, **options):
     time.sleep(60)
-oppo.run.models.load_causal = load
+oppo.run.loading.load_causal = load
 """
 """Has a process take its time over loading models."""
 
