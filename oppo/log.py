@@ -4,7 +4,7 @@
 
     from oppo.log import logger, routed
 
-    logger.warning("the service is left alone for 30 s")  # on standard error, or as structlog is configured
+    logger.warning("the service is away: attempt 2 follows")  # on standard error, or as structlog is configured
     with routed(print):
         ...  # messages of the body, of its tasks and of the threads that work for it are printed instead
 

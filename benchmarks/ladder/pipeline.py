@@ -225,7 +225,7 @@ def pipeline(
 ) -> Pipeline:
     """Return the graph of one mode of a workload, with models of its own, whose spans ``listener`` receives.
 
-    ``engine`` serves the policy: one of :data:`~benchmarks.ladder.acting.ENGINES`.
+    ``engine`` serves the policy: one of :data:`ENGINES`.
     """
     workload = files.workload
     models = load(files, device)
