@@ -191,8 +191,7 @@ class Conversations:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         known = [each.name for each in fields(_Memory)]
-        whole = {key: {"said": [()] * each["answered"], **each} for key, each in state.items()}  # of earlier versions
-        self._memories = {int(key): _Memory(**{name: each[name] for name in known}) for key, each in whole.items()}
+        self._memories = {int(key): _Memory(**{name: each[name] for name in known}) for key, each in state.items()}
         self._tools = any(memory.calls for memory in self._memories.values())
 
 
