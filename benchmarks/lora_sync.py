@@ -79,7 +79,7 @@ async def compare(engine: VllmEngine, way: str, models: dict[str, PreTrainedMode
     prompts = [Prompt(n, n, generator.integers(3, policy.vocabulary, 8).astype(np.int32)) for n in range(PROMPTS)]
     for version, (name, model) in enumerate(models.items(), 1):
         has = name != "none"
-        if not has and engine.adapters is not None:
+        if not has and engine.adapts:
             continue
         merge = partial(merged, model, torch.float32) if has else None
         adapters = partial(adapter_matrices, model) if has else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
@@ -190,8 +190,7 @@ class Conversations:
         return {str(rollout): asdict(memory) for rollout, memory in self._memories.items() if memory.answered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        known = [each.name for each in fields(_Memory)]
-        self._memories = {int(key): _Memory(**{name: each[name] for name in known}) for key, each in state.items()}
+        self._memories = {int(rollout): _Memory(**memory) for rollout, memory in state.items()}
         self._tools = any(memory.calls for memory in self._memories.values())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +19,6 @@ from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.models import Capabilities
 from oppo.stages import Generate
-from oppo.stages.conversations import Conversations
 from oppo.stages.ledger import RolloutSnapshot
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
 from oppo.turns import Answer, Answered, Turn, turns_answered
@@ -365,13 +363,6 @@ def test_a_conversation_goes_on_in_a_resumed_run(setting: Setting, data: st.Data
 def some_turns(prompt: Prompt) -> Sequence[int]:
     """Return where turns end: none, one or three of them."""
     return ((), (2,), (1, 2, 9))[prompt.rollout % 3]
-
-
-def test_conversations_of_checkpoints_that_do_not_hold_what_was_said_go_on() -> None:
-    conversations = Conversations(Tool())
-    old = {"answered": 2, "state": "[3]", "calls": 1, "failures": 0}
-    conversations.load_state_dict({"5": {**old, "ended": False}})
-    assert json.loads(json.dumps(conversations.state_dict())) == {"5": {**old, "said": [[], []]}}
 
 
 ANSWER = range(3, 6)
