@@ -105,7 +105,7 @@ BUDGETS = {
     "rewards": 1_798,
     "run": 4_845,
     "simulate": 3_097,
-    "stages": 3_797,
+    "stages": 3_796,
     "testing": 1_425,
     "vllm": 4_587,
 }
