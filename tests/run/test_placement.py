@@ -501,9 +501,9 @@ def test_a_cluster_that_is_not_there_is_an_error_before_anything_is_loaded(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("ray")
-    assert main(["train", str(folder / "config.toml"), "--ray", "127.0.0.1:1"]) == UNUSABLE
+    assert main(["train", str(folder / "config.toml"), "--set", "run.name=lost", "--ray", "127.0.0.1:1"]) == UNUSABLE
     said = capsys.readouterr().err
     assert "there is no Ray cluster at '127.0.0.1:1'" in said
     assert "ray start --head" in said
     assert "loading the" not in said
-    assert not (folder / "runs").exists()
+    assert not (folder / "runs" / "lost").exists()
