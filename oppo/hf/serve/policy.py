@@ -339,19 +339,27 @@ class DecodeLoop:
 
     async def _run(self) -> None:
         while not self._over:
-            await self._end_finished()
+            # In deterministic mode turns end together: which rollout ends first is not up to whose answer came first.
+            if not self._holds():
+                await self._end_finished()
             async with self._call:
-                open_ = [decode for decode in self.decodes if decode.live and not decode.closed]
+                open_ = self._open()
                 if self._over or (self._deterministic and not open_):
                     return
-                if any(decode.ending for decode in open_):  # an answer that came meanwhile
-                    continue
-                ready = [decode for decode in open_ if not decode.unanswered]
-                if ready and not (self._deterministic and len(ready) < len(open_)):
-                    await self._decode(ready)
-                    continue
+                if not self._holds():
+                    if any(decode.ending for decode in open_):  # an answer that came meanwhile
+                        continue
+                    if ready := [decode for decode in open_ if not decode.unanswered]:
+                        await self._decode(ready)
+                        continue
                 self._news = anyio.Event()
             await self._news.wait()
+
+    def _open(self) -> list[HfDecode]:
+        return [decode for decode in self.decodes if decode.live and not decode.closed]
+
+    def _holds(self) -> bool:
+        return self._deterministic and any(decode.unanswered for decode in self._open())
 
     async def _end_finished(self) -> None:
         ended = [each for each in self.decodes if each.ending and not each.closed]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import permutations
 from typing import Literal, cast
 
 import anyio
@@ -473,6 +474,29 @@ async def test_exact_decoding_does_not_depend_on_how_long_tools_take(serving: Se
     for one, other in zip(quick.responses(), slow.responses(), strict=True):
         assert one.logprobs.tolist() == other.logprobs.tolist()
     assert quick.told == slow.told
+
+
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+async def test_in_exact_decoding_turns_of_one_step_end_together_whichever_is_answered_first(
+    serving: Serving, order: tuple[int, ...]
+) -> None:
+    told = list[list[int]]()
+
+    def cut(ended: Sequence[int]) -> bool:
+        told.append([*ended])
+        return True
+
+    sampling = Sampling(max_new_tokens=8, stop=tuple(range(tiny.VOCABULARY)))
+    with serving(sampling=sampling, deterministic=True) as policy:
+        decodes = await policy.open_turns(prompts(3))
+        async with policy.decoding(decodes, cut):
+            for decode in decodes:
+                assert await decode.turn() is not None
+            for number in order:
+                assert decodes[number].finish()
+                await anyio.sleep(0.02)
+        states = [(await decode.read(9)).state for decode in decodes]
+    assert (told, states) == ([[0, 1, 2]], ["stop"] * 3)
 
 
 async def test_a_half_written_conversation_goes_on_with_the_same_tokens(serving: Serving) -> None:
