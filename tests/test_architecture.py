@@ -96,7 +96,7 @@ BUDGETS = {
     "environments": 1_286,
     "evaluation": 549,
     "graph": 2_407,
-    "hf": 11_756,
+    "hf": 11_764,
     "liveness": 594,
     "losses": 1_137,
     "oppo": 6_064,
