@@ -30,7 +30,7 @@ types: $(STAMP)
 # Random schedules in all; fewer are quicker: make test-deep SCHEDULES=2000
 SCHEDULES ?= 10000
 test-deep: $(STAMP)
-	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not gpu and not gym and not ray and not vllm" --timeout=1800 --durations=15
+	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not gpu and not gym and not ray and not vllm" --timeout=1800 --durations=15 $(DEEP_TESTS)
 
 # The lowest versions that pyproject.toml allows: the examples, what loads and serves models, whole runs.
 test-lowest: $(LOWEST)/.installed
