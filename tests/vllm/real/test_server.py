@@ -223,7 +223,7 @@ async def test_a_server_killed_while_it_decodes_is_lost_at_once_and_usable_when_
 
 
 async def test_rollouts_of_a_killed_server_go_on_in_another_engine_from_their_tokens(served: Served) -> None:
-    sampling, models = Sampling(max_new_tokens=150, seed=4), [tiny_actor(seed) for seed in range(2)]
+    sampling, models = Sampling(max_new_tokens=600, seed=4), [tiny_actor(seed) for seed in range(2)]
     with Thread("actor") as thread:
         remote = VllmPolicy(served.connected(), sampling=sampling)
         beside = HfPolicy(tiny_actor(), sampling=sampling, place=ModelPlace(thread, "policy", ""))
@@ -242,7 +242,7 @@ async def test_rollouts_of_a_killed_server_go_on_in_another_engine_from_their_to
                 tasks.start_soon(read, decode, pieces[decode.prompt.rollout])
         assert pool.living == (beside,)
     for prompt, each in zip(prompts, pieces, strict=True):
-        assert len(tokens_of(each)) == 150
+        assert len(tokens_of(each)) == 600
         wanted = await reference.logprobs(models, prompt, each)
         np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
 
