@@ -99,7 +99,7 @@ BUDGETS = {
     "hf": 11_764,
     "liveness": 594,
     "losses": 1_137,
-    "oppo": 6_064,
+    "oppo": 6_065,
     "placement": 4_077,
     "report": 2_922,
     "rewards": 1_798,

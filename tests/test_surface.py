@@ -23,6 +23,7 @@ NAMES = [
     "OppoError",
     "Overcommit",
     "Policy",
+    "PolicyPool",
     "Process",
     "Prompt",
     "PromptStream",
