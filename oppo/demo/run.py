@@ -142,8 +142,8 @@ class Findings:
     def _deferral(self) -> str:
         if not self.deferral_steps:
             return "nothing was deferred: no number of extra rollouts promised to save more time than it costs"
-        deferred = ", ".join(f"{count} for {age}" for age, count in self.deferral_steps.items())
-        return f"{self.deferred_fraction:.1%} of the rollouts were deferred; steps deferred: {deferred}"
+        ages = ", ".join(f"{count} by {age} step{'s' * (age != 1)}" for age, count in self.deferral_steps.items())
+        return f"{self.deferred_fraction:.1%} of the rollouts were deferred: {ages}"
 
 
 def deferrals(run: Path) -> tuple[float, dict[int, int]]:

@@ -307,9 +307,8 @@ def _block(excerpt: Excerpt, scale: Axes) -> str:
     for step, start in zip(excerpt.steps, starts, strict=True):
         if step.cut is not None and step.deferred:
             at = scale.x(step.cut - origin)  # with lookahead the next step has begun, and waits for it to decode
-            drawn.append(
-                _arrow(at, start if start > at else at + _STUB, bottom + 10, f"{step.deferred} responses deferred")
-            )
+            label = f"{step.deferred} response{'s' * (step.deferred != 1)} deferred"
+            drawn.append(_arrow(at, start if start > at else at + _STUB, bottom + 10, label))
     return "".join(drawn)
 
 

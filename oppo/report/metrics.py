@@ -284,7 +284,8 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
     "Devices": (
         Metric("perf/mfu/decode", SHARE,
                "Model FLOPs utilisation: FLOP that the tokens needed, without padding and what was read twice, over "
-               "what the devices can do at most; absent where that is not known (`oppo.simulate.costs.GPUS`)."),
+               "what the devices can do at most; absent where that is not known (`oppo.simulate.costs.GPUS`). A "
+               "CPU's is measured when the run begins: above 1, other programs kept it from its peak then."),
         Metric("perf/mfu/score", SHARE,
                "The same of the scorers that read the policy's tokens, while one of them was at work."),
         Metric("perf/mfu/update", SHARE, "The same of the update, all its ranks together; verl's is without a critic.",

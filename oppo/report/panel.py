@@ -246,7 +246,7 @@ class Panel(Observer):
 
     def _devices(self) -> Iterator[Text]:
         found = {} if self._report is None else self._report.metrics
-        shown = [f"{kind} MFU {found[name]:.1%}" for kind, name in MFU.items() if name in found]
+        shown = [f"{kind} MFU {found[name]:.1%}" for kind, name in MFU.items() if found.get(name, 2.0) <= 1]
         shown += [f"{found[name]:.1f} GiB {kind}" for kind, name in MEMORY.items() if name in found]
         if shown:
             yield Text("  ".join(shown))
