@@ -314,11 +314,6 @@ def utility(topic: str, review: Review) -> float:
     )
 
 
-def fluency(texts: Sequence[Review]) -> float:
-    said = [clause for text in texts if text.ended for clause in clauses(text.words)]
-    return sum(read(clause) is not None for clause in said) / max(1, len(said))
-
-
 def sample_preferences(
     asks: Sequence[Ask], rng: random.Random, *, texts: int = 4, noise: float = 0.2
 ) -> list[Preferences]:

@@ -211,7 +211,7 @@ def write(
     *,
     limit: int,
     seed: int,
-) -> list[tuple[Review, int]]:
+) -> list[Review]:
     texts = HfTokenizer(tokenizer)
     asked = read_prompts([{"prompt": prompt} for prompt in prompts], texts)
     sampling = Sampling(max_new_tokens=limit, stop=(tokenizer.eos_token_id,), seed=seed)
@@ -225,7 +225,7 @@ def write(
         tokens = each.response.tokens.tolist()
         ended = tokens[-1] == tokenizer.eos_token_id
         words = str(tokenizer.decode(tokens[: len(tokens) - ended], skip_special_tokens=True))
-        written.append((Review(words, ended), len(tokens)))
+        written.append(Review(words, ended))
     return written
 
 
@@ -280,17 +280,6 @@ def pair_accuracy(
     pairs = sample_preferences(held_out_prompts(count, seed), rng, texts=2)
     margins = [_margins(model, tokenizer, pairs[first : first + 64]) for first in range(0, count, 64)]
     return float((torch.cat(margins) > 0).sum()) / count
-
-
-@torch.no_grad()
-def score(
-    model: LlamaForSequenceClassification,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[str],
-    texts: Sequence[Review],
-) -> list[float]:
-    last = _last_states(model, tokenizer, prompts, texts)
-    return cast("list[float]", model.score(last).squeeze(1).tolist())
 
 
 @torch.no_grad()

@@ -199,7 +199,7 @@ def test_a_run_that_fails_ends_the_others_and_what_was_done_is_kept(tmp_path: Pa
 
 
 def demo() -> Settings:
-    facts = Facts(0, {}, 0, 0, 0, 0, {}, {}, 0, {})
+    facts = Facts({}, 0, 0, {}, 0)
     return settings_of(FULL, Assets(Path("/made"), facts), Path("/runs/demo-1"), seed=3)
 
 
