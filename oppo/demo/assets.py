@@ -52,10 +52,7 @@ COMPLETE: Final = "COMPLETE"  # the file that is written last; a directory witho
 
 
 def made_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``target``; if it is missing, ``build`` makes it under another name first, and it is renamed.
-
-    Of two processes that build it at once, both return a complete directory.
-    """
+    # Of two processes that build it at once, both return a complete directory.
     if (target / COMPLETE).exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -100,8 +97,6 @@ SOURCES: Final = ("language", "models", "assets")
 
 @dataclass(frozen=True, slots=True)
 class AssetRecipe:
-    """The sizes of models and data; equal recipes give equal assets on one machine."""
-
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
     policy: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=240, rows=2, learning_rate=2.5e-3))
@@ -130,7 +125,6 @@ class AssetRecipe:
         )
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits that change whenever the assets would."""
         versions = [library.__version__ for library in (torch, transformers, tokenizers)]
         digest = hashlib.sha256(json.dumps([asdict(self), versions], sort_keys=True).encode())
         for name in SOURCES:
@@ -140,8 +134,6 @@ class AssetRecipe:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Measurements of the assets; tokens count the end token."""
-
     parameters: Mapping[str, int]  # by model
     vocabulary: int
     pair_accuracy: float  # fraction of held-out pairs, labelled with noise, that the reward model orders as labelled
@@ -151,8 +143,6 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """The directories of the assets; ``actor``, ``reward`` and ``critic`` load with ``from_pretrained``."""
-
     directory: Path
     facts: Facts
 

@@ -44,8 +44,7 @@ from oppo.vllm.arguments import require_installed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DemoAnswers:
-    """A policy's responses to the held-out prompts; ``scores`` and ``kl`` (nats a response): float32 [N]."""
-
+    # float32 [N]; KL in nats a response
     scores: FloatArray
     kl: FloatArray
     lengths: Sequence[int]
@@ -296,8 +295,6 @@ def unused(directory: Path) -> Path:
 
 
 class Narrator:
-    """Writes lines with the seconds since the start; progress at most every few seconds."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._began = observe.now()

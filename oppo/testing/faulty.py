@@ -91,7 +91,6 @@ class FaultKind:
     """What goes wrong. A frozen dataclass that inherits from this is a kind of your own."""
 
     def fits(self, method: Method) -> bool:
-        """Return whether a call of the method can go wrong so."""
         del method
         return True
 
@@ -104,7 +103,6 @@ class FaultKind:
         return call.arguments
 
     def after(self, call: Call, answer: Any) -> Any:
-        """Return what the caller gets in place of the model's answer, or raise."""
         del call
         return answer
 
@@ -196,8 +194,6 @@ Script: TypeAlias = tuple[Fault, ...]
 
 @dataclass(eq=False)
 class Faulty:
-    """What all wrappers share: the count of the calls, and the faults that struck, in order."""
-
     name: str
     inner: Any
     script: Script = ()
@@ -210,7 +206,6 @@ class Faulty:
         return cast("int", self.inner.version) - self.behind
 
     async def played(self, method: Method, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Make a call of the model's, with the faults that the script has for it."""
         number = self.calls[method]
         self.calls[method] += 1
         striking = list[tuple[FaultKind, Call]]()
@@ -236,8 +231,6 @@ class _FaultySynced(Faulty):
 
 @dataclass(eq=False)
 class FaultyDecode:
-    """A decode of :class:`FaultyPolicy`."""
-
     inner: Decode
     policy: FaultyPolicy
 
