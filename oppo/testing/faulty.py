@@ -91,6 +91,7 @@ class FaultKind:
     """What goes wrong. A frozen dataclass that inherits from this is a kind of your own."""
 
     def fits(self, method: Method) -> bool:
+        """Return whether a call of the method can go wrong so."""
         del method
         return True
 
@@ -103,6 +104,7 @@ class FaultKind:
         return call.arguments
 
     def after(self, call: Call, answer: Any) -> Any:
+        """Return what the caller gets in place of the model's answer, or raise."""
         del call
         return answer
 
