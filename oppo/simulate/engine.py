@@ -147,8 +147,7 @@ _DAY = 24 * 3600  # the longest time, in seconds, that asyncio waits at once
 
 
 class _IdleSelector(selectors.DefaultSelector):
-    """Calls ``pass_time`` wherever the loop would sleep."""
-
+    # Calls `pass_time` wherever the loop would sleep.
     def __init__(self, refuse_threads: Callable[[], None], pass_time: Callable[[float | None], None]) -> None:
         super().__init__()
         self._refuse_threads = refuse_threads
@@ -243,7 +242,7 @@ class Job:
 
     @property
     def position(self) -> float:
-        """What is done by now, in seconds: without interference exactly the loop's time."""
+        # Seconds; without interference exactly the loop's time.
         now = self._now()
         return now - self._lost if self._slowdown == 1 else self._at + (now - self._since) / self._slowdown
 
@@ -303,16 +302,14 @@ RowT = TypeVar("RowT", bound=Row)
 
 @dataclass(slots=True)
 class Seat:
-    """The place of a row in a lane: it had ``made`` tokens when the lane had made ``since`` decode steps."""
-
+    # Its row had `made` tokens when the lane had made `since` decode steps.
     made: int
     since: int
     order: int  # ordinal of its joining, by which rows are attended to
 
 
 class Lane(Generic[RowT]):
-    """One engine, or one of several replicas."""
-
+    # One engine, or one of several replicas.
     def __init__(
         self,
         seconds: Callable[[int, int], float],  # of a decode step, by its rows and the tokens of their responses

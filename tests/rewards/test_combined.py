@@ -423,16 +423,6 @@ def test_a_part_that_drops_a_rollout_by_choice_drops_it_or_leaves_it_to_the_othe
     assert scored(rewards) == [1.0 + n if n % 2 == 0 else left[k] for k, n in enumerate(lengths())]
 
 
-def test_deferred_rollouts_are_scored_once(tmp_path: Path) -> None:
-    carried = replace(MIXED, lengths=(5, 9, 3, 60), extra=2, steps=4)
-    pipeline = Pipeline(carried)
-    pipeline.reward = Rewards({"long": (1, length), "model": (1, FakeScorer(fake_scalar))}, decode=str)
-    run_virtual(pipeline.run)
-    assert any(report.deferred for report in pipeline.reports)
-    trained = [rollout for report in pipeline.reports for rollout in report.trained]
-    assert len(trained) == len(set(trained)) == 4 * carried.batch
-
-
 def test_functions_are_not_called_again_when_a_model_beside_them_has_lost_its_sessions() -> None:
     calls: list[int] = []
 

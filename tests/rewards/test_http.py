@@ -24,7 +24,6 @@ from oppo.rewards import FunctionReward, RewardFailure, Rewards
 from oppo.rewards.http import HttpReward, ServiceFailure
 from oppo.rewards.judge import columns_of, judge, key_of, reading_of
 from oppo.testing import run_virtual
-from tests.kit.pipelines import Pipeline, Setting
 from tests.rewards.test_combined import finished
 
 URL = "http://me:hunter2@judge.example:8000/score?key=canary"
@@ -127,15 +126,6 @@ def test_a_service_that_stays_away_is_named_with_what_it_said_last() -> None:
     with pytest.raises(ServiceFailure, match=f"{NAMED} answered 503 Service Unavailable: restarting"):
         called(judge)
     assert len(asked) == 4
-
-
-def test_a_step_waits_for_the_slowest_answer() -> None:
-    judge, asked = served(seconds=5.0)
-    pipeline = Pipeline(Setting(lengths=tuple(range(5, 21)), batch=16, steps=1))
-    pipeline.reward = FunctionReward(judge, decode=str)
-    run_virtual(pipeline.run)
-    assert len(asked) > 1
-    assert pipeline.reports[0].seconds == pytest.approx(5.2, abs=0.05)
 
 
 def test_a_service_may_be_one_of_several_rewards_and_drop_what_it_does_not_score() -> None:

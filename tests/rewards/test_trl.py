@@ -112,9 +112,10 @@ def test_a_function_with_keywords_is_given_everything() -> None:
         assert sorted(given) == [
             *("completion_ids", "completions", "gold", "log_extra", "log_metric", "prompts", "trainer_state")
         ]
-        return [float(given["trainer_state"].global_step)]
+        assert given["gold"] == [1, None]
+        return [float(given["trainer_state"].global_step)] * 2
 
-    assert scored(reward, finish(0, "a", version=4, gold=1)) == [4.0]
+    assert scored(reward, finish(0, "a", version=4, gold=1), finish(1, "b")) == [4.0, 4.0]
 
 
 def test_a_column_with_the_name_of_an_argument_that_is_asked_for_is_refused() -> None:
