@@ -164,15 +164,6 @@ def test_the_calls_are_made_again_where_the_instance_is_gone() -> None:
     assert game.reward(EnvironmentClass(Guessing, chat())) == game.reward() == pytest.approx(0.7)
 
 
-def test_responses_have_instances_of_their_own_also_where_they_say_the_same() -> None:
-    environment = EnvironmentClass(Guessing, chat())
-    games = [Game(environment, 7, 0), Game(environment, 7, 1), Game(environment, 8, 2)]
-    for text in (guess(1), guess(8)):
-        said = [str(game.say(text)) for game in games]
-        assert [("right" in each) for each in said] == [False, False, text == guess(8)]
-    assert [game.reward() for game in games] == pytest.approx([-0.2, -0.2, 0.8])
-
-
 def test_a_response_goes_on_with_an_instance_that_no_other_has_left(connections: list[Connected]) -> None:
     environment = EnvironmentClass(Connected, chat())
     ahead, behind = Game(environment, 7, 0), Game(environment, 7, 1)

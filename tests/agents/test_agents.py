@@ -436,24 +436,6 @@ def test_what_cannot_be_trained_is_refused_and_the_agent_may_ask_otherwise(field
     assert samples == {"agents/refused": [1.0, 0.0], "agents/repeated": [0.0, 0.0]}
 
 
-def test_a_request_that_a_client_sends_again_is_answered_again() -> None:
-    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
-        again = {"x-stainless-retry-count": "1"}
-        with anyio.move_on_after(3):
-            await ask(to, ASK)
-        replies = [await ask(to, ASK, extra_headers=again) for _ in range(2)]
-        assert len({reply.choices[0].message.content for reply in replies}) == 1
-        return 1.0
-
-    async def later(rollout: Rollout) -> tuple[object, object]:
-        await anyio.sleep(5)
-        return await rollout.say("Hm."), rollout.environment.samples()
-
-    answer, samples = tried(act, later)
-    assert answer is None
-    assert samples["agents/repeated"][-2:] == [1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("stop", "said", "shown"),
     [

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo import Overcommit, grpo
+from oppo import Overcommit
 from oppo.admission import TailBatched
 from oppo.agents import Agents
 from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Prompt, Response
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
+from tests.agents.conftest import graph_of, stepped
 from tests.agents.test_agents import tokenizer
 
 pytestmark = pytest.mark.usefixtures("numbers")
@@ -85,21 +86,8 @@ def trained(
 ) -> tuple[list[tuple[float, Response]], list[dict[str, float]], list[str]]:
     """Return the scored responses, the metrics and the reasons of drops."""
     agents, trainer = players.agents, FakeTrainer()
-    graph = grpo(
-        policy=policy(**options),
-        reward=agents.reward,
-        trainer=trainer,
-        admission=admission,
-        samples=samples,
-        environment=agents,
-    )
-
-    async def main() -> tuple[list[dict[str, float]], list[str]]:
-        async with graph.open(agents.prompts(rows(60))) as run:
-            reports = [report async for report in run.steps(steps)]
-        return [{**each.metrics} for each in reports], [drop.reason for each in reports for drop in each.dropped]
-
-    metrics, reasons = run_virtual(main)
+    graph = graph_of(agents, policy(**options), trainer, admission, samples=samples)
+    metrics, reasons = stepped(graph, agents.prompts(rows(60)), steps)
     pairs = [
         (float(score), each)
         for batch in trainer.batches
@@ -164,14 +152,7 @@ def test_requests_of_held_out_rows_are_counted_apart_from_those_of_rows_that_are
     players = Players({(at, 1): 0.3 for at in range(60)})
     players.agents = agents = Agents(curious, tokenizer())
     held_out = [replace(each, columns={**each.columns, "refused": each.columns["turns"]}) for each in rows(6)]
-    graph = grpo(
-        policy=policy(),
-        reward=agents.reward,
-        trainer=FakeTrainer(),
-        admission=Overcommit(batch=4, overcommit=3),
-        samples=2,
-        environment=agents,
-    )
+    graph = graph_of(agents, policy(), FakeTrainer(), Overcommit(batch=4, overcommit=3))
     evaluation = Evaluation(
         prompts=held_out, reward=agents.reward, greedy=policy(), batch=2, environment=agents, asking=agents.prompts
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
 from oppo.environments import FunctionEnvironment, TextTurn
 from oppo.errors import ConfigError, ModelError, RewardError
-from oppo.events import Batch, Chunk, Drop, Finish, Prompt, Response
+from oppo.events import Batch, Drop
 from oppo.log import logger, routed
 from oppo.models import Scorer
 from oppo.rewards import FunctionReward, OnFailure, RewardFailure, Rewards, Weighted, load_function, load_reward
@@ -38,6 +38,7 @@ from oppo.testing import (
     run_virtual,
 )
 from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.responses import ended
 from tests.rewards.test_combined import finished
 
 
@@ -45,14 +46,7 @@ def decode(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def finish(rollout: int, tokens: list[int], columns: Mapping[str, object] | None = None) -> Finish:
-    prompt = Prompt(rollout, rollout, np.array([1, 2], np.int32), columns=columns or {})
-    n = len(tokens)
-    chunk = Chunk(rollout, 0, np.array(tokens, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32))
-    return Finish(rollout, Response.empty(prompt).then(chunk), "eos")
-
-
-TWO = [finish(3, [5, 6], {"answer": "x", "level": 1}), finish(8, [7], {"answer": "y"})]
+TWO = [ended(3, [5, 6], {"answer": "x", "level": 1}), ended(8, [7], {"answer": "y"})]
 
 
 async def test_a_function_gets_aligned_lists_and_the_columns_it_names() -> None:
@@ -115,7 +109,7 @@ async def test_a_column_may_not_bear_the_name_of_an_argument() -> None:
         raise AssertionError
 
     with pytest.raises(RewardError, match="column 'completions' bears the name"):
-        await FunctionReward(reward, decode).finish([finish(0, [5], {"completions": 1})])
+        await FunctionReward(reward, decode).finish([ended(0, [5], {"completions": 1})])
 
 
 def module(folder: Path, source: str) -> str:
