@@ -44,6 +44,9 @@ _PREFIX = "oppo_user_"
 CONCURRENCY: Final = 64
 """Calls that overlap where nothing is computed here, unless another number is given: calls of async functions."""
 
+PROCESSES: Final = 4
+"""Calls that overlap in processes, unless another number is given."""
+
 UNBLOCK: Final = "let what blocks it await what takes long, or make it sync"
 
 START_SECONDS: Final = 600.0
@@ -301,10 +304,12 @@ class UserCalls(Shared, Generic[G, W, R]):
         self,
         checked: CheckedFunction[G, W, R],
         *,
-        concurrency: int,
+        concurrency: int | None = None,
         timeout: float | None = None,
         process: bool = False,
     ) -> None:
+        if concurrency is None:
+            concurrency = PROCESSES if process else CONCURRENCY
         if timeout is not None:
             require_real("timeout", timeout, 0, error=ConfigError)
         require_whole("concurrency", concurrency, 1, error=ConfigError)

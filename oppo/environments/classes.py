@@ -25,7 +25,7 @@ from oppo.models import Scorer
 from oppo.rewards.function import DOES_NOT_APPLY
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Turn
-from oppo.user_code import CONCURRENCY, Shared, UserCalls, UserFunction
+from oppo.user_code import Shared, UserCalls, UserFunction
 
 if TYPE_CHECKING:
     from oppo.hf.calls import ToolCall
@@ -150,7 +150,7 @@ class EnvironmentClass(Tools):
         for name, called in (("reset", CalledReset), ("get_reward", CalledReward)):
             if getattr(kind, name, None) is not None:
                 user = UserFunction.of(method_of(kind, name), name, EnvironmentFailure)
-                self._calls[name] = UserCalls(called(user), concurrency=CONCURRENCY, timeout=options.get("timeout"))
+                self._calls[name] = UserCalls(called(user), timeout=options.get("timeout"))
 
     def begun(self, row: Mapping[str, object], column: str = "prompt") -> dict[str, object]:
         """Return a row whose prompt ends with the text of ``reset()``; the first response to it has that instance.

@@ -18,14 +18,11 @@ from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, IntArray, Response
 from oppo.models import entered
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
-from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, Shared, UserCalls, UserFunction
+from oppo.user_code import CallsFunction, CheckedFunction, Shared, UserCalls, UserFunction
 
 if TYPE_CHECKING:
     from oppo.hf.calls import ToolCall
     from oppo.hf.chat import ChatFormat
-
-PROCESSES = 4
-"""Processes of a sync function, unless another number of calls is given."""
 
 LONGEST = 250_000
 """Characters of an answer, which the event loop tokenises: more than a response has room for."""
@@ -134,13 +131,7 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         user = UserFunction.of(function, None, EnvironmentFailure)
         self.name = user.name
         self._function = CalledEnvironment(user)
-        default = PROCESSES if process else CONCURRENCY
-        self._calls = UserCalls(
-            self._function,
-            concurrency=default if concurrency is None else concurrency,
-            timeout=timeout,
-            process=process,
-        )
+        self._calls = UserCalls(self._function, concurrency=concurrency, timeout=timeout, process=process)
         self._decode = decode
         self._encode = encode
         self._drops = on_failure == "drop"
@@ -286,7 +277,6 @@ class Tools(Shared):
         process: bool = False,
         max_turns: int | None = None,
     ) -> None:
-        default = PROCESSES if process else CONCURRENCY
         users = [UserFunction.of(tool, None, EnvironmentFailure) for tool in tools]
         self.names = [user.name for user in users]
         if "tool" not in chat.roles:
@@ -303,12 +293,7 @@ class Tools(Shared):
             if properties is not None and not self._understood(name, properties, wrong):
                 raise ConfigError(f"the policy cannot call a tool with all arguments that it is shown: {wrong.failure}")
         self._calls: dict[str, UserCalls[Mapping[str, object], str, Any]] = {
-            user.name: UserCalls(
-                CalledTool(user),
-                concurrency=default if concurrency is None else concurrency,
-                timeout=timeout,
-                process=process,
-            )
+            user.name: UserCalls(CalledTool(user), concurrency=concurrency, timeout=timeout, process=process)
             for user in users
         }
         self.chat = chat

@@ -31,7 +31,7 @@ from oppo.models import RewardFunction, Scorer
 from oppo.placement.place import Closing
 from oppo.returns import TokenRewards
 from oppo.scorers import ScorerCapabilities, WholeScorer
-from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
+from oppo.user_code import CallsFunction, CheckedFunction, UserCalls, UserFunction
 
 K = TypeVar("K")
 
@@ -428,13 +428,9 @@ class FunctionReward(
         self._required = [p.name for p in named if p.name in self._named and p.default is inspect.Parameter.empty]
         self.name = user.name
         self._function = CalledFunction(user, optional, self._given & LOGS)
-        default = CONCURRENCY if user.is_async else 1
-        self._calls = UserCalls(
-            self._function,
-            concurrency=default if concurrency is None else concurrency,
-            timeout=timeout,
-            process=process,
-        )
+        if concurrency is None and not user.is_async:
+            concurrency = 1
+        self._calls = UserCalls(self._function, concurrency=concurrency, timeout=timeout, process=process)
         self._decode = decode
         self._on_failure = on_failure
         self._pauses = PAUSES if on_failure == "retry" else ()
