@@ -232,8 +232,10 @@ class Job:
         self._slowdown = 1.0
         self._lost = 0.0  # seconds of the clock that brought nothing, while nothing interferes
         self._since = self._at = 0.0  # a time and the position then, while something does
+        self._target = math.nan  # the position that is waited for
+        self._timer: asyncio.TimerHandle | None = None
         self._wake = anyio.Event()
-        self._interrupted = False
+        self._due = False
         self._first = self.position
 
     @property
@@ -250,32 +252,31 @@ class Job:
         if slowdown != self._slowdown:
             self._since, self._at = self._now(), self.position
             self._lost, self._slowdown = self._since - self._at, slowdown
-            self._wake.set()
+            if self._timer is not None:  # its task sleeps on
+                self._timer.cancel()
+                self._arm()
 
     def interrupt(self) -> None:
-        self._interrupted = True
         self._wake.set()
 
     async def reach(self, position: float) -> bool:
         """Wait until a position is reached; return false if interrupted before."""
-        loop = running_loop()
-        self._interrupted = False
-        while True:
-            self._wake = anyio.Event()
-            due = False
+        self._wake, self._due, self._target = anyio.Event(), False, position
+        self._arm()
+        try:
+            await self._wake.wait()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        return self._due
 
-            def arrive(wake: anyio.Event = self._wake) -> None:
-                nonlocal due
-                due = True
-                wake.set()
+    def _arm(self) -> None:
+        self._timer = running_loop().call_at(self._time_of(self._target), self._arrive)
 
-            timer = loop.call_at(self._time_of(position), arrive)
-            try:
-                await self._wake.wait()
-            finally:
-                timer.cancel()
-            if due or self._interrupted:
-                return due
+    def _arrive(self) -> None:
+        self._due = True
+        self._wake.set()
 
     def _time_of(self, position: float) -> float:
         if self._slowdown == 1:
