@@ -104,16 +104,6 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
     Raises:
         ConfigError: ``timeout`` or ``concurrency`` is out of range.
         EnvironmentFailure: there is no such file or function, or it cannot be called in a process.
-
-    Example:
-        >>> async def main() -> list[int]:
-        ...     shout = FunctionEnvironment(lambda turn: turn.text.upper(), bytes_to_text, text_to_bytes)
-        ...     answer = await shout.answer(Turn(Prompt(0, 0, np.array([1], np.int32)), 0, np.array([97], np.int32)))
-        ...     return answer.tokens.tolist()
-        >>> from oppo import Prompt
-        >>> bytes_to_text, text_to_bytes = (lambda tokens: bytes(tokens).decode()), (lambda text: list(text.encode()))
-        >>> anyio.run(main)
-        [65]
     """
 
     def __init__(

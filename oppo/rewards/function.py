@@ -384,13 +384,6 @@ class FunctionReward(
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
         RewardError: the function takes none of :data:`ARGUMENTS`, or cannot be called in a process.
-
-    Example:
-        >>> async def main() -> list[float | Drop]:
-        ...     reward = FunctionReward(lambda prompts, completions: [len(c) for c in completions], decode=str)
-        ...     return await reward.finish([])
-        >>> anyio.run(main)
-        []
     """
 
     def __init__(

@@ -88,11 +88,6 @@ class HttpReward(Shared):
 
     Raises:
         ConfigError: the URL is none, or a number is out of range.
-
-    Example:
-        >>> judge = HttpReward("http://localhost:8000/score")
-        >>> judge.__name__
-        'http://localhost:8000/score'
     """
 
     url: str

@@ -242,18 +242,7 @@ class _Pending:
 
 
 class FakePlace:
-    """Makes one call at a time, in the order of arrival, urgent ones first (:mod:`oppo.scheduling`).
-
-    Example:
-        >>> place = FakePlace()
-        >>> async def call() -> float:
-        ...     async with place.reserved():
-        ...         await anyio.sleep(1)
-        ...     return anyio.current_time()
-        >>> from oppo.testing import run_virtual
-        >>> run_virtual(call)
-        1.0
-    """
+    """Makes one call at a time, in the order of arrival, urgent ones first (:mod:`oppo.scheduling`)."""
 
     def __init__(self, listener: SpanListener = silent) -> None:
         self._listener = listener
