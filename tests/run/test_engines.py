@@ -35,10 +35,10 @@ from oppo.run.train import PreparedRun, prepare
 from oppo.vllm.arguments import OF_LOGPROBS, OF_REWARDS, SETTINGS
 from oppo.vllm.scorers import LogprobServer, RewardServer
 from tests.hf import tiny
-from tests.responses import VOCABULARY
+from tests.kit.responses import VOCABULARY
+from tests.kit.workplace import oppo, records, tokenizer
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
 from tests.vllm.fake_server import FakeServer
-from tests.workplace import oppo, records, tokenizer
 
 
 @dataclass
