@@ -21,11 +21,11 @@ import pytest
 
 from oppo.errors import ModelError, ModelLost, ProtocolError, SessionsLost
 from oppo.observe import Span, now
-from oppo.placement import Inline, Process, detached
-from oppo.placement.detached import DisposableProcess, run_detached
-from oppo.placement.process import ChildProcess, Gone
+from oppo.placement import Inline, Process, process as process_module
+from oppo.placement.place import run_detached
+from oppo.placement.process import ChildProcess, DisposableProcess, Gone
 from oppo.placement.shared_memory import Block
-from oppo.placement.wire import Answer, Call, Callbacks, Failure, Packet, pack
+from oppo.placement.wire import Call, Callbacks, Outcome, Packet, pack
 from tests.placement.instances import Lent, Slate, Total, Unmakeable
 
 ROOT = Path(__file__).parents[2]
@@ -318,7 +318,7 @@ def test_a_child_that_holds_the_interpreter_lock_dies_with_its_parent(tmp_path: 
     begun = tmp_path / "begun"
     os.mkfifo(begun)
     program = (
-        "import anyio\nfrom pathlib import Path\nfrom oppo.placement.detached import DisposableProcess\n"
+        "import anyio\nfrom pathlib import Path\nfrom oppo.placement.process import DisposableProcess\n"
         "from tests.placement.instances import Total\n"
         "async def main():\n"
         "    child = DisposableProcess('grader', Total())\n"
@@ -337,7 +337,7 @@ def test_a_child_that_holds_the_interpreter_lock_dies_with_its_parent(tmp_path: 
 def test_what_a_child_prints_and_logs_is_shown_without_control_characters_and_secrets() -> None:
     words = "\x1b[31mred\x07 \u00e9 hunter2-hunter2-hunter2\tend"
     program = (
-        "import anyio\nfrom oppo.placement.detached import DisposableProcess\n"
+        "import anyio\nfrom oppo.placement.process import DisposableProcess\n"
         "from tests.placement.instances import Total\n"
         f"anyio.run(DisposableProcess('grader', Total()).call, Total.say, {words!r})\n"
     )
@@ -454,14 +454,14 @@ async def test_a_call_whose_death_is_noticed_late_leaves_its_successor_alone(mon
     noticed, first = threading.Event(), list[ChildProcess]()
 
     class SlowToNotice(ChildProcess):
-        def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Answer | Failure:
+        def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
             first.append(self)
             if self is first[0]:
                 noticed.wait()
                 raise Gone("was killed")
             return super().ask(packet, callbacks)
 
-    monkeypatch.setattr(detached, "ChildProcess", SlowToNotice)
+    monkeypatch.setattr(process_module, "ChildProcess", SlowToNotice)
     process = DisposableProcess("adding", 1)
     with anyio.move_on_after(0.05):
         await process.call(add, 1)
@@ -482,7 +482,7 @@ async def test_a_call_that_is_cancelled_while_its_child_starts_leaves_no_child(m
             super().__init__(name, setup)
             started.append(self)
 
-    monkeypatch.setattr(detached, "ChildProcess", SlowToStart)
+    monkeypatch.setattr(process_module, "ChildProcess", SlowToStart)
     process = DisposableProcess("adding", 1)
     with anyio.move_on_after(0.05):
         await process.call(add, 1)

@@ -63,7 +63,7 @@ async def test_a_setup_that_fails_is_the_error_of_the_first_call(cluster: Cluste
 async def test_no_room_is_said_with_what_was_asked_for(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, messages: list[str]
 ) -> None:
-    monkeypatch.setattr("oppo.placement.ray.places.SILENCE", 0.2)
+    monkeypatch.setattr("oppo.placement.ray.SILENCE", 0.2)
     with RayPlace("total", cluster, room=Room(cpus=2, gpus=1), patience=1) as place:
         place.host(Total)
         with pytest.raises(
@@ -78,7 +78,7 @@ async def test_no_room_is_said_with_what_was_asked_for(
 async def test_actors_that_fit_one_by_one_but_not_together_say_that_they_wait(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, messages: list[str]
 ) -> None:
-    monkeypatch.setattr("oppo.placement.ray.places.SILENCE", 0.2)
+    monkeypatch.setattr("oppo.placement.ray.SILENCE", 0.2)
     whole = Room(cpus=4)
     with RayPlace("one", cluster, room=whole) as one, RayPlace("two", cluster, room=whole) as two_:
         for place in (one, two_):
@@ -107,6 +107,9 @@ async def test_a_dead_actor_is_replaced_and_gets_what_was_loaded(cluster: Cluste
         assert "died, because its worker process has died" in messages[0]
         os.kill(place.pid, signal.SIGKILL)
         with pytest.raises(ModelLost, match="no more than restarts=1"):
+            await total.call("add", Total.add, 1)
+        place.abort()
+        with pytest.raises(ModelLost, match="its worker process has died"):  # which it had done before it was killed
             await total.call("add", Total.add, 1)
 
 

@@ -1,16 +1,48 @@
-"""Places on the machines of a cluster: a child is a Ray actor that answers orders."""
+"""Places on the machines of a Ray cluster. Ray starts processes and finds room for them; nothing else is asked of it.
+
+::
+
+    RayPlace    one actor               scorers, whose models are given by recipes; replaced if it dies, also by one on
+                                        another machine; or the policy, with restarts=0, as rollouts are lost with it
+    RayRanks    an actor for each rank  a trainer, given by a recipe; each rank in a bundle of one placement group
+
+An order, what it asks of its caller, its answer and the weights that a model is given cross by Ray; what ranks
+exchange crosses by ``torch.distributed``. No code does: oppo, and what calls name, must be installed on each machine,
+in one version.
+
+In a call that calls back, requests wait until the driver fetches them, and replies until the work reads them::
+
+    work      --request-->  Conversation  <--fetch, which waits--   driver      in threads of their own
+    work      <---reply---  Conversation  <--------reply---------   driver
+"""
+
+
+# ruff: noqa: E402 - what is imported below needs Ray
 
 from __future__ import annotations
 
+from oppo.libraries import require
+
+require("ray", "a place on other machines")
+
 import itertools
+import logging
+import os
+import platform
 import re
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
+from importlib.metadata import version
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -18,19 +50,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from oppo import observe
 from oppo.declared import require_whole
-from oppo.errors import ModelError, one_line
+from oppo.errors import ConfigError, ModelError, ModelLost, one_line
 from oppo.log import logger
-from oppo.placement.place import Make
+from oppo.placement.place import Closing, Make
 from oppo.placement.process import KILLED, Child, ChildProcess, Gone, Process, Setup, Start
 from oppo.placement.ranks import RankedChild, listen
-from oppo.placement.ray.cluster import ONE_CORE, Cluster, Room
-from oppo.placement.ray.servant import GROUPS, Answered, Arrival, Copy, Gauges, Servant, versions
-from oppo.placement.shared_memory import Gauge, Mirrored, Notice
+from oppo.placement.shared_memory import Block, Gauge, Mirrored, Notice
 from oppo.placement.wire import (
     Call,
     Callbacks,
     Create,
-    Failure,
     Outcome,
     Packet,
     Request,
@@ -39,9 +68,286 @@ from oppo.placement.wire import (
     pack_with_bulk,
     unpack,
 )
+from oppo.placement.worker import Caller, answer
 from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
+__all__ = ["Cluster", "RayPlace", "RayRanks", "Room"]
+
 R = TypeVar("R")
+
+REACH: Final = 10.0
+"""Seconds in which a cluster's head must accept a connection; Ray itself tries for a quarter of an hour."""
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What an actor takes of its machine, as Ray counts it.
+
+    Attributes:
+        cpus: cores; what computes there does so in as many threads, unless the setup says otherwise.
+        gpus: CUDA devices, the only ones that the actor sees; a fraction shares one.
+        resources: custom ones, by name.
+    """
+
+    cpus: int = 1
+    gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    def bundle(self) -> dict[str, float]:
+        return {"CPU": float(self.cpus), **({"GPU": self.gpus} if self.gpus else {}), **self.resources}
+
+    def __str__(self) -> str:
+        return listed(self.bundle())
+
+
+ONE_CORE: Final = Room()
+
+
+class Cluster(Closing):
+    """A connection to a running Ray cluster.
+
+    A process has one at most: an existing connection is used, and left open. Ray's handlers of signals are not
+    installed. When this process ends, however it does, Ray ends the actors that it has started.
+
+    Args:
+        address: ``host:port`` of the head, or ``auto``: ``RAY_ADDRESS``, or the cluster that was started on
+            this machine with ``ray start``.
+
+    Raises:
+        ConfigError: there is no such cluster, or it runs another version of Ray or Python.
+
+    Example:
+        >>> with Cluster("auto") as cluster, RayPlace("critic", cluster) as place:  # doctest: +SKIP
+        ...     critic = hf.ValueModel(ModelRecipe(path="critic", kind="scalar"), place=place)
+    """
+
+    def __init__(self, address: str = "auto") -> None:
+        self.address = address
+        self._ours = not ray.is_initialized()
+        if self._ours:
+            found = _reached(address)
+            try:
+                with _handlers_kept():
+                    ray.init(found, log_to_driver=False, logging_level=logging.WARNING)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ConfigError(f"the Ray cluster at {found} cannot be used: {one_line(error)}") from error
+
+    def put(self, value: object) -> ray.ObjectRef[object]:
+        """Return a reference to ``value``, which lies in the object store while the reference is held.
+
+        Raises:
+            ModelLost: the store has no room for it.
+        """
+        try:
+            return ray.put(value)
+        except RayError as error:
+            raise ModelLost(
+                f"the object store of this machine cannot take what is to be sent: {one_line(error)}"
+            ) from error
+
+    def free(self) -> str:
+        found = ray.available_resources().items()
+        return listed({name: amount for name, amount in found if ":" not in name and "_group_" not in name})
+
+    def driver_address(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+    def close(self) -> None:
+        """End the connection, unless it was there before, and with it the actors; idempotent."""
+        ours, self._ours = self._ours, False
+        if ours:
+            ray.shutdown()
+
+
+def _reached(address: str) -> str:
+    if "://" in address:
+        raise ConfigError(
+            f"expected the host:port of a cluster's head, or 'auto', got {address!r}: leave out the scheme, and run on "
+            "a machine of the cluster, since Ray's client is not supported"
+        )
+    try:
+        found = canonicalize_bootstrap_address_or_die(address)
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()
+    except (ConnectionError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"there is no Ray cluster at {address!r} ({one_line(error)}): start one with `ray start --head`, and give "
+            "the address that it shows"
+        ) from error
+    return found
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _SIGNALS if on_main_thread}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def listed(amounts: Mapping[str, float]) -> str:
+    """Return amounts by name as text.
+
+    Example:
+        >>> listed({"CPU": 2.0, "GPU": 0.5})
+        '2 CPU, 0.5 GPU'
+    """
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(amounts.items())) or "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Where an actor has started; ``versions``: of what must be the same there and here."""
+
+    pid: int
+    address: str
+    versions: dict[str, str]
+
+
+def versions() -> dict[str, str]:
+    return {"Python": platform.python_version(), **{name: version(name) for name in ("oppo", "numpy")}}
+
+
+class Copy(NamedTuple):
+    """A block with one writer, for a machine that does not share its memory; ``gauge``: the writer is here."""
+
+    number: int
+    content: bytes
+    gauge: bool
+
+
+Gauges: TypeAlias = Mapping[int, bytes]
+"""The bytes of gauges, by number."""
+
+Answered: TypeAlias = tuple[bytes, Sequence[object], Gauges]
+"""An answer, pickled, its large things, and the gauges."""
+
+LINGER: Final = 0.005
+"""Seconds that a request which nothing waits for may wait for others: fetching each alone would slow the work down."""
+
+
+class Conversation(Caller):
+    """The requests of one call, and the replies and notices for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._news = threading.Condition()
+        self._requests: list[bytes] = []
+        self._replies: deque[bytes] = deque()
+        self._notices: dict[int, bytearray] = {}
+        self._over = False
+        self._waits = False
+
+    def send(self, request: Packet) -> None:
+        with self._news:
+            self._requests.append(request.data)
+            if len(self._requests) == 1:  # others are fetched with it
+                self._news.notify_all()
+
+    def receive(self) -> Packet:
+        with self._news:
+            self._waits = True
+            self._news.notify_all()
+            self._news.wait_for(lambda: self._replies)
+            self._waits = False
+            return Packet(self._replies.popleft())
+
+    def has_come(self) -> bool:
+        return bool(self._replies)
+
+    def end(self) -> None:
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+
+    def fetch(self, patience: float) -> tuple[list[bytes], bool]:
+        """Return new requests, and whether there will be no more; wait ``patience`` seconds for either."""
+        with self._news:
+            self._news.wait_for(lambda: self._requests or self._over, patience)
+            if self._requests:
+                self._news.wait_for(lambda: self._waits or self._over, LINGER)
+            fetched, self._requests = self._requests, []
+            return fetched, self._over
+
+    def reply(self, data: bytes) -> None:
+        with self._news:
+            self._replies.append(data)
+            self._news.notify_all()
+
+    def notice(self, number: int, content: bytes) -> bytearray:
+        """Return the copy of a notice; unless a write has come before, with this content."""
+        with self._news:
+            return self._notices.setdefault(number, bytearray(content))
+
+    def note(self, number: int, content: bytes) -> None:
+        with self._news:
+            self._notices.setdefault(number, bytearray(content))[:] = content
+
+
+class Servant:
+    """Answers orders in one thread, one at a time; what belongs to an order in progress comes and goes in others."""
+
+    def __init__(self) -> None:
+        self._instances: dict[int, object] = {}
+        self._turn = threading.Lock()
+        self._gauges: dict[int, bytearray] = {}
+        self._number = 0
+        self._conversation = Conversation()
+
+    def arrive(self) -> Arrival:
+        return Arrival(os.getpid(), ray.util.get_node_ip_address(), versions())
+
+    def answer(self, number: int, data: bytes, copies: Sequence[Copy], *bulk: object) -> Answered:
+        conversation = self._of(number)
+        try:
+            packet = Packet(data, self._blocks(copies, conversation) or bulk)
+            answered = answer(packet, self._instances, conversation, seal=pack_with_bulk)
+        finally:
+            conversation.end()
+        if answered is None:
+            raise AssertionError("a reply came as an order")
+        return answered.data, answered.parts, self._read()
+
+    @ray.method(concurrency_group="listen")
+    def requests(self, number: int, patience: float) -> tuple[Sequence[bytes], bool, Gauges]:
+        fetched, over = self._of(number).fetch(patience)
+        return fetched, over, self._read()
+
+    @ray.method(concurrency_group="talk")
+    def reply(self, number: int, data: bytes) -> None:
+        self._of(number).reply(data)
+
+    @ray.method(concurrency_group="talk")
+    def note(self, number: int, notice: int, content: bytes) -> None:
+        self._of(number).note(notice, content)
+
+    def _of(self, number: int) -> Conversation:
+        # What comes too late is of a conversation that nobody reads.
+        with self._turn:
+            if number > self._number:
+                self._number, self._conversation = number, Conversation()
+            return self._conversation if number == self._number else Conversation()
+
+    def _blocks(self, copies: Sequence[Copy], conversation: Conversation) -> list[bytearray]:
+        return [
+            self._gauges.setdefault(copy.number, bytearray(copy.content))
+            if copy.gauge
+            else conversation.notice(copy.number, copy.content)
+            for copy in copies
+        ]
+
+    def _read(self) -> Gauges:
+        return {number: bytes(gauge) for number, gauge in self._gauges.copy().items()}
+
+
+GROUPS: Final = {"listen": 1, "talk": 1}
+"""The threads of an actor beside the one that answers orders: what comes to each is done in order."""
+
 
 PATIENCE: Final = 300.0
 """Seconds that an actor may wait for room on some machine; a cluster may have to start one."""
@@ -56,13 +362,8 @@ _NODE: Final = "ray.io/node-id"
 
 _WHY: Final = re.compile(r"The actor (?:died|is dead) because (?P<why>[^.\n]+)")
 
-
-@runtime_checkable
-class MakesRemotely(Protocol):
-    """What makes an instance from memory of this process, and knows how another machine makes one."""
-
-    def remote(self) -> Make[object]:
-        """Return what makes it where nothing is shared."""
+_KILL: Final = "ray.kill"
+"""In the reason for the death of an actor that a driver has killed."""
 
 
 class _MachineDied(Gone):
@@ -129,8 +430,10 @@ class RayChild(Child):
         return "not started yet" if self._arrival is None else f"pid {self._arrival.pid} on {self.address}"
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
-        packet = pack_with_blocks(Create(number, make.remote() if isinstance(make, MakesRemotely) else make))
-        if not all(isinstance(block, Gauge) for block in packet.blocks):
+        # What makes an instance from memory of this process has a method that says how another machine makes one.
+        remote: Callable[[], Make[object]] | None = getattr(make, "remote", None)
+        packet = pack_with_blocks(Create(number, make if remote is None else remote()))
+        if not all(isinstance(block, Gauge) for block in packet.parts):
             raise ModelError(
                 f"memory is not shared between machines, so {self._name!r} hosts no weights of this one: expected a "
                 "policy or a scorer that is given a ModelRecipe, for example"
@@ -140,18 +443,18 @@ class RayChild(Child):
     def packed_load(self, call: Call) -> Packet:
         # The weights lie in the object store as long as the call is held.
         packet = pack_with_bulk(call)
-        return packet._replace(bulk=[self._how.cluster.put(part) for part in packet.bulk])
+        return packet._replace(parts=[self._how.cluster.put(part) for part in packet.parts])
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
-        if not all(isinstance(block, Mirrored) for block in packet.blocks):
+        if any(isinstance(part, Block) and not isinstance(part, Mirrored) for part in packet.parts):
             raise ModelError("memory is not shared between machines")
         self._await_arrival()
         if self._setup is not None:
-            done = self._answer(self._setup)
-            if isinstance(done, Failure):
+            done = self._exchange(self._setup, Callbacks())
+            if done.error is not None:
                 return done
             self._setup = None
-        return self._converse(packet, callbacks) if callbacks else self._answer(packet)
+        return self._exchange(packet, callbacks or Callbacks())
 
     def end(self) -> None:
         self.kill()
@@ -207,32 +510,29 @@ class RayChild(Child):
             left = max(0.0, deadline - observe.now())
         return self._got(lambda: ray.get(coming, timeout=left))
 
-    def _answer(self, packet: Packet) -> Outcome:
-        sent, copies = observe.now(), self._copies(packet)
-        return self._awaited(self._got(lambda: self._actor.answer.remote(packet.data, copies, *packet.bulk)), sent)
-
-    def _converse(self, packet: Packet, callbacks: Callbacks) -> Outcome:
-        # An error of a callback takes the place of the answer.
+    def _exchange(self, packet: Packet, callbacks: Callbacks) -> Outcome:
         sent, number = observe.now(), next(self._numbers)
         with ExitStack() as watching:
-            for notice in packet.blocks:
+            for notice in packet.parts:
                 if isinstance(notice, Notice):
                     watching.enter_context(notice.watched(partial(self._note, number, notice.number)))
             copies = self._copies(packet)
+            bulk = () if copies else packet.parts
             answered: ray.ObjectRef[Answered]
-            answered = self._got(lambda: self._actor.converse.remote(number, packet.data, copies, *packet.bulk))
+            answered = self._got(lambda: self._actor.answer.remote(number, packet.data, copies, *bulk))
             try:
-                while self._requested(number, callbacks):
+                while callbacks and self._requested(number, callbacks):
                     if ray.wait([answered], timeout=0)[0]:
                         self._requested(number, callbacks)  # those between the last look and the answer
                         break
-                answer = self._awaited(answered, sent)
+                outcome = self._awaited(answered, sent)
             except Gone:
                 raise
             except BaseException:
-                self.kill()  # or what it still waits for would keep every later order waiting
+                if callbacks:
+                    self.kill()  # or what it still waits for would keep every later order waiting
                 raise
-        return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
+        return callbacks.over(outcome)
 
     def _requested(self, number: int, callbacks: Callbacks) -> bool:
         # Whether the order goes on, as far as is known: nothing is known of one that requests nothing for a while.
@@ -261,7 +561,7 @@ class RayChild(Child):
 
     def _copies(self, packet: Packet) -> list[Copy]:
         # Its gauges are read from now on.
-        blocks = [block for block in packet.blocks if isinstance(block, Mirrored)]
+        blocks = [part for part in packet.parts if isinstance(part, Mirrored)]
         self._gauges |= {block.number: block for block in blocks if isinstance(block, Gauge)}
         return [Copy(block.number, block[:], gauge=isinstance(block, Gauge)) for block in blocks]
 
@@ -272,7 +572,7 @@ class RayChild(Child):
     def _awaited(self, answered: ray.ObjectRef[Answered], sent: float) -> Outcome:
         data, bulk, gauges = self._got(lambda: ray.get(answered))
         self._read(gauges)
-        return on_this_clock(cast("Outcome", unpack(Packet(data, bulk=bulk))), sent, observe.now())
+        return on_this_clock(cast("Outcome", unpack(Packet(data, bulk))), sent, observe.now())
 
     def _got(self, get: Callable[[], R]) -> R:
         try:
@@ -282,11 +582,11 @@ class RayChild(Child):
         except RayTaskError as error:
             raise self._unable(error) from error
         except RayError as error:
-            if self._killed:
-                raise Gone(KILLED) from None
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 raise self._unable(error) from error
             found = _WHY.search(str(error))
+            if self._killed and (found is None or _KILL in str(error)):
+                raise Gone(KILLED) from None
             if found is None:
                 raise Gone(f"was lost ({one_line(error)})") from None
             kind = _MachineDied if "its node" in found["why"] else Gone
@@ -407,23 +707,14 @@ class RayRanks(Process):
             )
             for rank in range(1, count)
         ]
-        start = partial(RankedChild, starts, _PortMeeting(cluster, bundles))
+        start = partial(RankedChild, starts, partial(_port, cluster), partial(remove_placement_group, bundles))
         super().__init__(name, listener=listener, setup=setup, time_slice=time_slice, start=start)
 
 
-class _PortMeeting:
-    """Ranks of several machines meet at a port of rank 0's."""
-
-    def __init__(self, cluster: Cluster, bundles: PlacementGroup) -> None:
-        self._cluster = cluster
-        self._bundles = bundles
-
-    def of(self, number: int, first: Child) -> str:
-        del number
-        return cast("str", first.ask(pack(Call(None, listen, (self._cluster.driver_address(),)))).result("rank 0"))
-
-    def close(self) -> None:
-        remove_placement_group(self._bundles)
+def _port(cluster: Cluster, number: int, first: Child) -> str:
+    # Ranks of several machines meet at a port of rank 0's.
+    del number
+    return cast("str", first.ask(pack(Call(None, listen, (cluster.driver_address(),)))).result("rank 0"))
 
 
 def _reserved(
