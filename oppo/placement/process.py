@@ -324,9 +324,7 @@ class Process(Place):
             if failure is not None:
                 failure.result(self.name)
 
-    async def call_in_child(
-        self, priority: Priority, instance: ChildInstance[object], label: str, call: Call
-    ) -> object:
+    async def call_in_child(self, priority: Priority, instance: ChildInstance[Any], label: str, call: Call) -> object:
         callbacks = Callbacks()
         stubbed = callbacks.extract(call)
         if callbacks and self._restarts:
@@ -347,9 +345,7 @@ class Process(Place):
 
         return await self._answered(priority, instance.track, label, ask)
 
-    async def load_in_child(
-        self, priority: Priority, instance: ChildInstance[object], call: Call, loaded: Loaded
-    ) -> None:
+    async def load_in_child(self, priority: Priority, instance: ChildInstance[Any], call: Call, loaded: Loaded) -> None:
         packed: Callable[[], Packet] = partial(self._child.packed_load, call)
         if all(each.lasts for each in call.args if isinstance(each, Bulk)):
             packed = cache(packed)
@@ -396,7 +392,7 @@ class Process(Place):
         self._require_open(f"{self.what} of", label)
         return await self._thread.call_at(priority, self.name, label, work)
 
-    def _created(self, instance: ChildInstance[object]) -> Outcome | None:
+    def _created(self, instance: ChildInstance[Any]) -> Outcome | None:
         # The failure, if there is one.
         if instance.number in self._child.created:
             return None

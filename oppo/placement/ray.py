@@ -78,8 +78,6 @@ R = TypeVar("R")
 REACH: Final = 10.0
 """Seconds in which a cluster's head must accept a connection; Ray itself tries for a quarter of an hour."""
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
@@ -135,24 +133,15 @@ class Cluster(Closing):
                 raise ConfigError(f"the Ray cluster at {found} cannot be used: {one_line(error)}") from error
 
     def put(self, value: object) -> ray.ObjectRef[object]:
-        """Return a reference to ``value``, which lies in the object store while the reference is held.
-
-        Raises:
-            ModelLost: the store has no room for it.
-        """
+        """Return a reference to ``value``, which lies in the object store while the reference is held."""
         try:
             return ray.put(value)
         except RayError as error:
-            raise ModelLost(
-                f"the object store of this machine cannot take what is to be sent: {one_line(error)}"
-            ) from error
+            raise ModelLost(f"the object store of this machine cannot take it: {one_line(error)}") from error
 
     def free(self) -> str:
         found = ray.available_resources().items()
         return listed({name: amount for name, amount in found if ":" not in name and "_group_" not in name})
-
-    def driver_address(self) -> str:
-        return str(ray.util.get_node_ip_address())
 
     def close(self) -> None:
         """End the connection, unless it was there before, and with it the actors; idempotent."""
@@ -182,7 +171,7 @@ def _reached(address: str) -> str:
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
     on_main_thread = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in _SIGNALS if on_main_thread}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if on_main_thread}
     try:
         yield
     finally:
@@ -191,12 +180,6 @@ def _handlers_kept() -> Iterator[None]:
 
 
 def listed(amounts: Mapping[str, float]) -> str:
-    """Return amounts by name as text.
-
-    Example:
-        >>> listed({"CPU": 2.0, "GPU": 0.5})
-        '2 CPU, 0.5 GPU'
-    """
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(amounts.items())) or "nothing"
 
 
@@ -362,72 +345,53 @@ _NODE: Final = "ray.io/node-id"
 
 _WHY: Final = re.compile(r"The actor (?:died|is dead) because (?P<why>[^.\n]+)")
 
-_KILL: Final = "ray.kill"
-"""In the reason for the death of an actor that a driver has killed."""
-
 
 class _MachineDied(Gone):
     """The machine of the child is dead."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ActorStart:
-    """Starts a child (:data:`oppo.placement.process.Start`) as an actor.
+class RayChild(Child):
+    """An actor; the constructor asks for it without waiting.
 
-    Attributes:
+    Args:
         strategy: where Ray puts it, one of its scheduling strategies.
         patience: seconds that it may wait for room.
     """
 
-    cluster: Cluster
-    room: Room = ONE_CORE
-    strategy: object = "SPREAD"
-    patience: float = PATIENCE
-
-    def __call__(self, name: str, setup: Setup) -> RayChild:
-        return RayChild(name, setup, self)
-
-    def actor(self) -> ActorHandle[Any]:
-        room = self.room
-        remote: Any = ray.remote  # whose types leave the groups out
-        servant = remote(concurrency_groups=GROUPS)(Servant).options(
-            num_cpus=room.cpus,
-            num_gpus=room.gpus,
-            resources=dict(room.resources),
-            scheduling_strategy=self.strategy,
-            max_restarts=0,
-            max_task_retries=0,
-        )
-        return cast("ActorHandle[Any]", servant.remote())
-
-
-class RayChild(Child):
-    """An actor; the constructor asks for it without waiting."""
-
     # Ray neither restarts it nor repeats a call: the supervisor of children does both.
 
-    def __init__(self, name: str, setup: Setup, start: ActorStart) -> None:
+    def __init__(
+        self, name: str, setup: Setup, *, cluster: Cluster, room: Room, strategy: object, patience: float
+    ) -> None:
         super().__init__()
+        self._cluster, self._room, self._strategy, self._patience = cluster, room, strategy, patience
         self._name = name
-        self._how = start
         self._killed = False
-        self._actor = start.actor()
+        self._actor = self._started()
         self._arrival: Arrival | None = None
         self._setup: Packet | None = None if setup is None else pack(Call(None, setup))
         self._numbers = itertools.count(1)
         self._gauges: dict[int, Gauge] = {}
+
+    def _started(self) -> ActorHandle[Any]:
+        remote: Any = ray.remote  # whose types leave the groups out
+        servant = remote(concurrency_groups=GROUPS)(Servant).options(
+            num_cpus=self._room.cpus,
+            num_gpus=self._room.gpus,
+            resources=dict(self._room.resources),
+            scheduling_strategy=self._strategy,
+            max_restarts=0,
+            max_task_retries=0,
+        )
+        return cast("ActorHandle[Any]", servant.remote())
 
     @property
     def pids(self) -> tuple[int, ...]:
         return (0 if self._arrival is None else self._arrival.pid,)
 
     @property
-    def address(self) -> str:
-        return "" if self._arrival is None else self._arrival.address
-
-    @property
     def whereabouts(self) -> str:
-        return "not started yet" if self._arrival is None else f"pid {self._arrival.pid} on {self.address}"
+        return "not started yet" if self._arrival is None else f"pid {self._arrival.pid} on {self._arrival.address}"
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
         # What makes an instance from memory of this process has a method that says how another machine makes one.
@@ -443,7 +407,7 @@ class RayChild(Child):
     def packed_load(self, call: Call) -> Packet:
         # The weights lie in the object store as long as the call is held.
         packet = pack_with_bulk(call)
-        return packet._replace(parts=[self._how.cluster.put(part) for part in packet.parts])
+        return packet._replace(parts=[self._cluster.put(part) for part in packet.parts])
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
         if any(isinstance(part, Block) and not isinstance(part, Mirrored) for part in packet.parts):
@@ -468,12 +432,12 @@ class RayChild(Child):
         if self._arrival is not None:
             return
         try:
-            arrival = self._first_arrival(observe.now() + self._how.patience)
+            arrival = self._first_arrival(observe.now() + self._patience)
         except GetTimeoutError:
             self.kill()
             raise ModelError(
-                f"no machine of the cluster had room for {self._name!r}, which takes {self._how.room}, in "
-                f"{self._how.patience:g} s; free, in all: {self._how.cluster.free()}"
+                f"no machine of the cluster had room for {self._name!r}, which takes {self._room}, in "
+                f"{self._patience:g} s; free, in all: {self._cluster.free()}"
             ) from None
         here = versions()
         if arrival.versions != here:
@@ -492,7 +456,7 @@ class RayChild(Child):
             except _MachineDied:
                 if self._killed or observe.now() > deadline:
                     raise
-            self._actor = self._how.actor()
+            self._actor = self._started()
             if self._killed:  # meanwhile
                 self.kill()
 
@@ -502,10 +466,9 @@ class RayChild(Child):
         if left > SILENCE:
             with suppress(GetTimeoutError):
                 return self._got(lambda: ray.get(coming, timeout=SILENCE))
-            how = self._how
             logger.info(
-                f"{self._name!r} waits for room in the cluster: it takes {how.room}, and free are, in all, "
-                f"{how.cluster.free()}; at most {how.patience:g} s"
+                f"{self._name!r} waits for room in the cluster: it takes {self._room}, and free are, in all, "
+                f"{self._cluster.free()}; at most {self._patience:g} s"
             )
             left = max(0.0, deadline - observe.now())
         return self._got(lambda: ray.get(coming, timeout=left))
@@ -585,7 +548,7 @@ class RayChild(Child):
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 raise self._unable(error) from error
             found = _WHY.search(str(error))
-            if self._killed and (found is None or _KILL in str(error)):
+            if self._killed and (found is None or "ray.kill" in str(error)):  # or it was dead before
                 raise Gone(KILLED) from None
             if found is None:
                 raise Gone(f"was lost ({one_line(error)})") from None
@@ -649,7 +612,7 @@ class RayPlace(Process):
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         patience: float = PATIENCE,
     ) -> None:
-        start = ActorStart(cluster=cluster, room=room, strategy=strategy, patience=patience)
+        start = partial(RayChild, cluster=cluster, room=room, strategy=strategy, patience=patience)
         super().__init__(name, listener=listener, setup=setup, restarts=restarts, time_slice=time_slice, start=start)
 
 
@@ -698,34 +661,21 @@ class RayRanks(Process):
         require_whole("ranks", count, 2)
         bundles = _reserved(name, cluster, count, room, spread=spread, patience=patience)
         starts: list[Start] = [ChildProcess]
-        starts += [
-            ActorStart(
-                cluster=cluster,
-                room=room,
-                strategy=PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank - 1),
-                patience=patience,
-            )
-            for rank in range(1, count)
-        ]
-        start = partial(RankedChild, starts, partial(_port, cluster), partial(remove_placement_group, bundles))
+        for rank in range(count - 1):
+            strategy = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
+            starts.append(partial(RayChild, cluster=cluster, room=room, strategy=strategy, patience=patience))
+        start = partial(RankedChild, starts, _port, partial(remove_placement_group, bundles))
         super().__init__(name, listener=listener, setup=setup, time_slice=time_slice, start=start)
 
 
-def _port(cluster: Cluster, number: int, first: Child) -> str:
+def _port(number: int, first: Child) -> str:
     # Ranks of several machines meet at a port of rank 0's.
     del number
-    return cast("str", first.ask(pack(Call(None, listen, (cluster.driver_address(),)))).result("rank 0"))
+    order = Call(None, listen, (str(ray.util.get_node_ip_address()),))
+    return cast("str", first.ask(pack(order)).result("rank 0"))
 
 
-def _reserved(
-    name: str,
-    cluster: Cluster,
-    count: int,
-    room: Room,
-    *,
-    spread: bool,
-    patience: float,
-) -> PlacementGroup:
+def _reserved(name: str, cluster: Cluster, count: int, room: Room, *, spread: bool, patience: float) -> PlacementGroup:
     apart = {_NODE: f"!{ray.get_runtime_context().get_node_id()}"} if spread else {}
     reserved: PlacementGroup = placement_group(
         [room.bundle()] * (count - 1),
