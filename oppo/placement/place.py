@@ -75,8 +75,15 @@ class Hosted(Generic[T_co]):
         return replace(self, _priority=priority)
 
     def guarded(self, guard: Callable[[str], AbstractContextManager[None]]) -> Self:
-        """Return a handle whose calls are made in the context of ``guard(label)``."""
-        return replace(self, _guard=guard)
+        """Return a handle whose calls are made in the context of ``guard(label)`` too, within those there are."""
+        inner = self._guard
+
+        @contextmanager
+        def both(label: str) -> Iterator[None]:
+            with guard(label), inner(label):
+                yield
+
+        return replace(self, _guard=both)
 
     async def call(
         self, label: str, work: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs

@@ -81,7 +81,11 @@ class RankedChild(Child):
         self._name = name
         self._meet = meet
         self._close = close
-        self._ranks = [start(f"{name} {rank}", setup) for rank, start in enumerate(starts)]
+        try:
+            self._ranks = [start(f"{name} {rank}", setup) for rank, start in enumerate(starts)]
+        except BaseException:
+            close()
+            raise
         self._pool = ThreadPoolExecutor(len(starts), thread_name_prefix=f"oppo-{name}-ranks")
         self._lost: Gone | None = None
         self._turn = threading.RLock()

@@ -367,9 +367,9 @@ class RayChild(Child):
         self._cluster, self._room, self._strategy, self._patience = cluster, room, strategy, patience
         self._name = name
         self._killed = False
+        self._setup: Packet | None = None if setup is None else pack(Call(None, setup))
         self._actor = self._started()
         self._arrival: Arrival | None = None
-        self._setup: Packet | None = None if setup is None else pack(Call(None, setup))
         self._numbers = itertools.count(1)
         self._gauges: dict[int, Gauge] = {}
 
@@ -620,8 +620,8 @@ class RayRanks(Process):
     """A child process of this machine and actors of a cluster, the ranks, for an instance that shares its work out.
 
     As :class:`~oppo.placement.Ranks`. Rank 0 is a child of this process, with which it shares memory; Ray counts
-    nothing of it. The other ranks are actors, for which Ray reserves room at once, or none; there an instance is made
-    as :class:`MakesRemotely` says. All meet at a port of this machine, by ``torch.distributed``.
+    nothing of it. The other ranks are actors, for which Ray reserves room at once, or none; what
+    makes an instance there is ``make.remote()``. All meet at a port of this machine, by ``torch.distributed``.
 
     A rank that dies, or whose machine does, ends the others: their shards are lost.
 
