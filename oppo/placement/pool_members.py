@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,7 +76,7 @@ class Member:
 
 
 @dataclass(eq=False)
-class Round(ABC):
+class Round:
     """The state of one decoding of a pool.
 
     Attributes:
@@ -87,16 +86,15 @@ class Round(ABC):
         over: set when nothing of it goes on.
     """
 
-    has_cut: bool = field(default=False, init=False)
-    failure: Exception | None = field(default=None, init=False)
-    left: bool = field(default=False, init=False)
-    over: anyio.Event = field(default_factory=anyio.Event, init=False)
+    has_cut: bool = False
+    failure: Exception | None = None
+    left: bool = False
+    over: anyio.Event = field(default_factory=anyio.Event)
 
     @property
     def stops(self) -> bool:
         return self.has_cut or self.left or self.failure is not None
 
-    @abstractmethod
     def note_loss(self, member: Member) -> None:
         """Decode no longer on a member that was lost."""
 
