@@ -26,7 +26,6 @@ from oppo.events import (
     Chunk,
     ChunkState,
     Defer,
-    Drop,
     Finish,
     Prompt,
     Response,
@@ -116,6 +115,7 @@ class Generate:
         self._restored: dict[int, RolloutSnapshot] = {}
         self._unheard: list[Observation] = []
         self._lengths = deque[int](maxlen=LENGTHS)
+        self._ends = Ended()
 
     @property
     def _refills(self) -> bool:
@@ -236,11 +236,11 @@ class Generate:
 
     async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent], step: Step) -> None:
         """Run one step's generation, up to its cut."""
-        out = ended = Ended(out)
-        step.record(ended)
+        self._ends = Ended()
+        step.record(self._ends)
         self._observe(step.observed)
         if self._conversations is not None:
-            self._conversations.begin(step, ended.ended)
+            self._conversations.begin(step, self._ends.ended)
         await self._reopen()
         groups = await self._admit(prompts, step)
         complete = self._ledger.begin(groups)
@@ -261,6 +261,7 @@ class Generate:
             for prompt in unit.prompts:
                 if prompt.rollout in self._in_flight:
                     await self._announce(self._in_flight[prompt.rollout], out)
+                self._ends.deferred.append(prompt.rollout)
                 await out.send(Defer(prompt.rollout, unit.age, self._ledger.restarts))
 
     async def _replace_rejected(
@@ -494,6 +495,7 @@ class Generate:
             ending = rollout.ending(() if self._conversations is None else self._conversations.said(number))
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self._close(rollout)
+            self._ends.ended.append(number)
             await out.send(ending)
 
 
@@ -584,13 +586,10 @@ def require_chunk(
     chunk: object, policy: Policy, limit: int, *, rollout: int, start: int, oldest: int, turns: bool
 ) -> None:
     """Raise ``ProtocolError`` unless ``chunk`` can follow the tokens before ``start``, the last by ``oldest``."""
-    if fault := _fault_of(chunk, limit, rollout, start, turns) or (
-        _fault_of_sampled(chunk, len(chunk.tokens), oldest, policy.version) if isinstance(chunk, Chunk) else ""
-    ):
+    if fault := _fault_of(chunk, limit, rollout, start, turns) or _fault_of_sampled(chunk, oldest, policy.version):
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
 
 
-_STATES: Final = frozenset(get_args(ChunkState))
 _COLUMNS: Final = (
     ("tokens", np.dtype(np.int32)),
     ("logprobs", np.dtype(np.float32)),
@@ -604,9 +603,9 @@ def _fault_of(chunk: object, limit: int, rollout: int, start: int, turns: bool) 
     if not isinstance(chunk, Chunk | ToolTokens):
         return f"{described(chunk)}; expected a Chunk or ToolTokens"
     state = chunk.state
-    if state not in _STATES:
+    if state != "live" and state not in get_args(ChunkState):
         return f"a chunk whose state is {state!r}; expected one of {', '.join(get_args(ChunkState))}"
-    if (chunk.rollout, chunk.start) != (rollout, start):
+    if chunk.rollout != rollout or chunk.start != start:
         return f"tokens of rollout {chunk.rollout} from {chunk.start} on; expected tokens from {start} on"
     for name, kind in _COLUMNS if isinstance(chunk, Chunk) else _COLUMNS[:1]:
         column: object = getattr(chunk, name)
@@ -624,8 +623,8 @@ def _fault_of(chunk: object, limit: int, rollout: int, start: int, turns: bool) 
     return ""
 
 
-def _fault_of_sampled(chunk: Chunk, n: int, oldest: int, newest: int) -> str:
-    if not n:
+def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
+    if not isinstance(chunk, Chunk) or not (n := len(chunk.tokens)):
         return ""
     logprobs, versions = chunk.logprobs, chunk.versions
     support: object = chunk.support
@@ -655,16 +654,8 @@ def _fault_of_sampled(chunk: Chunk, n: int, oldest: int, newest: int) -> str:
 class Ended:
     """The rollouts that ended in a step, or were deferred; recorded by the stage that generates."""
 
-    out: Sender[RolloutEvent]
     ended: list[int] = field(default_factory=list)
     deferred: list[int] = field(default_factory=list)
-
-    async def send(self, event: RolloutEvent, /) -> None:
-        if isinstance(event, (Finish, Drop)):
-            self.ended.append(event.rollout)
-        elif isinstance(event, Defer):
-            self.deferred.append(event.rollout)
-        await self.out.send(event)
 
     def fault_of(self, batch: Batch | None) -> str:
         trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
