@@ -22,7 +22,7 @@ from oppo.hf.serve.sampling import draw, gumbel
 from oppo.models import Sampling
 from oppo.placement import Hosting, Thread
 from tests.hf import tiny
-from tests.responses import read_chunk
+from tests.kit.responses import read_chunk
 
 SAMPLING = Sampling(max_new_tokens=32, stop=(2, 3, 4, 5), seed=11)
 """Random tiny models stop after about 20 tokens with it."""

@@ -28,7 +28,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from tests.responses import read_chunk
+from tests.kit.responses import read_chunk
 
 
 def ends(*calls: tuple[str, float, Priority], cancel: str = "") -> dict[str, float]:

@@ -16,7 +16,7 @@ from oppo.models import Sampling, Weights
 from oppo.testing import run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from oppo.vllm.engine import WeightSender
-from tests.responses import read_chunk
+from tests.kit.responses import read_chunk
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, running
 
 SAMPLING = Sampling(max_new_tokens=20, stop=(2, 3), seed=5)

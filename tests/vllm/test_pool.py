@@ -20,7 +20,7 @@ from oppo.testing import check_policy, run_virtual
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.processes import ServerProcess
 from oppo.vllm.sync import HostedFiles
-from tests.responses import read_chunk
+from tests.kit.responses import read_chunk
 from tests.vllm.bench import SAMPLING, WEIGHTS, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
 from tests.vllm.fake_server import URL, FakeServer

@@ -26,7 +26,7 @@ from oppo.models import Sampling, Weights
 from oppo.rollout_buffer import DecodeStep
 from tests.hf import tiny
 from tests.hf.stories import Serving, Story, allowed, assert_close, prompts, serving, told
-from tests.responses import read_chunk
+from tests.kit.responses import read_chunk
 
 PORTION = 32
 HUGE = 300

@@ -18,7 +18,7 @@ from oppo.hf.lora import adapter_matrices, add_lora
 from oppo.models import Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
 from oppo.vllm.sync import WeightFiles
-from tests.responses import read_chunk
+from tests.kit.responses import read_chunk
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import tiny_actor
 

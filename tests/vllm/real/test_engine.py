@@ -23,7 +23,7 @@ from oppo.log import routed
 from oppo.models import Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
 from oppo.vllm.sync import FileSender, WeightFiles
-from tests.responses import read_chunk
+from tests.kit.responses import read_chunk
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY
 
