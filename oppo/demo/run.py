@@ -39,7 +39,7 @@ from oppo.report.records import JOURNAL, read, require_unused
 from oppo.report.run_dir import write_page
 from oppo.run.train import FINAL, prepare, run
 from oppo.stages import ScoredRollout
-from oppo.vllm.arguments import require_installed
+from oppo.vllm.arguments import check_installed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,9 @@ class Findings:
 
     def facts(self) -> dict[str, object]:
         scores = self.scores
-        found = {key: value for key, value in asdict(self).items() if key not in {"scores", "directory", "assets"}}
+        found = {
+            key: value for key, value in asdict(self).items() if key not in {"scores", "directory", "assets", "seconds"}
+        }
         return {
             "score_before": scores.before,
             "score_after": scores.after,
@@ -197,7 +199,7 @@ def demo(
     cache: Path | None = None,
 ) -> Path:
     if engine == "vllm":
-        require_installed()
+        check_installed()
     plan = SHORT if short else FULL
     target = unused(directory)
     require_unused(target)
