@@ -39,7 +39,7 @@ import numpy as np
 from annotated_types import Gt, Le
 from numpy.typing import NDArray
 
-from oppo.declared import NonNegative, Positive, PositiveCount, require_declared, required, setting
+from oppo.declared import NonNegative, Positive, PositiveCount, required, setting
 from oppo.durable import read_text
 from oppo.errors import ConfigError
 from oppo.models import Passes
@@ -69,9 +69,6 @@ class Decoder:
     # a row that has ended keeps its place until the cut, padded to the longest; in the serial schedule only
     static: bool = False
     device: str = "actor"
-
-    def __post_init__(self) -> None:
-        require_declared(self)
 
     def seconds(self, rows: float, context: float) -> float:
         return max(self.floor, self.step + self.row * rows + self.context * context)
@@ -135,9 +132,6 @@ class Workload:
     prompt: int  # tokens of a prompt
     samples: int = 1  # rollouts for each prompt
 
-    def __post_init__(self) -> None:
-        require_declared(self)
-
 
 Share: TypeAlias = Annotated[float, Gt(0), Le(1)]
 
@@ -149,9 +143,6 @@ class Gpu:
     flops: Positive = required("dense FLOP/s in bfloat16")
     bandwidth: Positive = required("of its memory, bytes/s")
     memory: Positive = required("bytes")
-
-    def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
 
 
 # SXM versions where there are several; FLOP/s without sparsity
@@ -186,9 +177,6 @@ class Transformer:
     layers: PositiveCount = required("their number")
     width: PositiveCount = required("of the hidden states")
     cached: PositiveCount = required("width of a layer's keys: KV heads times their width")
-
-    def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
 
     @property
     def cache(self) -> float:
@@ -230,9 +218,6 @@ class Reached:
     forward: Share = setting(0.40, "share of the FLOP/s at which reference and critic read")
     training: Share = setting(0.45, "share of the FLOP/s of an update")
 
-    def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
-
     def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
         launching = self.layer * model.layers
         return Decoder(
@@ -251,9 +236,6 @@ class Lognormal:
     sigma: float  # standard deviation of the logarithm
     cap: int  # the longest response
     runaways: float = 0.0  # fraction of the responses that run to the cap wherever the lognormal lies
-
-    def __post_init__(self) -> None:
-        require_declared(self)
 
     def __call__(self, units: int, samples: int, seed: int) -> NDArray[np.int64]:
         random, shape = np.random.default_rng(seed), (units, samples)

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 import anyio
 import numpy as np
 
-from oppo.declared import require_declared, require_real, require_whole
+from oppo.declared import require_real, require_whole, validated
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, ToolTokens
 from oppo.models import Scorer, SyncedModel, Trained, TrainerCapabilities, Weights
@@ -46,6 +46,7 @@ class Session(RolloutSession):
 
 
 @dataclass(eq=False)
+@validated()
 class FakeScorer(Generic[T]):
     """A scorer whose value of a rollout depends on all that it read of it, and on the versions that read it.
 
@@ -68,7 +69,6 @@ class FakeScorer(Generic[T]):
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        require_declared(self)
         require_seconds(f"per_token of {type(self).__name__}", self.per_token)
         self.sessions = RolloutSessions(
             type(self).__name__, lambda prompt: Session(prompt.rollout, len(prompt.tokens), self.version)
@@ -149,6 +149,7 @@ class SyncableScorer(SyncedModel, Scorer[T_co], Protocol[T_co]):
 
 
 @dataclass(eq=False)
+@validated()
 class FakeTrainer:
     """A trainer that records its batches.
 
@@ -174,7 +175,6 @@ class FakeTrainer:
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        require_declared(self)
         require_seconds("seconds of FakeTrainer", self.seconds)
         require_seconds("accumulating of FakeTrainer", self.accumulating)
 

@@ -19,7 +19,6 @@ from oppo.declared import (
     NonNegative,
     Positive,
     PositiveCount,
-    require_declared,
     required,
     setting,
 )
@@ -57,9 +56,6 @@ class WorkloadSection:
     prompt: Count = setting(256, "tokens of a prompt")
     epochs: Positive = setting(1.0, "passes of the update over a batch")
 
-    def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthsSection:
@@ -73,7 +69,6 @@ class LengthsSection:
     file: str = setting("", "a file with a length on each line, or with JSON lines that have a key `tokens`")
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         if (self.median is None) == (not self.file):
             raise ConfigError("[lengths] needs either median, of a lognormal distribution, or file, and not both")
 
@@ -117,7 +112,6 @@ class LayoutSection:
     )
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         if (self.forward == "train" and not self.train) or (self.forward == "score" and not self.score):
             raise ConfigError(f"layout.forward = {self.forward!r} needs devices: layout.{self.forward} is 0")
 

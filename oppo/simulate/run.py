@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from oppo.admission import Admission, Continuous, Overcommit, Restarting, Synchronous, TailAdaptive
 from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.algorithms.ppo import ppo
-from oppo.declared import require_declared
 from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Capabilities, Passes, Trained
@@ -142,9 +141,6 @@ class Schedule:
     in_flight: bool = False  # the actor gets new weights between two decode steps, instead of at the cut
     # the keys of `[step]` with which `oppo train` runs it; empty: it has none
     step: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        require_declared(self)
 
     def chunks(self, grain: int = 1) -> ChunkSize:
         return WholeRollout() if self.chunk is None else Fixed(max(1, self.chunk // grain))
