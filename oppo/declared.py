@@ -331,9 +331,8 @@ def table_in(document: Mapping[str, object], name: str) -> Mapping[str, object]:
 def adapter(kind: type[Any]) -> TypeAdapter[Any]:
     """The validator of a table whose dataclass is chosen while the file is read, and may have defaults of a user."""
     table: Any = Annotated[kind, Table()]
-    return TypeAdapter(
-        table | None, config={**STRICT, "validate_default": True}
-    )  # that of a dataclass alone takes no config
+    config: ConfigDict = {**STRICT, "validate_default": True}
+    return TypeAdapter(table | None, config=config)  # the adapter of a dataclass alone takes none
 
 
 def expectation(detail: ErrorDetails, words: Mapping[str, str] = _WORDS) -> str:
