@@ -87,10 +87,10 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
-    "admission": 1_426,
+    "admission": 1_403,
     "agents": 1_618,
-    "algorithms": 1_052,
-    "config": 3_608,
+    "algorithms": 1_050,
+    "config": 3_599,
     "data": 849,
     "demo": 1_574,
     "environments": 1_238,
@@ -98,14 +98,14 @@ BUDGETS = {
     "graph": 2_408,
     "hf": 11_738,
     "liveness": 593,
-    "losses": 1_137,
-    "oppo": 6_065,
+    "losses": 1_135,
+    "oppo": 6_058,
     "placement": 3_853,
     "report": 2_863,
     "rewards": 1_763,
     "run": 4_947,
     "simulate": 2_960,
-    "stages": 3_802,
+    "stages": 3_800,
     "testing": 1_415,
     "vllm": 4_236,
 }
