@@ -36,7 +36,7 @@ from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.placement.wire import pack_with_blocks, unpack
-from oppo.returns import Correction
+from oppo.returns import ImportanceCorrection
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
 from oppo.testing import respond_serially
@@ -147,7 +147,7 @@ async def test_a_ppo_step_beside_vllm_with_models_that_read_whole_responses(acto
                 critic,
                 sampling=SAMPLING,
                 place=training,
-                loss=PPOLoss(correction=Correction(ratio_base="proximal")),
+                loss=PPOLoss(correction=ImportanceCorrection(ratio_base="proximal")),
                 settings=TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=1, micro_batch_tokens=200),
             ),
             admission=Overcommit(batch=4, overcommit=1),
@@ -311,7 +311,7 @@ class Ran:
     reports: list[StepReport]
 
 
-async def ran(correction: Correction | None, *, extra: int, keep: bool = False, steps: int = 3) -> Ran:
+async def ran(correction: ImportanceCorrection | None, *, extra: int, keep: bool = False, steps: int = 3) -> Ran:
     """A streamed run; ``None``: through the graph of four inputs, as it is where nothing is corrected."""
     actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
     tap = Tap()
@@ -333,7 +333,7 @@ async def ran(correction: Correction | None, *, extra: int, keep: bool = False, 
                 sampling=TRUNCATING,
                 place=decoding,
                 settings=TrainerSettings(learning_rate=2e-3, epochs=2),
-                loss=PPOLoss(correction=Correction() if correction is None else correction),
+                loss=PPOLoss(correction=ImportanceCorrection() if correction is None else correction),
             ),
             admission=Overcommit(batch=4, overcommit=extra),
             chunks=Fixed(7),
@@ -366,10 +366,10 @@ async def test_where_nothing_is_deferred_every_choice_makes_the_same_update_bit_
 
 async def test_where_rollouts_are_deferred_the_choices_differ_and_the_metrics_say_by_how_much() -> None:
     chosen = [
-        Correction(),
-        Correction(ratio_base="proximal"),
-        Correction(ratio_base="proximal", weight="truncated", cap=1.0),
-        Correction(weight="mask", low=0.99, high=1.01),
+        ImportanceCorrection(),
+        ImportanceCorrection(ratio_base="proximal"),
+        ImportanceCorrection(ratio_base="proximal", weight="truncated", cap=1.0),
+        ImportanceCorrection(weight="mask", low=0.99, high=1.01),
     ]
     runs = [await ran(correction, extra=3) for correction in chosen]
     assert len({run.digest for run in runs}) == len(chosen)
@@ -388,7 +388,7 @@ async def test_where_rollouts_are_deferred_the_choices_differ_and_the_metrics_sa
 
 
 async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
-    run = await ran(Correction(ratio_base="proximal"), extra=3)
+    run = await ran(ImportanceCorrection(ratio_base="proximal"), extra=3)
     for batch, report in zip(run.batches, run.reports, strict=True):
         log = (known(batch.proximal) - batch.logprobs).astype(np.float64)[batch.sampled]
         stale = batch.versions[batch.sampled] < report.index
@@ -403,7 +403,7 @@ async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
 
 
 async def test_a_kept_kv_cache_shows_as_a_mismatch_of_current_tokens() -> None:
-    corrected = Correction(ratio_base="proximal")
+    corrected = ImportanceCorrection(ratio_base="proximal")
     kept, recomputed = [await ran(corrected, extra=3, keep=keep, steps=4) for keep in (True, False)]
     assert any(len(set(response.versions.tolist())) > 1 for batch in kept.batches for response in batch.responses)
     largest = [max(report.metrics["mismatch/kl_current"] for report in run.reports) for run in (kept, recomputed)]
@@ -419,7 +419,7 @@ async def test_ratios_over_the_proximal_policy_begin_at_one_for_stale_tokens_too
         ScoredRollout(event, event.response.logprobs, 0.0, np.zeros(len(event.response), np.float32), again)
         for event, again in zip(finished, proximal, strict=True)
     ]
-    loss = PPOLoss(correction=Correction(ratio_base="proximal"))
+    loss = PPOLoss(correction=ImportanceCorrection(ratio_base="proximal"))
     trainer = HfTrainer(actor, critic, sampling=TRUNCATING, place=thread, settings=TrainerSettings(epochs=1), loss=loss)
     metrics = (await trainer.update(GAE().batch(rows))).metrics
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)

@@ -38,7 +38,7 @@ from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Input, LossValue, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Place, Thread
-from oppo.returns import Correction, gae, kl_estimate, shaped_rewards, whiten
+from oppo.returns import ImportanceCorrection, gae, kl_estimate, shaped_rewards, whiten
 from oppo.testing import check_trainer, prompts
 from oppo.training import TrainerSettings
 from tests.golden import fixed
@@ -680,10 +680,13 @@ def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(t
             r"kl=0\.01.* reads reference log-probs, and the batch has none: give the recipe reference=",
         ),
         (
-            {"correction": Correction(weight="truncated")},
+            {"correction": ImportanceCorrection(weight="truncated")},
             r"weight='truncated'.* reads proximal log-probs, and the batch has none: give the recipe proximal=",
         ),
-        ({"correction": Correction(ratio_base="proximal")}, r"ratio_base='proximal'.* give the recipe proximal="),
+        (
+            {"correction": ImportanceCorrection(ratio_base="proximal")},
+            r"ratio_base='proximal'.* give the recipe proximal=",
+        ),
     ],
 )
 async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_and_nothing_stands_for_it(
@@ -718,11 +721,11 @@ async def test_without_a_reference_nothing_is_said_of_a_kl_to_it(thread: Thread)
     assert beside.keys() - alone.keys() == {"policy/kl_avg"}
 
 
-async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequence[float]]:
+async def ran(correction: ImportanceCorrection | None, *, extra: int) -> tuple[str, Sequence[float]]:
     """Return the weights after a streamed run of three steps, and how far stale tokens had drifted in each."""
     sampling, actor = Sampling(max_new_tokens=30, stop=(1, 2, 3, 4), seed=3), tiny.causal(seed=1)
     settings = TrainerSettings(learning_rate=2e-3, epochs=2)
-    loss = ClippedLoss(correction=correction or Correction())
+    loss = ClippedLoss(correction=correction or ImportanceCorrection())
     with Thread("decode", setup=ONE) as decoding:
         graph = grpo(
             policy=HfPolicy(actor, sampling=sampling, place=decoding, deterministic=True),
@@ -741,7 +744,7 @@ async def ran(correction: Correction | None, *, extra: int) -> tuple[str, Sequen
 
 
 async def test_stale_tokens_are_corrected_as_beside_a_critic() -> None:
-    decoupled = Correction(ratio_base="proximal", weight="truncated", cap=1.0)
+    decoupled = ImportanceCorrection(ratio_base="proximal", weight="truncated", cap=1.0)
     plain, corrected = await ran(None, extra=0), await ran(decoupled, extra=0)
     assert plain == corrected, "where nothing is deferred, nothing is stale"
     stale, mended = await ran(None, extra=2), await ran(decoupled, extra=2)
