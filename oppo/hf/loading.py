@@ -170,7 +170,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 @contextmanager
 def reading(directory: Path, failure: str) -> Iterator[None]:
-    """Turn library errors about the files of a directory into one message: on the damaged file, or ``failure``."""
+    # Errors of the libraries become one message: on the damaged file, or `failure`.
     try:
         yield
     except OppoError:
@@ -326,7 +326,6 @@ class Info(TypedDict):
 
 
 def auto_of(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted: bool) -> AutoClass:
-    """Return the class that loads the model, after checking that the files hold enough tensors for its depth."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
     auto = kind.auto(config)
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
@@ -348,11 +347,9 @@ def require_fit(
     new_head: bool = False,
     ignore_unused: bool,
 ) -> tuple[list[str], list[str]]:
-    """Check a checkpoint's weights by name and shape; return the missing ones of a new head, and the unused ones.
-
-    An adapter's weights, ``given``, are not missing. Constants that the model computes are not unused, nor are weights
-    that transformers ignores itself.
-    """
+    """Check a checkpoint's weights by name and shape; return the missing ones of a new head, and the unused ones."""
+    # An adapter's weights, `given`, are not missing. Constants that the model computes are not unused, nor are weights
+    # that transformers ignores itself.
     checkpoint, has_logits = f"the checkpoint at {str(path)!r}", model.get_output_embeddings() is not None
     if info["mismatched_keys"]:
         wrong = [f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
@@ -573,7 +570,6 @@ def vocabulary_of(model: Loadable) -> int:
 
 
 def worker_maker(kind: Callable[..., T], model: Loadable, *args: object) -> Callable[[], T]:
-    """Return what makes ``kind(model, *args)`` in any process."""
     return partial(_worker, kind, model if isinstance(model, ModelRecipe) else SharedModel(model), *args)
 
 

@@ -47,10 +47,9 @@ _GENERATION: Final = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # ta
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text to be tokenized; of the ``data`` spans of ``text``, and of ``pair``, special tokens are ordinary text.
+    """A text to be tokenized; of the ``data`` spans of ``text``, and of ``pair``, special tokens are ordinary text."""
 
-    ``special``: whether the tokenizer adds its special tokens; a chat template has them already.
-    """
+    # special: whether the tokenizer adds its special tokens; a chat template has them already
 
     text: str
     pair: str | None = None

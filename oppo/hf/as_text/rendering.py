@@ -85,7 +85,6 @@ def prompt_text(prompt: Prompt, column: str, decode: Callable[[Sequence[int]], s
 
 
 def plain(prompt: PromptText) -> str:
-    """Return a prompt as one text: the contents of chat messages, with a blank line after each that has ended."""
     if isinstance(prompt, str):
         return prompt
     text = "".join(f"{content(message)}\n\n" for message in prompt)
@@ -93,7 +92,6 @@ def plain(prompt: PromptText) -> str:
 
 
 def content(message: Message) -> str:
-    """Return a message's content, which may be absent or a list of parts, as text."""
     found = message.get("content")
     parts = found if isinstance(found, list) else [{"text": found or ""}]
     return "".join(str(part.get("text", "")) for part in parts)
@@ -120,11 +118,7 @@ class Pieces:
 
 
 class Reader:
-    """Turns text into a model's tokens, at most ``limit``.
-
-    ``over_long="truncate"`` cuts longer texts as the tokenizer does: the longer segment of a pair, at its
-    ``truncation_side``. Otherwise they are refused.
-    """
+    """Turns text into a model's tokens, at most ``limit``; longer texts are refused, or cut as the tokenizer cuts."""
 
     def __init__(self, tokenizer: HfTokenizer, limit: int, over_long: OverLong = "error") -> None:
         self.tokenizer = tokenizer
@@ -169,7 +163,7 @@ class Reader:
         }
 
     def pieces(self, rendered: Rendered) -> Pieces:
-        """Return the tokens of a text, its beginning or a part of it, without special tokens after it."""
+        # of a beginning or a part of a text, without special tokens after it
         ids: list[int] = []
         ends: list[int] = []
         length = 0

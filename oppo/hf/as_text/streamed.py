@@ -38,11 +38,7 @@ EMPTY_TEXT: Final = Rendered("")  # what is before the response, where that is n
 
 
 class GrowingText:
-    """Decodes the tokens of one response a few at a time, behind those before them: a token's text depends on them.
-
-    The cost of a token does not grow with the length of the response. ``settled``: no earlier text has ever changed;
-    once it has, no more text comes.
-    """
+    """Decodes a response a few tokens at a time; unless ``settled``, earlier text has changed, and no more comes."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.tokens: list[int] = []
@@ -117,7 +113,6 @@ class Retokenizer:
 
     @property
     def begins(self) -> int | None:
-        """Where the response begins in the text, in characters; ``None`` if that depends on the response."""
         return len(self._opening.text) if self._opening is not EMPTY_TEXT else None
 
     def grow(self, tokens: Sequence[int]) -> Edit:
@@ -177,7 +172,6 @@ class Retokenizer:
 
 
 def last_word(text: str) -> int:
-    """Return where the last word of a text begins, with the space before it."""
     head, *word = text.rsplit(maxsplit=1) or [""]
     return len(head) if word else 0
 
@@ -214,7 +208,7 @@ class Bridge:
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[V]):
-    """What came of one rollout, or why nothing did; the tokens read in vain, and those read at its end."""
+    """The result of one rollout, or why there is none; the tokens read in vain, and those read at its end."""
 
     value: V | None
     refusal: str
@@ -254,7 +248,7 @@ class BridgeWorker(ABC, Generic[V]):
         return ()
 
     def _prepare(self) -> None:
-        """Do what needs a forward pass before the first one over rollouts."""
+        """Do what needs a forward pass, before the first one over rollouts."""
 
     @abstractmethod
     def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None: ...

@@ -47,7 +47,7 @@ Features: TypeAlias = Mapping[str, Sequence[int]]
 class Encoder:
     """A model with its tokenizer; without a ``pooling`` its outputs are a classifier's logits.
 
-    ``limit``: tokens that the model reads at most. ``beside``: texts may be read side by side, padded.
+    ``beside``: texts may be read side by side, padded.
     """
 
     model: PreTrainedModel
@@ -60,10 +60,7 @@ class Encoder:
         return _over, (SharedModel(self.model), self.tokenizer, self.limit, self.pooling, self.beside)
 
     def outputs(self, texts: Sequence[Features], *, alone: bool = False) -> Tensor:
-        """Return the logits or pooled states of each text, float32 [n, D] on the CPU; ``alone``.
-
-        Each in its own pass.
-        """
+        """Return logits or pooled states, float32 [n, D] on the CPU; ``alone``: each text in its own pass."""
         lengths = [len(text["input_ids"]) for text in texts]
         groups = [[at] for at in range(len(texts))]
         if self.beside and not alone:
@@ -100,7 +97,7 @@ def _over(model: SharedModel[PreTrainedModel], *others: Any) -> Encoder:
 
 
 def pooled(states: Tensor, lengths: Tensor, pooling: Pooling) -> Tensor:
-    """Return one vector [n, D] for each row of hidden states [n, T, D], of which the first ``lengths`` are tokens."""
+    # One vector [n, D] for each row of hidden states [n, T, D], of which the first ``lengths`` are tokens.
     rows = torch.arange(len(states), device=states.device)
     real = (torch.arange(states.shape[1], device=states.device) < lengths[:, None])[:, :, None]
     match pooling:
@@ -126,7 +123,6 @@ def reach(model: PreTrainedModel, tokenizer: HfTokenizer) -> int:
 
 
 def reads_beside(encoder: Encoder) -> bool:
-    """Whether a text has the same outputs, up to rounding, beside longer ones."""
     ids = [number for number in range(len(encoder.tokenizer.inner)) if number != encoder.tokenizer.inner.pad_token_id]
     ends = encoder.model.config.eos_token_id
     end = ends[0] if isinstance(ends, Sequence) and ends else ends

@@ -39,12 +39,10 @@ SPARE = 1.125  # a slab larger than its rows need by this factor gives memory ba
 
 @dataclass(slots=True)
 class KVRegion:
-    """The part of a slab that one forward pass reads and writes.
+    """The part of a slab that one forward pass reads and writes."""
 
-    Columns ``0 .. end`` of ``slots`` are read: a slice as a view, int64 [n] as a copy. New tokens are written to
-    ``to_slots`` and ``to_columns``, int64 [m]; ``unpadded``: which of the n * q padded positions they are; ``None``:
-    all.
-    """
+    # Columns 0 .. end of `slots` are read: a slice as a view, int64 [n] as a copy. New tokens are written to `to_slots`
+    # and `to_columns`, int64 [m]; `unpadded`: which of the n * q padded positions they are; None: all.
 
     slots: slice | Tensor
     end: int
@@ -93,13 +91,12 @@ class Slots(ABC):
         return self._slots[row]
 
     def add(self, rows: Iterable[int]) -> None:
-        """Give each of ``rows`` a reserved slot behind the live ones."""
         for row in rows:
             self._slots[row] = len(self.rows)
             self.rows.append(row)
 
     def remove(self, rows: Iterable[int]) -> None:
-        """Free the slots of ``rows``; the last live rows move into them."""
+        # The last live rows move into the free slots.
         gone = {self._slots.pop(row) for row in rows}
         before, live = len(self.rows), len(self.rows) - len(gone)
         holes = sorted(slot for slot in gone if slot < live)
@@ -193,10 +190,8 @@ class Slab(Slots):
             self._resize(rows, needed)
 
     def adopt(self, rows: Mapping[int, int], source: Slab) -> None:
-        """Move ``rows`` and that many columns of each from ``source`` into reserved slots.
-
-        An empty slab takes over the memory of a source that gives up all of its rows; nothing is copied then.
-        """
+        """Move ``rows`` and that many columns of each from ``source`` into reserved slots."""
+        # An empty slab takes over the memory of a source that gives up all of its rows; nothing is copied then.
         if not self.rows and len(rows) == len(source):
             self._inherit(source)
             return
@@ -288,11 +283,10 @@ class KVView(NamedTuple):
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """Rows that decode together; valid until other rows are stepped, or any row is extended or forgotten.
+    """Rows that decode together; valid until other rows are stepped, or any row is extended or forgotten."""
 
-    ``members``: the ``rows`` in the order of the batch, that of the segments' ``views`` one after another and of
-    ``positions``, int64 [n]. ``picks``: the index in ``rows`` of each, int64 [n]; ``None`` when the orders agree.
-    """
+    # members: the rows in the order of the batch, of the segments' views one after another and of positions, int64 [n].
+    # picks: the index in `rows` of each, int64 [n]; None when the orders agree.
 
     rows: list[int]
     members: list[int]
@@ -302,7 +296,6 @@ class DecodeBatch:
 
     @property
     def end(self) -> int:
-        """Columns of the longest row, the token to be read included."""
         return max(view.region.end for view in self.views)
 
     def continues(self, rows: Sequence[int], longest: int) -> bool:
@@ -336,7 +329,6 @@ class SlabLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values; return those the queries attend to, masked columns included."""
         del args, kwargs
         if packed_rows() is not None:  # their first tokens: there are no earlier ones to attend to
             sizes = [len(region.to_slots) for _, region in self.views]
@@ -355,7 +347,6 @@ class SlabLayer(CacheLayerMixin):
         return cast("Tensor", Segments(all_keys)), cast("Tensor", Segments(all_values))  # models only pass them on
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write an indexer's new keys [n, q, size]; return all keys of the rows, one rectangle."""
         ((slab, region),) = self.views
         (keys,) = slab.store(self._number, region, indexer_key_states[:, None], of="indexer")
         return keys[:, 0]

@@ -13,10 +13,7 @@ from oppo.hf.kv.cache import Slab
 
 
 class Rows:
-    """Rows by number; ``held``: the slab of each that was read.
-
-    Rows that are read in chunks are in slabs by length class, rows that decode in slabs by segment.
-    """
+    """Rows by number; ``held``: the slab of each, by length class when read in chunks, by segment when they decode."""
 
     def __init__(self, classes: Sequence[int], longest: int, model: str) -> None:
         self.held: dict[int, Slab] = {}
@@ -51,7 +48,6 @@ class Rows:
         return [row for gone in freed.values() for row in gone]
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated, and those that the tokens need."""
         needed = self._bytes_per_token() * sum(self._lengths.values())
         return sum(slab.bytes_allocated() for slab in self._slabs), needed
 
@@ -77,10 +73,8 @@ class Rows:
     def by_segment(
         self, rows: Sequence[int], overhead: int | None, segmented_on: torch.device | None
     ) -> dict[Slab, list[int]]:
-        """Return rows by the slab of their segment, with room for one more token each; one segment, unless segmented.
-
-        A segment costs ``overhead`` tokens; ``None``: as on this device.
-        """
+        """Return rows by the slab of their segment, with room for a token each; one segment, unless segmented."""
+        # A segment costs `overhead` tokens; None: as on this device.
         lengths = self._lengths_after(rows, [1] * len(rows))
         segments = [list(range(len(rows)))]
         if segmented_on is not None and rows and (per_token := self._bytes_per_token()):

@@ -43,11 +43,7 @@ from oppo.scorers import Growth, ScorerCapabilities
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScorerInput:
-    """Events for a scorer, in order within each rollout.
-
-    Pickled, they are reduced to token ids, supports if asked for, and the ``columns`` of prompts that are named; the
-    log-probs and versions of a chunk arrive as 0.
-    """
+    """Events for a scorer, in order within each rollout; pickled, reduced to what a scorer reads."""
 
     events: Sequence[Growth]
     supports: bool = False
@@ -130,7 +126,7 @@ class ScorerWorker(ABC, Generic[T]):
         synchronised(self._model.device)
 
     def _prepare(self) -> None:
-        """Do what needs a forward pass before the first one over rollouts."""
+        """Do what needs a forward pass, before the first one over rollouts."""
 
     @abstractmethod
     def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:

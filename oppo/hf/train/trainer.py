@@ -113,12 +113,8 @@ def _alike(one: Batch, row: int, other: Batch, at: int) -> bool:
 
 
 class HfTrainerCore:
-    """Trains an actor, and its critic if it has one.
-
-    Several processes that :meth:`join` train together: the first keeps the weights and counts that the others have
-    copies or shards of.
-    """
-
+    # Several processes that join() train together: the first keeps the weights and counts that the others have copies
+    # or shards of.
     def __init__(
         self,
         models: ActorCritic,
@@ -196,11 +192,8 @@ class HfTrainerCore:
         self.counts.episodes = counts["episodes"]
 
     def update(self, batch: Batch) -> Trained:
-        """Train on one batch; the version increases by one, even if every minibatch was skipped.
-
-        A minibatch whose loss or gradient is not finite makes no optimizer step: its rollouts are in ``skipped``, each
-        once, and in ``nonfinite`` if no other minibatch trained them. What was accumulated is discarded.
-        """
+        # A minibatch whose loss or gradient is not finite makes no optimizer step: its rollouts are in `skipped`, each
+        # once, and in `nonfinite` if no other minibatch trained them.
         self._discard()
 
         def learn(update: UpdateMetrics) -> None:
