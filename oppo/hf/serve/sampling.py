@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Sequence[int] = ()) -> Drawn:
-    """Return the tokens sampled from ``logits`` [n, V] with ``noise``, their log-probs and their support, in float32."""
+    """Return tokens sampled from ``logits`` [n, V] with ``noise``, their log-probs and their support, in float32."""
     # A log-prob is of the distribution that the token was sampled from: at the sampling temperature (1 when greedy),
     # then top_k, then top_p, as in transformers' generate(). Rows that are too short get no token of sampling.stop.
     logits = logits.float()

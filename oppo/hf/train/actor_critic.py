@@ -210,7 +210,7 @@ def _require_value_head(critic: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorCriticRecipe:
-    """How an actor and its critic, by recipe or a head on the actor's trunk, are loaded for a rank on another machine."""
+    """How an actor and its critic, or a head on the actor's trunk, are loaded for a rank on another machine."""
 
     # The rank is sent the trained weights by rank 0, so a head that was new need not be the same.
 

@@ -26,11 +26,13 @@ from oppo.hf.as_text.streamed import (
     TAIL_TOKENS,
     Bridge,
     BridgedReward,
+    BridgedTeacher,
     Edit,
     GrowingText,
     Retokenizer,
+    Spans,
+    text_ends,
 )
-from oppo.hf.as_text.teacher import BridgedTeacher, Spans, text_ends
 from oppo.hf.probe import probe
 from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.hf.tokenizer import HfTokenizer, Rendered
