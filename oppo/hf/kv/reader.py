@@ -39,10 +39,9 @@ from oppo.hf.kv.attention import (
     reads_packed,
     rows_apart,
 )
-from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, sent
+from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Rows, Slab, as_slice, sent
 from oppo.hf.kv.graphs import Capture, StepGraphs
 from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on, packed_row_on
-from oppo.hf.kv.rows import Rows
 from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.routers import RouteRecords
 
