@@ -171,7 +171,6 @@ class DeviceThread(Thread):
         super().__init__(name, listener=listener, setup=set_up, time_slice=time_slice)
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
-        """Return the handle to an instance that is complete for the thread's stream."""
         hosted = super().host(make, track=track)
         synchronised(self.device)
         return hosted
@@ -179,8 +178,6 @@ class DeviceThread(Thread):
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run ``work`` in the thread, wait for the device, and return the result."""
-
         def synchronous(*args: P.args, **kwargs: P.kwargs) -> R:
             result = work(*args, **kwargs)
             if self.device.type == "cuda":

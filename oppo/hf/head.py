@@ -28,8 +28,7 @@ from oppo.hf.devices import full_precision
 from oppo.hf.introspection import backbone
 from oppo.losses import Input
 
-AGREEMENT = 1e-4
-"""Largest difference between logits of an actor and of its :class:`OwnHead`, in units of the largest logit."""
+AGREEMENT = 1e-4  # largest difference between logits of an actor and of its OwnHead, in units of the largest logit
 
 LOGITS_BYTES: Final = 256 << 20  # the most that logits take in float32; more are computed a chunk of tokens at a time
 

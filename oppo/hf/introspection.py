@@ -136,16 +136,16 @@ def passes_at(speed: float, model: PreTrainedModel, *, epochs: float = 0) -> Pas
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:
-    if model.config.num_labels != 1:
-        raise ModelRefused(
-            f"{type(model).__name__} gives {model.config.num_labels} numbers for a sequence, but a score is one: "
-            "load it with num_labels=1"
-        )
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Module):
         raise ModelRefused(
             f"{type(model).__name__} has no score layer on its last hidden state: expected a model loaded with "
             "AutoModelForSequenceClassification, of a decoder architecture"
+        )
+    if model.config.num_labels != 1:
+        raise ModelRefused(
+            f"{type(model).__name__} gives {model.config.num_labels} numbers for a sequence, but a score is one: "
+            "load it with num_labels=1"
         )
     return head
 

@@ -303,12 +303,6 @@ def holds_tokenizer(directory: Path) -> bool:
     return any(True for pattern in ("*token*", "vocab*", "*.model") for _ in directory.glob(pattern))
 
 
-def require_json(directory: Path) -> None:
-    for file in (directory / name for name in OBJECTS):
-        if file.is_file():
-            read_object(file)
-
-
 def require_data(directory: Path, *, trusted: bool, allow_pickle: bool) -> list[str]:
     # All is data. The names of tensors are returned, without those in pickles.
     if not (directory / CONFIG).is_file():

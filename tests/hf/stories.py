@@ -58,8 +58,7 @@ def serving(
         )
 
 
-Serving: TypeAlias = Callable[..., AbstractContextManager[HfPolicy]]
-"""Is called as :func:`serving` is."""
+Serving: TypeAlias = Callable[..., AbstractContextManager[HfPolicy]]  # is called as serving is
 
 
 @dataclass

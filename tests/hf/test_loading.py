@@ -15,15 +15,12 @@ import pytest
 import torch
 from huggingface_hub.constants import ENDPOINT, HF_HUB_ETAG_TIMEOUT
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     CTRLConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -66,22 +63,6 @@ def test_weights_lie_where_torch_would_put_them(causal: Path, scalar: Path) -> N
     assert weights_digest(models[0]) == weights_digest(models[1])
     tied = models[1].get_input_embeddings(), models[1].get_output_embeddings()
     assert tied[0].weight is tied[1].weight
-
-
-def test_a_reward_model_keeps_its_head(scalar: Path) -> None:
-    model = load_scalar(scalar)
-    assert torch.equal(model.state_dict()["score.weight"], load_file(scalar / "model.safetensors")["score.weight"])
-
-
-def test_a_causal_model_becomes_a_critic_only_when_a_new_head_is_asked_for(causal: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no score\.weight.*untrained head"):
-        load_scalar(causal)
-    critic = load_scalar(causal, new_head=True)
-    assert critic.config.num_labels == 1
-    assert not critic.state_dict()["score.weight"].any()
-    assert torch.equal(
-        critic.state_dict()["transformer.wte.weight"], load_causal(causal).state_dict()["transformer.wte.weight"]
-    )
 
 
 def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -210,12 +191,6 @@ def test_a_model_without_a_score_layer_is_refused_where_it_is_loaded(tmp_path: P
             load_scalar(tmp_path, new_head=new_head)
 
 
-def test_a_tokenizer_is_loaded(tmp_path: Path) -> None:
-    words = Tokenizer(WordLevel({"good": 0, "bad": 1, "?": 2}, unk_token="?"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path).convert_tokens_to_ids(["bad", "good"]) == [1, 0]
-
-
 def test_a_vocabulary_of_nothing_but_special_tokens_is_none(tmp_path: Path) -> None:
     tiny.causal("gpt2").save_pretrained(tmp_path)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == 1, "which is what transformers makes of no file at all"
@@ -263,11 +238,6 @@ def test_a_head_for_logits_is_left_out_of_a_model_that_gives_one_number(reward: 
     rewrite(reward, {"v_head.weight": torch.zeros(1, tiny.HIDDEN)})
     with pytest.raises(ConfigError, match=r"has v_head\.weight, which LlamaForSequenceClassification does not use"):
         load_scalar(reward)
-
-
-def test_a_new_head_is_told(causal: Path, messages: list[str]) -> None:
-    load_scalar(causal, new_head=True)
-    assert messages == [f"{causal} has no score.weight: the head is new, and begins at zero"]
 
 
 @pytest.mark.parametrize(
@@ -338,14 +308,6 @@ def adapter(tmp_path: Path) -> Path:
             parameter.add_(0.05 * parameter.requires_grad)
     model.save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
-
-
-@pytest.mark.adapters
-def test_an_adapter_is_loaded_with_its_base(adapter: Path) -> None:
-    ours = load_causal(adapter)
-    theirs = AutoModelForCausalLM.from_pretrained(adapter)
-    assert weights_digest(ours) == weights_digest(theirs)
-    assert weights_digest(ours) != weights_digest(load_causal(adapter.parent / "base"))
 
 
 @pytest.mark.adapters

@@ -38,15 +38,11 @@ from oppo.hf.lora import (
 from oppo.hf.model_files import CAUSAL
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import SentWeights, SharedModel, changing, weights_digest
 from oppo.models import Piece, Sampling, Weights
-from oppo.placement import Process, Thread
+from oppo.placement import Process
 from oppo.placement.wire import pack_with_blocks, unpack
-from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.child import ONE
-from tests.hf.train.test_trainer import SAMPLING, restored_between_updates, rollouts
 from tests.invariants import test_equivalence as equivalence
 from tests.known import known
 
@@ -72,7 +68,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "gemma2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "neox"])
 def test_the_reference_is_the_base_in_the_same_memory(name: str) -> None:
     plain = logits(tiny.causal(name, seed=1).train(mode=False))
     actor, reference = adapted(name, fresh=True)
@@ -98,7 +94,7 @@ def test_adapters_of_a_16_bit_model_have_32_bits_and_serve_as_they_train() -> No
     probe(actor)
 
 
-MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v3", "glm4-moe", "jetmoe", "qwen3-next")
+MIXTURES = ("mixtral", "gpt-oss", "deepseek-v3", "jetmoe", "qwen3-next")
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -267,21 +263,6 @@ def test_a_model_whose_adapters_peft_refuses_is_refused_by_name(experts: bool, m
         add_lora(model, 4, 8, experts=experts)
 
 
-def test_a_run_trains_adapters_of_experts_and_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    async def main(thread: Thread) -> None:
-        def made() -> HfTrainer:
-            settings = TrainerSettings(learning_rate=1e-2, epochs=1, minibatches=2)
-            return HfTrainer(with_experts("qwen3-moe"), sampling=SAMPLING, place=thread, settings=settings)
-
-        batch = tiny.apart(rollouts)(with_experts("qwen3-moe"), tiny.scalar(seed=2))
-        restored = await restored_between_updates(made, batch, tmp_path)
-        whole = restored.weights().standalone()
-        assert whole.keys() == tiny.mixture("qwen3-moe").state_dict().keys()
-
-    with Thread("train") as thread:
-        anyio.run(main, thread)
-
-
 def test_a_mixture_without_attention_is_refused() -> None:
     model = tiny.mixture("mixtral")
     for layer in model.get_submodule("model.layers").children():
@@ -318,7 +299,7 @@ def equivalence_models(kind: str) -> dict[str, PreTrainedModel]:
     return models
 
 
-@pytest.mark.parametrize("kind", ["llama", "experts", "nf4"])
+@pytest.mark.parametrize("kind", ["experts", "nf4"])
 def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit(kind: str) -> None:
     ours, theirs = equivalence_models(kind), equivalence_models(kind)
     base = weights_digest(theirs["reference"])
@@ -338,23 +319,6 @@ def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit(kind: str) -> 
     )
     assert weights_digest(ours["reference"]) == weights_digest(theirs["reference"]) == base
     assert abs(serial[2].logprobs - serial[2].reference).max() > 1e-3, "the adapters have learned something"
-
-
-async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    tiny.causal("llama", seed=1).save_pretrained(base)
-    actor = AutoModelForCausalLM.from_pretrained(base)
-    add_lora(actor, 4, 8)
-    critic = tiny.scalar("llama", seed=2)
-    with Thread("train", setup=ONE) as thread:
-        settings = TrainerSettings(learning_rate=1e-2, epochs=1, gradient_checkpointing=1)
-        trainer = HfTrainer(actor, critic, sampling=SAMPLING, place=thread, settings=settings)
-        await trainer.update(rollouts(actor, critic))
-        await trainer.save(tmp_path / "final")
-    written = tmp_path / "final" / "actor"
-    assert {each.name for each in written.glob("*.safetensors")} == {"adapter_model.safetensors"}
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(written).train(mode=False)), logits(actor))
-    assert not torch.allclose(logits(actor), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-4)
 
 
 def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
@@ -483,31 +447,6 @@ def test_modules_of_an_adapter_may_be_named_by_any_regular_expression_that_peft_
     saved(tmp_path, target_modules=spelled)
     load_lora(model := tiny.causal("llama", seed=1), tmp_path)
     assert {name.split(".")[4] for name in trained(model)} == {"q_proj", "v_proj"}
-
-
-class Receiver:
-    """A model whose engine knows no adapters."""
-
-    version = 0
-
-    async def load(self, weights: Weights) -> None:
-        self.version = weights.version
-        self.weights = {name: value for name, value in weights.standalone().items() if isinstance(value, torch.Tensor)}
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_an_engine_without_adapters_is_given_merged_weights(name: str) -> None:
-    actor, _ = adapted(name)
-    plain, receiver = tiny.causal(name, seed=9).train(mode=False), Receiver()
-
-    async def main() -> None:
-        with Thread("trainer") as thread:
-            trainer = HfTrainer(actor, sampling=SAMPLING, place=thread, settings=TrainerSettings(learning_rate=1e-3))
-            await trainer.sync_weights(receiver)
-
-    anyio.run(main)
-    plain.load_state_dict(receiver.weights)
-    assert torch.allclose(logits(plain), logits(actor), atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}])

@@ -163,15 +163,6 @@ async def assert_same(one: Scorer[object], other: Scorer[object]) -> None:
         assert np.array_equal(np.asarray(value), np.asarray(b[rollout]))
 
 
-async def test_in_exact_mode_the_values_are_a_threads_to_the_bit(process: Process, thread: Thread) -> None:
-    causal, scalar, sampling = tiny.causal("qwen2"), tiny.scalar("gpt2"), Sampling(temperature=0.7)
-    one, other = (
-        ReferenceLogprobs(causal, sampling=sampling, place=place, deterministic=True) for place in (thread, process)
-    )
-    await assert_same(one, other)
-    await assert_same(*(RewardModel(scalar, place=place, deterministic=True) for place in (thread, process)))
-
-
 @pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "nemotron-h", "kimi-linear", "lfm2"])
 async def test_a_model_with_states_that_was_probed_here_reads_in_a_process_as_in_a_thread(
     name: str, process: Process, thread: Thread

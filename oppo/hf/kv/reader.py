@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -85,7 +86,6 @@ class Incremental:
         self._has_made_states = False
         self._pads = True  # whether rows of a pass may be padded: not before states whose gates are unknown
         self.routes: RouteRecords | None = None
-        self._reads_packed: bool | None = None
         self._graphs: StepGraphs | None = None
         if self.device.type == "cuda" and self._states is None and not ordered:
             self.capture_steps(Capture(self.device))
@@ -233,9 +233,11 @@ class Incremental:
             and self._can_pack(max(sizes))
         )
 
+    @cached_property
+    def _reads_packed(self) -> bool:
+        return self._states is None and reads_packed(self._model)
+
     def _can_pack(self, longest_: int) -> bool:
-        if self._reads_packed is None:
-            self._reads_packed = self._states is None and reads_packed(self._model)
         return self._reads_packed and self.routes is None and packs(self._model, longest_)
 
     def _read_packed(

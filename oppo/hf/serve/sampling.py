@@ -108,8 +108,7 @@ def _until(best: Tensor, probabilities: Tensor, top_p: float) -> tuple[Tensor, T
     return best.masked_fill(~stays, -torch.inf), mass.gather(1, (stays.sum(-1, keepdim=True) - 1).clamp_(min=0))
 
 
-AHEAD = 16
-"""Positions of a row for which noise is made at once, at most: noise beyond the end of a response is wasted."""
+AHEAD = 16  # positions of a row for which noise is made at once, at most: noise beyond the end of a response is wasted
 
 ENTRIES = 2**18
 """About how many numbers are made at once, one position's at least: for fewer, calling torch dominates the cost."""

@@ -342,10 +342,10 @@ class StreamedScorer(ScorerHandle[T]):
 class ReferenceLogprobs(StreamedScorer[FloatArray]):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
-    It computes them as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
+    It is computed as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
     (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1. Where the policy's
     sampling left ids out, the logsumexp is over the others, so that the KL is between distributions over one support.
-    ``ToolTokens`` tokens get a log-prob too. Between chunks it keeps one hidden state for each open rollout.
+    Tool tokens get a log-prob too.
 
     Args:
         model: a causal LM that shares the policy's tokenizer; or its recipe, for a place on another machine.
@@ -405,11 +405,9 @@ class ValueModel(StreamedScorer[FloatArray]):
     """Scores each response token with the critic's value of the state before it, and the state after: float32 [n + 1].
 
     The critic is a sequence-classification model with one label; the value of the state before response token ``i``
-    is its ``score`` layer on the hidden state at position ``len(prompt) - 1 + i``, and the last one is that of the
-    state after the response.
-
-    After :meth:`load`, sessions opened under an older version are stale: the caller forgets and replays them. Arguments
-    and errors as for :class:`RewardModel`.
+    is its ``score`` layer on the hidden state at position ``len(prompt) - 1 + i``. After :meth:`load`, sessions opened
+    under an older version are stale: the caller forgets and replays them. Arguments and errors as for
+    :class:`RewardModel`.
     """
 
     def __init__(self, model: Loadable, *, place: Hosting, deterministic: bool = False) -> None:
@@ -507,8 +505,7 @@ class RecomputedLogprobs(ReferenceLogprobs):
     """Scores each response token with its log-prob under the actor's current weights: float32 [n], natural logarithm.
 
     It reads responses while they grow, as the reference does, with the same arguments. The model may be the module that
-    is trained. After :meth:`load`, sessions opened under an older version are stale: the caller forgets and replays
-    them.
+    is trained. After :meth:`load`, sessions opened under an older version are stale: the caller replays them.
     """
 
     async def load(self, weights: Weights) -> None:
@@ -550,7 +547,6 @@ class ProximalLogprobs(RecomputedLogprobs):
         """Read nothing: which tokens are stale is known when a rollout finishes."""
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
-        """Return the log-probs of each response."""
         stale = {event.rollout: self._stale(event.response) for event in finished}
         deferred = [event for event in finished if stale[event.rollout].any()]
         logprobs = {event.rollout: event.response.logprobs for event in finished}

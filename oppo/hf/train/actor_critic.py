@@ -130,7 +130,7 @@ class ActorCritic(nn.Module):
         actor = _trained(self.actor, "actor")
         if self.critic is None:
             return [actor]
-        _require_value_head(self.critic)
+        score_head(self.critic)  # refused without one
         return [actor, _trained(self.critic, "critic", but=self.actor)]
 
     def copied(self, device: torch.device | None = None) -> ActorCritic:
@@ -196,16 +196,6 @@ def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None =
     if not trained:
         raise ModelRefused(f"no parameter of the {name} requires a gradient, so there is nothing to train")
     return trained
-
-
-def _require_value_head(critic: PreTrainedModel) -> None:
-    name, labels = type(critic).__name__, critic.config.num_labels
-    if not isinstance(getattr(critic, "score", None), nn.Module):
-        raise ModelRefused(
-            f"the critic {name} has no 'score' head: load it with AutoModelForSequenceClassification, num_labels=1"
-        )
-    if labels != 1:
-        raise ModelRefused(f"the critic {name} must have one label, a value, but has {labels}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -465,12 +465,9 @@ def _remote(
 class HfTrainer(HostedTrainer[HfTrainerCore]):
     """Trains a causal language model, and its critic if it has one; implements :class:`oppo.models.ResumableTrainer`.
 
-    Weights with fewer bits than float32 are trained through float32 copies. Metrics are of the loss, of the tokens'
-    staleness, and of the work done.
-
-    A trunk that the two models share (:func:`oppo.hf.value_model_on`) is read once, and has the gradient of the sum of
-    all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and does not
-    learn during the critic's warm-up, which trains the value head only.
+    Weights with fewer bits than float32 are trained through float32 copies. A trunk that the two models share
+    (:func:`oppo.hf.value_model_on`) is read once, and has the gradient of the sum of all losses. It has the actor's
+    learning rate and clipping, and does not learn during the critic's warm-up.
 
     In a :class:`~oppo.placement.Process` both processes share the weights (:mod:`oppo.hf.weights`); the float32 copies
     and the optimizer's moments are in that process alone. In :class:`~oppo.placement.Ranks` several processes share the
@@ -481,13 +478,13 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         actor: a causal language model; the parameters that require a gradient are trained.
         critic: a sequence-classification model with one label: its head's output at the position before a response
             token is the value of the state in which the policy drew that token. ``None`` if advantages need no values
-            (GRPO, RLOO); no value loss is then computed, reported or saved.
+            (GRPO, RLOO).
         sampling: the policy's: its temperature divides the logits here too.
         place: where updates are made: any place.
         settings: everything about the optimisation.
-        loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
-        shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
-            :mod:`oppo.hf.train.ranks`); otherwise each has all of them.
+        loss: by default :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
+        shard: each of several ranks has a shard of weights, gradients and optimizer states (FSDP2, see
+            :mod:`oppo.hf.train.ranks`); otherwise all of them.
         devices: of the ranks; the models' own when empty. Ranks on GPUs are given models on the CPU, which then
             hold the weights that are synced and saved.
         recipe: how ranks on other machines load the models; the trained weights they get from this one.

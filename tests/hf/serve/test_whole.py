@@ -214,13 +214,6 @@ async def test_stale_tokens_are_computed_again_and_current_ones_keep_what_was_re
         assert np.abs(logprobs[:4] - event.response.logprobs[:4]).max() > 1e-3, "other weights, other log-probs"
 
 
-async def test_of_the_same_weights_what_is_computed_again_agrees_with_what_was_recorded(thread: Thread) -> None:
-    finished = await rolled_out(thread)
-    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=1), sampling=TRUNCATING, place=thread), 1)
-    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
-        assert_allclose(logprobs, event.response.logprobs, rtol=1e-5, atol=1e-5)
-
-
 async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = [aged(event, (3,)) for event in await rolled_out(thread)]
     scorer = await at_version(ProximalLogprobs(tiny.causal(), sampling=TRUNCATING, place=thread), 3)
@@ -230,16 +223,6 @@ async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, mo
         await scorer.extend([event.response.chunk()])
     for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
         assert logprobs is event.response.logprobs
-
-
-async def test_exact_log_probs_do_not_depend_on_what_finishes_together(thread: Thread) -> None:
-    finished = [aged(event, (0, 1)) for event in await rolled_out(thread)]
-    model = tiny.causal(seed=7)
-    scorer = await at_version(ProximalLogprobs(model, sampling=TRUNCATING, place=thread, deterministic=True), 1)
-    together = await scorer.finish(finished)
-    alone = [(await scorer.finish([event]))[0] for event in reversed(finished)]
-    for one, other in zip(together, reversed(alone), strict=True):
-        assert_array_equal(one, other)
 
 
 async def test_where_the_kv_cache_is_kept_everything_after_a_stale_token_is_stale(thread: Thread) -> None:
@@ -364,29 +347,6 @@ async def test_where_nothing_is_deferred_every_choice_makes_the_same_update_bit_
         assert "policy/clipfrac_staleness_1" not in report.metrics
 
 
-async def test_where_rollouts_are_deferred_the_choices_differ_and_the_metrics_say_by_how_much() -> None:
-    chosen = [
-        Correction(),
-        Correction(ratio_base="proximal"),
-        Correction(ratio_base="proximal", weight="truncated", cap=1.0),
-        Correction(weight="mask", low=0.99, high=1.01),
-    ]
-    runs = [await ran(correction, extra=3) for correction in chosen]
-    assert len({run.digest for run in runs}) == len(chosen)
-    for run in runs:
-        stale = [report.metrics for report in run.reports if report.metrics["staleness/share_1"]]
-        assert stale
-        for metrics in stale:
-            staleness = [metrics[f"staleness/share_{staleness}"] for staleness in ("0", "1", "2plus")]
-            assert sum(staleness) == pytest.approx(1)
-            assert metrics["mismatch/kl"] > 1e-6
-            assert 0 < metrics["mismatch/kl_current"] < 1e-8
-            assert 0 < metrics["mismatch/ess"] < 1
-            assert 0 <= metrics["policy/clipfrac_staleness_1"] <= 1
-    assert any(report.metrics["mismatch/masked"] > 0 for report in runs[-1].reports)
-    assert any(report.metrics["mismatch/weight"] < 1 for report in runs[2].reports)
-
-
 async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
     run = await ran(Correction(ratio_base="proximal"), extra=3)
     for batch, report in zip(run.batches, run.reports, strict=True):
@@ -400,14 +360,6 @@ async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
             divergence = (np.expm1(log) - log)[stale].mean()
             assert report.metrics["mismatch/kl"] == pytest.approx(divergence, rel=1e-3, abs=1e-8)
         assert_array_equal(known(batch.proximal)[batch.sampled][~stale], batch.logprobs[batch.sampled][~stale])
-
-
-async def test_a_kept_kv_cache_shows_as_a_mismatch_of_current_tokens() -> None:
-    corrected = Correction(ratio_base="proximal")
-    kept, recomputed = [await ran(corrected, extra=3, keep=keep, steps=4) for keep in (True, False)]
-    assert any(len(set(response.versions.tolist())) > 1 for batch in kept.batches for response in batch.responses)
-    largest = [max(report.metrics["mismatch/kl_current"] for report in run.reports) for run in (kept, recomputed)]
-    assert largest[0] > 1e-6 > largest[1]
 
 
 async def test_ratios_over_the_proximal_policy_begin_at_one_for_stale_tokens_too(thread: Thread) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from oppo.graph import Graph
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.train.actor_critic import ActorCritic, shares_trunk, value_model_on
+from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
@@ -112,43 +111,6 @@ async def steps(graph: Graph[StepReport], count: int) -> None:
     async with graph.open(prompts) as run:
         async for _ in run.steps(count):
             pass
-
-
-async def trained(kind: str, training: Place, acting: Hosting, scoring: Place, *, share: bool) -> Mapping[str, str]:
-    """Make two deterministic steps; return what the served models have become, which is what was trained."""
-    models = tiny.apart(KINDS[kind])()
-    trainer = trainer_of(models, training, share=share)
-    await steps(graph_of(models, trainer, acting, scoring), 2)
-    core = trainer.core
-    assert trainer.version == 2
-    assert core.counts.micro_batches > 2
-    assert (core.actor is models.actor) == share
-    assert weights_digest(core.actor) == weights_digest(models.actor), "the policy has not followed"
-    become = {"actor": weights_digest(models.actor)}
-    if models.critic is not None and core.critic is not None:
-        assert weights_digest(core.critic) == weights_digest(models.critic), "the critic has not followed"
-        become["critic"] = weights_digest(models.critic)
-        assert shares_trunk(models.actor, models.critic) == shares_trunk(core.actor, core.critic) == (kind == "trunk")
-    if kind == "lora":
-        shared = {parameter.data_ptr() for parameter in models.reference.parameters()}
-        frozen = [parameter for parameter in core.actor.parameters() if not parameter.requires_grad]
-        assert {parameter.data_ptr() for parameter in frozen} <= shared, "the base is in memory once"
-    return become
-
-
-@pytest.mark.parametrize("kind", MARKED)
-async def test_final_weights_are_the_same_to_the_bit_wherever_they_lie_and_are_trained(
-    kind: str, thread: Thread, process: Process, actor_process: Process
-) -> None:
-    usual = await trained(kind, thread, thread, thread, share=True)
-    assert usual["actor"] != weights_digest(tiny.apart(KINDS[kind])().actor)
-    assert await trained(kind, thread, thread, thread, share=False) == usual
-    assert await trained(kind, process, thread, process, share=True) == usual, "scorers there too"
-    if kind == "ppo":
-        for share in (True, False):
-            assert await trained(kind, process, thread, thread, share=share) == usual, share
-            assert await trained(kind, thread, actor_process, thread, share=share) == usual, share
-    assert await trained(kind, process, actor_process, thread, share=False) == usual, "a process for each"
 
 
 async def test_what_a_process_has_written_a_thread_goes_on_with_and_the_other_way_round(
