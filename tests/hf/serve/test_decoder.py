@@ -193,68 +193,6 @@ async def test_the_story_of_each_rollout_is_the_same_whatever_the_portion() -> N
         assert story.states() == whole.states()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-async def test_a_deferred_rollout_goes_on_as_if_it_had_never_been_cut(serving: Serving, deterministic: bool) -> None:
-    asked = prompts(10)
-    with serving(deterministic=deterministic) as policy:
-        whole = await told(policy, asked)
-        story = Story(await policy.open(asked), cut_after=3)
-        read_at_first = policy.counters.prefilled
-        await story.step(policy)
-        deferred = [k for k, state in enumerate(story.states()) if state == "cut"]
-        finished = sum(map(len, story.told))
-        assert 3 <= finished == len(asked) - len(deferred) < len(asked)
-        cut_at = {len(tokens) for tokens in (story.tokens()[k] for k in deferred)}
-        assert len(cut_at) == 1, "all deferred rows have made as many decode steps"
-        first_prefill = policy.counters.prefilled
-        story.cut_after = 7
-        await story.step(policy)
-        story.cut_after = 1_000_000
-        await story.step(policy)
-        assert policy.counters.prefilled == first_prefill == 2 * read_at_first, "nothing was read twice"
-    assert story.tokens() == whole.tokens()
-    assert_close([x for row in story.logprobs() for x in row], [x for row in whole.logprobs() for x in row])
-    assert story.states() == whole.states()
-    assert story.told == whole.told
-
-
-async def test_leaving_early_parks_the_rollouts_and_their_tokens_wait(serving: Serving) -> None:
-    asked = prompts(6)
-
-    async def leave_early(policy: HfPolicy, story: Story) -> None:
-        async with policy.decoding(story.decodes, story.cut):
-            story.pieces[0].append(await story.decodes[0].read(1))
-            raise ZeroDivisionError
-
-    with serving() as policy:
-        whole = await told(policy, asked)
-        story = Story(await policy.open(asked))
-        with pytest.raises(ZeroDivisionError):
-            await leave_early(policy, story)
-        for k in range(len(asked)):
-            await story.read(k, 1_000)
-        assert "cut" in story.states()
-        await story.step(policy)
-    assert story.tokens() == whole.tokens()
-
-
-async def test_a_body_that_is_cancelled_leaves_the_thread_free(serving: Serving) -> None:
-    with serving(sampling=Sampling(max_new_tokens=120)) as policy:
-        decodes = await policy.open(prompts(3))
-        with anyio.CancelScope() as scope:
-            async with policy.decoding(decodes, lambda _: False):
-                await decodes[0].read(3)
-                scope.cancel()
-                await anyio.sleep_forever()
-        assert scope.cancelled_caught
-        steps = policy.counters.decode_steps
-        await policy.load(Weights(1))
-        assert policy.counters.decode_steps == steps
-        async with policy.decoding(decodes, lambda _: False):
-            piece = await decodes[0].read(120)
-        assert (len(piece.tokens), piece.state) == (117, "length")
-
-
 async def test_a_task_that_is_cancelled_while_it_decodes_leaves_the_policy_usable(serving: Serving) -> None:
     """As Ctrl-C does: it cancels a task, not a scope."""
     with serving(sampling=Sampling(max_new_tokens=120)) as policy:

@@ -34,7 +34,7 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import SharedModel, weights_digest
 from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
-from oppo.placement import Process, Thread
+from oppo.placement import Thread
 from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.returns import Correction
 from oppo.stages import GAE
@@ -270,21 +270,6 @@ async def test_what_another_engine_sampled_is_computed_again_also_if_it_is_curre
     assert scorer.version == 3
     await scorer.load(Weights(4))
     assert scorer.version == 4, "an actor that is not trained yet has a version too"
-
-
-@pytest.mark.parametrize("kind", [ProximalLogprobs, RecomputedLogprobs])
-async def test_in_another_process_the_trainers_new_weights_are_those_that_count(
-    kind: type[RecomputedLogprobs], thread: Thread
-) -> None:
-    finished = await rolled_out(thread)
-    actor = tiny.causal(seed=1)
-    with Process("scorers", setup=ONE) as process:
-        scorer = kind(actor, sampling=TRUNCATING, place=process)
-        newer = tiny.causal(seed=7)
-        await scorer.load(Weights(1, actor=newer.state_dict()))
-        await scorer.extend([part for event in finished for part in (event.response.prompt, event.response.chunk())])
-        for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
-            assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
 
 
 @dataclass
