@@ -22,8 +22,8 @@ from oppo.run.checkpoint import CHECKPOINTS
 from oppo.run.train import FINAL, train
 from oppo.stages import Generate
 from oppo.turns import Answer, Turn
-from tests.forked import Program
-from tests.workplace import furnish, records
+from tests.kit.forked import Program
+from tests.kit.workplace import furnish, records
 
 TRAINER = '''
 """A trainer of a user: plain policy gradient by SGD with momentum, on a copy of the actor."""

@@ -19,7 +19,7 @@ from oppo.events import StepReport
 from oppo.graph import Graph
 from oppo.run.train import FINAL, train
 from oppo.stages import GAE
-from tests.workplace import furnish, oppo, records
+from tests.kit.workplace import furnish, oppo, records
 
 OWN = '''
 """Algorithms of a user."""

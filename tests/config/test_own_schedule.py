@@ -12,7 +12,7 @@ from oppo.algorithms.group import RLOO
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load, resolve
 from oppo.run.train import FINAL
-from tests.workplace import furnish, oppo, records
+from tests.kit.workplace import furnish, oppo, records
 
 OWN = '''
 """An admission and losses of a user."""

@@ -44,7 +44,7 @@ from oppo.placement import Process
 from oppo.placement.wire import pack_with_blocks, unpack
 from tests.hf import tiny
 from tests.invariants import test_equivalence as equivalence
-from tests.known import known
+from tests.kit.known import known
 
 pytestmark = pytest.mark.adapters
 IDS = torch.arange(3, 23).reshape(2, 10)

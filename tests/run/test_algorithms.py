@@ -22,7 +22,7 @@ from oppo.run.train import FINAL
 from oppo.stages.advantage import OF_THE_REFERENCE
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, tokenizer, weights
+from tests.kit.workplace import furnish, oppo, records, tokenizer, weights
 
 OWN: Final[Mapping[str, Sequence[str]]] = {
     "dapo": ["algorithm.samples=3", "algorithm.max_rounds=50"],

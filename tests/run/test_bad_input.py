@@ -19,7 +19,7 @@ from oppo.hf.train.packing import MicroBatch
 from oppo.liveness import StallLimits
 from oppo.report.records import Lock
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, run, tokenizer
+from tests.kit.workplace import furnish, oppo, records, run, tokenizer
 
 
 @pytest.fixture(scope="module")

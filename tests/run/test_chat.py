@@ -20,7 +20,7 @@ from oppo.run.models import policy_tokenizer
 from oppo.run.rewards import UserCode
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.workplace import oppo, records
+from tests.kit.workplace import oppo, records
 
 TEMPLATES = Path(__file__).parents[1] / "hf" / "templates"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "</tool_call>")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from oppo.cli import main
-from tests.workplace import oppo
+from tests.kit.workplace import oppo
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 UP = "model.layers.0.mlp.up_proj.weight"

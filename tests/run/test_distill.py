@@ -15,7 +15,7 @@ from oppo.config.load import load
 from oppo.run.deployment import Deployment
 from oppo.run.memory import Expected, expected, load_of
 from tests.hf import tiny
-from tests.workplace import CONFIG, furnish, oppo, records, tokenizer
+from tests.kit.workplace import CONFIG, furnish, oppo, records, tokenizer
 
 PLAIN: Final = CONFIG.replace('[[rewards]]\nsource = "reward"\n', "")
 """Settings without a reward."""

@@ -20,7 +20,7 @@ from oppo.run.deployment import Deployment
 from oppo.run.memory import ALONE, Expected, advice, crowded, engine_share, expected, load_of
 from oppo.vllm.arguments import placed, route_of
 from tests.hf import tiny
-from tests.workplace import oppo, tokenizer
+from tests.kit.workplace import oppo, tokenizer
 
 MIB = 1 << 20
 

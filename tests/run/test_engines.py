@@ -36,10 +36,10 @@ from oppo.vllm.arguments import OF_LOGPROBS, OF_REWARDS, SETTINGS
 from oppo.vllm.logprobs import LogprobServer
 from oppo.vllm.reward import RewardServer
 from tests.hf import tiny
-from tests.responses import VOCABULARY
+from tests.kit.responses import VOCABULARY
+from tests.kit.workplace import oppo, records, tokenizer
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
 from tests.vllm.fake_server import FakeServer
-from tests.workplace import oppo, records, tokenizer
 
 
 @dataclass

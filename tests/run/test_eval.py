@@ -15,9 +15,9 @@ from oppo import train
 from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.report.metrics import metric
 from oppo.run.checkpoint import CHECKPOINTS, verified
+from tests.kit.workplace import furnish, oppo, records, start
 from tests.report.tracked import board
 from tests.run.test_resume_real import stable
-from tests.workplace import furnish, oppo, records, start
 
 EXACT = ("run.deterministic=true", "run.panel=off", "run.trace=0", "run.steps=4", "run.checkpoint_every=2")
 EVAL = ("eval.prompts=held_out.jsonl", "eval.every=2")

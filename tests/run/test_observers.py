@@ -17,8 +17,8 @@ from oppo.observe import Observer, Span
 from oppo.report.trackers import TensorBoard
 from oppo.run.observers import EVENTS
 from oppo.run.train import prepare, run
+from tests.kit.workplace import oppo, records, resume
 from tests.report.tracked import board, history, logs, texts, trackio_history
-from tests.workplace import oppo, records, resume
 
 
 class Talkative(Observer):

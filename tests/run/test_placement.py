@@ -30,8 +30,8 @@ from oppo.run.engines import require_engines
 from oppo.run.memory import Expected, by_device, crowded, expected, load_of, with_micro_batches
 from oppo.run.train import FINAL
 from tests.hf import tiny
+from tests.kit.workplace import killed_and_replaced, oppo, records, resume, start
 from tests.placement.instances import gone
-from tests.workplace import killed_and_replaced, oppo, records, resume, start
 
 BOTH = 'placement.trainer=["cpu", "cpu"]'
 

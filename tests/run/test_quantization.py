@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from oppo.cli import DONE
+from tests.kit.workplace import oppo, records, resume
 from tests.run.test_doctor import resting
-from tests.workplace import oppo, records, resume
 
 pytestmark = pytest.mark.adapters
 

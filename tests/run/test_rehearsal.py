@@ -10,7 +10,7 @@ import pytest
 
 from oppo.cli import DONE, FAILED
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, tokenizer, tokenizer_of
+from tests.kit.workplace import furnish, oppo, tokenizer, tokenizer_of
 
 TEMPLATE = (
     "{% for m in messages %}<s> {{ m['role'] }} {{ m['content'] }} {% endfor %}"

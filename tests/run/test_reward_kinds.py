@@ -14,7 +14,7 @@ from oppo.run.memory import expected, load_of
 from tests.hf import tiny
 from tests.hf.as_text.test_whole import classifier, sentence_encoder
 from tests.hf.spot_tokenizers import TEMPLATE, spot
-from tests.workplace import furnish, oppo, records, tokenizer
+from tests.kit.workplace import furnish, oppo, records, tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
 from oppo.observe import Observer, Span
 from oppo.run.train import FINAL
 from oppo.signals import Stopped
-from tests.workplace import furnish, oppo, records, resume, start
+from tests.kit.workplace import furnish, oppo, records, resume, start
 
 MISCHIEF = """
 import asyncio, os, sys, threading, time

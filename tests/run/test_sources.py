@@ -22,7 +22,7 @@ from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load
 from oppo.errors import ConfigError, DataError
 from oppo.run.checkpoint import CHECKPOINTS, read_state
-from tests.workplace import furnish, oppo, records, resume, start, weights
+from tests.kit.workplace import furnish, oppo, records, resume, start, weights
 
 QUIET = (
     "run.deterministic=true",

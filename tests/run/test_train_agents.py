@@ -23,10 +23,10 @@ from oppo.observe import Observer
 from oppo.run.train import train
 from oppo.signals import Stopped
 from oppo.turns import Turn
-from tests import paced
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.workplace import oppo, records, resume
+from tests.kit import paced
+from tests.kit.workplace import oppo, records, resume
 
 TEMPLATE = (Path(__file__).parents[1] / "hf" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 
@@ -155,7 +155,7 @@ async def interrupting(row, base_url, api_key):
     raise KeyboardInterrupt
 '''
 PACED = (
-    CODE.replace("def add(", "from tests import paced\n\n\nasync def add(")
+    CODE.replace("def add(", "from tests.kit import paced\n\n\nasync def add(")
     .replace("    return left + right", "    await paced.calls.pace()\n    return left + right")
     .replace("choice = reply", 'paced.turn.set((row["number"], turn))\n            choice = reply')
 )

@@ -21,8 +21,8 @@ from oppo.run.checkpoint import CHECKPOINTS
 from oppo.run.deployment import Deployment
 from oppo.run.train import prepare, run
 from oppo.testing import Recorder
+from tests.kit.workplace import oppo, records, require_bounded_staleness, resume, start, weights
 from tests.report.synthetic import all_nested
-from tests.workplace import oppo, records, require_bounded_staleness, resume, start, weights
 
 EXACT = ("run.deterministic=true", "run.panel=off", "step.batch=4", "step.overcommit=2")
 AHEAD = ("step.lookahead=1", "run.checkpoint_every=3")

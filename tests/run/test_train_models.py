@@ -19,7 +19,7 @@ from oppo.demo.assets import alone
 from oppo.demo.models import TrainingBudget, train_policy, train_tokenizer
 from oppo.hf.loading import load_scalar
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, resume, tokenizer
+from tests.kit.workplace import furnish, oppo, records, resume, tokenizer
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, object]]:

@@ -21,7 +21,7 @@ from oppo.run.checkpoint import settings_of
 from oppo.run.deployment import Deployment
 from oppo.run.models import assemble, policy_tokenizer
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, tokenizer
+from tests.kit.workplace import furnish, oppo, records, tokenizer
 
 JUDGES = """
 import os

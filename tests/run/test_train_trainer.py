@@ -18,8 +18,8 @@ from oppo.config.load import load
 from oppo.hf.lora import merged
 from oppo.run.checkpoint import CHECKPOINTS
 from oppo.run.train import FINAL, prepare
-from tests.forked import Program
-from tests.workplace import oppo, records, resume, start, weights
+from tests.kit.forked import Program
+from tests.kit.workplace import oppo, records, resume, start, weights
 
 EXACT = ("run.deterministic=true", "run.checkpoint_every=1", "run.scorers=thread", "run.panel=off")
 

@@ -22,7 +22,7 @@ from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.workplace import furnish, oppo, records, run, tokenizer, weights
+from tests.kit.workplace import furnish, oppo, records, run, tokenizer, weights
 
 TOOLS = """
 import time

@@ -43,9 +43,9 @@ from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.serve.test_whole import causal as only_whole
 from tests.hf.stories import allowed, full_logprobs, prompts
-from tests.known import known
-from tests.responses import EOS, PADDING, chunk, endings, responses, stream
-from tests.workplace import tokenizer
+from tests.kit.known import known
+from tests.kit.responses import EOS, PADDING, chunk, endings, responses, stream
+from tests.kit.workplace import tokenizer
 
 TEMPERATURE = 0.7
 

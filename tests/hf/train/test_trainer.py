@@ -40,7 +40,7 @@ from oppo.testing import check_trainer, prompts
 from oppo.training import TrainerSettings
 from tests.golden import fixed
 from tests.hf import tiny
-from tests.known import known
+from tests.kit.known import known
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SAMPLING = Sampling(max_new_tokens=16, stop=(2,))

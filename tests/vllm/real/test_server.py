@@ -26,11 +26,11 @@ from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.processes import kill_group
 from oppo.vllm.server import start_command
 from oppo.vllm.sync import free_port
+from tests.kit.workplace import furnish, oppo, records
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor, wait_until_healthy
 from tests.vllm.real.test_adapters import adapted, respond, weights
 from tests.vllm.real.test_policy import logprobs_of, read, some, tokens_of, until, whole
-from tests.workplace import furnish, oppo, records
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
