@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from inspect import signature
 from os.path import commonprefix
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from oppo.errors import ConfigError
 from oppo.events import Chunk, Finish, Prompt, Response, ToolTokens
@@ -478,6 +480,37 @@ def test_special_tokens_that_tools_and_calls_spell_are_ordinary_text(name: str, 
     for at, each in enumerate(cases):
         both = each.tool, each.call
         assert read(at)[1] == read(-1)[1]
+
+
+RESPONSES: dict[str, Any] = json.loads((TEMPLATES / "responses.json").read_text())
+
+
+@pytest.mark.skipif("tools" not in signature(PreTrainedTokenizerBase.parse_response).parameters, reason="before 5.15")
+@pytest.mark.parametrize("name", sorted(RESPONSES))
+@given(seed=SEEDS)
+@settings(max_examples=2)
+def test_what_transformers_reads_otherwise_it_loses_by_its_own_rules(name: str, seed: int) -> None:
+    cases = [each for each in drawn(seed) if "<" not in "".join([each.name, *each.arguments])]  # its marks have none
+    chat = reading(name, cases)
+    inner: Any = tokenizer(name).inner
+    for each in cases:
+        tokens = turn(name, each.call)
+        read: Any = inner.parse_response(tokens, RESPONSES[name], prefix=chat._opened, tools=[each.tool])
+        theirs, (ours,) = read["tool_calls"][0]["function"], chat.parse(tokens).tool_calls
+        assert (each.name, ours.name) == (theirs["name"], each.name)
+        assert [key for key in each.differences(theirs["arguments"]) if not lost(each, key)] == []
+        assert each.differences(ours.arguments) == {}
+
+
+def lost(case: Case, key: str) -> bool:
+    """Return whether transformers cannot read an argument.
+
+    It reads ``type``, ``anyOf`` and ``oneOf`` of a schema, strips texts, takes 0 and 1 for truth values, and writes a
+    large number without an exponent.
+    """
+    schema, value = case.tool["function"]["parameters"]["properties"][key], case.arguments[key]
+    unread = {"allOf", "const", "enum", "$ref"}.intersection(schema) or not schema or "boolean" in json.dumps(schema)
+    return bool(unread) or value == 1e300 or (isinstance(value, str) and value != value.strip())
 
 
 def test_a_schema_that_is_none_is_refused() -> None:

@@ -17,7 +17,7 @@ from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import Gates, StateSlots
 from oppo.hf.probe import probe
 from tests.hf import tiny
-from tests.known import deep
+from tests.kit.known import deep
 
 EXACT = 1e-12  # by how much, relative to 1 + |x|, numbers may differ in float64
 

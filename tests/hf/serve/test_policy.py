@@ -543,6 +543,12 @@ def test_only_the_last_tokens_are_decoded() -> None:
     assert max(seen) == SLACK + len("é\n".encode())
 
 
+def test_stop_tokens_and_the_length_end_responses_too() -> None:
+    ending = StopCriteria(Sampling(stop=(3, 4), stop_strings=("c",)), text)
+    assert [ending.reason([1, last], 2) for last in (3, 4, 9, 1)] == ["eos", "stop", "stop", "length"]
+    assert ending.reason([1], 2) is None
+
+
 def test_stop_texts_need_a_way_to_read_tokens() -> None:
     with pytest.raises(ValueError, match="give the policy decode="):
         StopCriteria(Sampling(stop_strings=("x",)))

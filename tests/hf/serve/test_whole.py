@@ -214,6 +214,13 @@ async def test_stale_tokens_are_computed_again_and_current_ones_keep_what_was_re
         assert np.abs(logprobs[:4] - event.response.logprobs[:4]).max() > 1e-3, "other weights, other log-probs"
 
 
+async def test_of_the_same_weights_what_is_computed_again_agrees_with_what_was_recorded(thread: Thread) -> None:
+    finished = await rolled_out(thread)
+    scorer = await at_version(ProximalLogprobs(tiny.causal(seed=1), sampling=TRUNCATING, place=thread), 1)
+    for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
+        assert_allclose(logprobs, event.response.logprobs, rtol=1e-5, atol=1e-5)
+
+
 async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     finished = [aged(event, (3,)) for event in await rolled_out(thread)]
     scorer = await at_version(ProximalLogprobs(tiny.causal(), sampling=TRUNCATING, place=thread), 3)
