@@ -19,17 +19,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Phi3Config, PreTrainedModel
 
-from oppo.admission import Overcommit
-from oppo.admission.chunking import Fixed
-from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError
 from oppo.events import Batch, FloatArray, IntArray, Prompt
 from oppo.hf.introspection import backbone, has_experts, longest, score_head, vocabulary
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.loading import load_causal, load_tokenizer
 from oppo.hf.probe import probe
-from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
@@ -38,6 +33,7 @@ from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE
+from tests.hf.stories import graph_of
 from tests.kit.known import known
 from tests.kit.pipelines import Tap
 
@@ -54,33 +50,28 @@ class Models:
     reward: PreTrainedModel
     critic: PreTrainedModel
 
-    async def step(self, asked: Sequence[Prompt], *, deterministic: bool = False) -> tuple[Batch, Mapping[str, float]]:
+    async def step(self, asked: Sequence[Prompt]) -> tuple[Batch, Mapping[str, float]]:
         """Make one streamed step of PPO over all but one of the prompts; return its batch and metrics."""
 
         with Thread("decode", setup=ONE) as decoding, Thread("score", setup=ONE) as scoring:
-            policy = HfPolicy(self.actor, sampling=SAMPLING, place=decoding, deterministic=deterministic)
-            critic = ValueModel(self.critic, place=scoring, deterministic=deterministic)
-            graph = ppo(
-                policy=policy,
-                reference=ReferenceLogprobs(
-                    self.reference, sampling=SAMPLING, place=scoring, deterministic=deterministic
-                ),
-                reward=RewardModel(self.reward, place=scoring, deterministic=deterministic),
-                critic=critic,
-                trainer=HfTrainer(
-                    self.actor,
-                    self.critic,
-                    sampling=SAMPLING,
-                    place=decoding,
-                    settings=TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=1, micro_batch_tokens=200),
-                ),
-                admission=Overcommit(batch=len(asked) - 1, overcommit=1),
-                chunks=Fixed(7),
+            settings = TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=1, micro_batch_tokens=200)
+            graph = graph_of(
+                self.actor,
+                self.critic,
+                trainer=HfTrainer(self.actor, self.critic, sampling=SAMPLING, place=decoding, settings=settings),
+                acting=decoding,
+                scoring=scoring,
+                sampling=SAMPLING,
+                batch=len(asked) - 1,
+                extra=1,
+                chunk=7,
+                reference=self.reference,
+                reward=self.reward,
+                deterministic=False,
             )
             tap = Tap()
             async with graph.open(asked, observers=[tap]) as run:
                 [report] = [report async for report in run.steps(1)]
-            assert policy.version == critic.version == 1
         [batch] = [item for _, _, item in tap.items if isinstance(item, Batch)]
         return batch, report.metrics
 

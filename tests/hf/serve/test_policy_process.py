@@ -14,27 +14,22 @@ import anyio
 import numpy as np
 import pytest
 
-from oppo.admission import Overcommit
-from oppo.admission.chunking import Fixed
-from oppo.algorithms.group import grpo
-from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt, Response
 from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.policy import HfDecode, HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
-from oppo.losses import ClippedLoss
+from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Process, Thread
 from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, serving, told
+from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, graph_of, prompts, serving, told
 from tests.kit.dialogues import ANSWER
 from tests.kit.pipelines import Tap
 from tests.kit.workplace import tokenizer
@@ -71,41 +66,26 @@ async def ran(
     actor, critic = tiny.causal(seed=1), tiny.scalar(seed=3)
     trained = (actor,) if groups else (actor, critic)
     settings = TrainerSettings(learning_rate=1e-3, epochs=2)
-    policy = HfPolicy(
-        served or actor,
+    made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
+    trainer = HfTrainer(
+        actor,
+        None if groups else critic,
         sampling=sampling,
-        place=acting,
-        deterministic=True,
+        place=scoring,
+        settings=settings,
+        loss=ClippedLoss() if groups else PPOLoss(),
+    )
+    graph = graph_of(
+        actor,
+        None if groups else critic,
+        trainer=trainer,
+        acting=acting,
+        scoring=scoring,
+        sampling=sampling,
         kv_on_sync="keep" if keep else "recompute",
         decode=HfTokenizer(tokenizer()).decode,
+        served=served or actor,
     )
-    reference = ReferenceLogprobs(tiny.causal(seed=1), sampling=sampling, place=scoring, deterministic=True)
-    reward = RewardModel(tiny.scalar(seed=2), place=scoring, deterministic=True)
-    made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
-    admission, chunks = Overcommit(batch=4, overcommit=2), Fixed(5)
-    if groups:
-        trainer = HfTrainer(actor, None, sampling=sampling, place=scoring, settings=settings, loss=ClippedLoss())
-        graph = grpo(
-            policy=policy,
-            reference=reference,
-            reward=reward,
-            trainer=trainer,
-            admission=admission,
-            samples=2,
-            chunks=chunks,
-        )
-    else:
-        trainer = HfTrainer(actor, critic, sampling=sampling, place=scoring, settings=settings)
-        values = ValueModel(critic, place=scoring, deterministic=True)
-        graph = ppo(
-            policy=policy,
-            reference=reference,
-            reward=reward,
-            critic=values,
-            trainer=trainer,
-            admission=admission,
-            chunks=chunks,
-        )
     tap, carried = Tap(), 0
     async with graph.open(made, observers=[tap]) as run:
         async for step in run.steps(3):

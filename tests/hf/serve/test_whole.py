@@ -45,7 +45,7 @@ from oppo.training import TrainerSettings
 from oppo.vllm import VllmPolicy
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.hf.stories import full_logprobs, prompts
+from tests.hf.stories import full_logprobs, graph_of, prompts
 from tests.kit.known import known
 from tests.kit.pipelines import Tap
 from tests.kit.responses import responses, stream
@@ -286,41 +286,23 @@ class Ran:
     reports: list[StepReport]
 
 
-async def ran(correction: Correction | None, *, extra: int, keep: bool = False, steps: int = 3) -> Ran:
+async def ran(correction: Correction | None, *, extra: int, steps: int = 3) -> Ran:
     """A streamed run; ``None``: through the graph of four inputs, as it is where nothing is corrected."""
-    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=2)
-    tap = Tap()
+    actor, critic, tap = tiny.causal(seed=1), tiny.scalar(seed=2), Tap()
+    settings, loss = TrainerSettings(learning_rate=2e-3, epochs=2), PPOLoss(correction=correction or Correction())
     with Thread("decode", setup=ONE) as decoding, Thread("score", setup=ONE) as scoring:
-        graph = ppo(
-            policy=HfPolicy(
-                actor,
-                sampling=TRUNCATING,
-                place=decoding,
-                deterministic=True,
-                kv_on_sync="keep" if keep else "recompute",
-            ),
-            reference=ReferenceLogprobs(tiny.causal(seed=3), sampling=TRUNCATING, place=scoring, deterministic=True),
-            reward=RewardModel(tiny.scalar(seed=4), place=scoring, deterministic=True),
-            critic=ValueModel(critic, place=scoring, deterministic=True),
-            trainer=HfTrainer(
-                actor,
-                critic,
-                sampling=TRUNCATING,
-                place=decoding,
-                settings=TrainerSettings(learning_rate=2e-3, epochs=2),
-                loss=PPOLoss(correction=Correction() if correction is None else correction),
-            ),
-            admission=Overcommit(batch=4, overcommit=extra),
-            chunks=Fixed(7),
-            proximal=None
-            if correction is None
-            else ProximalLogprobs(
-                actor,
-                sampling=TRUNCATING,
-                place=scoring,
-                deterministic=True,
-                kv_on_sync="keep" if keep else "recompute",
-            ),
+        graph = graph_of(
+            actor,
+            critic,
+            trainer=HfTrainer(actor, critic, sampling=TRUNCATING, place=decoding, settings=settings, loss=loss),
+            acting=decoding,
+            scoring=scoring,
+            sampling=TRUNCATING,
+            extra=extra,
+            chunk=7,
+            reference=tiny.causal(seed=3),
+            reward=tiny.scalar(seed=4),
+            proximal=correction is not None,
         )
         async with graph.open(prompts(40), observers=[tap]) as run:
             reports = [report async for report in run.steps(steps)]

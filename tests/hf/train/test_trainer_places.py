@@ -16,16 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from oppo.admission import Overcommit
-from oppo.admission.chunking import Fixed
-from oppo.algorithms.group import grpo
-from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph
 from oppo.hf.lora import add_lora, share_base
-from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
@@ -35,6 +29,7 @@ from oppo.placement import Hosting, Place, Process, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE, Pausing, deadly_update
+from tests.hf.stories import graph_of
 from tests.hf.train.test_trainer import rollouts
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
@@ -74,28 +69,15 @@ KINDS = {"ppo": plain, "grpo": without_critic, "lora": adapters, "trunk": one_tr
 MARKED = [pytest.param(kind, marks=[pytest.mark.adapters] * (kind == "lora")) for kind in KINDS]
 
 
-def graph_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place) -> Graph[StepReport]:
-    policy = HfPolicy(models.actor, sampling=SAMPLING, place=acting, deterministic=True)
-    reference = ReferenceLogprobs(models.reference, sampling=SAMPLING, place=scoring, deterministic=True)
-    reward = RewardModel(tiny.scalar(seed=2), place=scoring, deterministic=True)
-    if models.critic is None:
-        return grpo(
-            policy=policy,
-            reference=reference,
-            reward=reward,
-            trainer=trainer,
-            admission=Overcommit(batch=2, overcommit=1),
-            samples=2,
-            chunks=Fixed(5),
-        )
-    return ppo(
-        policy=policy,
-        reference=reference,
-        reward=reward,
-        critic=ValueModel(models.critic, place=scoring, deterministic=True),
+def run_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place) -> Graph[StepReport]:
+    return graph_of(
+        models.actor,
+        models.critic,
         trainer=trainer,
-        admission=Overcommit(batch=4, overcommit=2),
-        chunks=Fixed(5),
+        acting=acting,
+        scoring=scoring,
+        sampling=SAMPLING,
+        reference=models.reference,
     )
 
 
@@ -177,7 +159,7 @@ async def test_a_run_whose_trainer_is_killed_in_an_update_says_how_to_go_on(thre
     with Process("trainer", setup=partial(deadly_update, tmp_path, 2)) as process, anyio.fail_after(60):
         trainer = trainer_of(models, process)
         with pytest.raises(ModelLost, match=r"was killed by SIGKILL .* while it did 'update' for 'trainer'") as lost:
-            await steps(graph_of(models, trainer, thread, thread), 2)
+            await steps(run_of(models, trainer, thread, thread), 2)
         assert any("go on from there (oppo resume)" in note for note in lost.value.__notes__)
         assert (tmp_path / "died").exists()
         assert (trainer.version, trainer.progress) == (0, 1)
