@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from oppo.data.prompts import Message
-from oppo.errors import ConfigError, one_line
+from oppo.errors import ConfigError, ModelError, one_line
 from oppo.events import Prompt
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 
@@ -148,6 +148,15 @@ class Reader:
         if (length := len(features["input_ids"])) > self.limit:
             raise TooLong(f"has {length} tokens as text, more than the {self.limit} that the reward model reads")
         return features
+
+    def refused(self, rollout: int, error: TooLong, model: str) -> str:
+        # Why it is dropped; unless such rollouts are, the run ends.
+        if self.over_long == "drop":
+            return f"it {error}"
+        raise ModelError(
+            f"rollout {rollout} {error}, a {model}: shorten the prompts, lower max_new_tokens, or have such rollouts "
+            "dropped or cut (over_long, rewards.N.over_long)"
+        ) from error
 
     def _of_segments(self, rendered: Rendered) -> dict[str, list[int]]:
         inner = self.tokenizer.inner

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.errors import ConfigError, ModelError
+from oppo.errors import ConfigError
 from oppo.events import Drop, Finish, FloatArray, IntArray, Prompt, Response, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import backbone, longest
@@ -312,12 +312,7 @@ class BridgeWorker(ScorerWorker[Found[V]]):
         try:
             return found.finish()
         except TooLong as error:
-            if self._text.over_long == "drop":
-                return f"it {error}"
-            raise ModelError(
-                f"rollout {rollout} {error}, a {self._name}: shorten the prompts, lower max_new_tokens, or have such "
-                "rollouts dropped or cut (over_long, rewards.N.over_long)"
-            ) from error
+            return self._text.refused(rollout, error, self._name)
 
     def _read(self, edits: Mapping[int, Edit]) -> None:
         chunks: list[ToolTokens] = []

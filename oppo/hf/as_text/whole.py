@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from oppo.durable import read_text
-from oppo.errors import ConfigError, ModelError, ModelRefused, RewardError, shown
+from oppo.errors import ConfigError, ModelRefused, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Reader, Rendering, TooLong, prompt_text
 from oppo.hf.introspection import FAILURES, longest
@@ -168,13 +168,8 @@ class WholeReader(ABC):
             try:
                 rows: list[Features] = [self._reader.features(rendered) for rendered in self._texts(each)]
             except TooLong as error:
-                if self._reader.over_long == "error":
-                    name = type(self._encoder.model).__name__
-                    raise ModelError(
-                        f"rollout {each.rollout} {error}, a {name}: lower max_new_tokens, or have such rollouts "
-                        "dropped or cut (over_long, rewards.N.over_long)"
-                    ) from error
-                drops[each.rollout] = Drop(each.rollout, f"it {error}")
+                reason = self._reader.refused(each.rollout, error, type(self._encoder.model).__name__)
+                drops[each.rollout] = Drop(each.rollout, reason)
                 continue
             if not all(features["input_ids"] for features in rows):
                 drops[each.rollout] = Drop(each.rollout, EMPTY)
