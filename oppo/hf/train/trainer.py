@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -73,43 +74,33 @@ class PartialGradient:
     version: int  # of the weights that it is of
     parts: list[tuple[MicroBatch, Mapping[Input, Tensor], Tensor | None]] = field(default_factory=list)
     finite: bool = True  # whether all losses and gradients so far were
-    _rows: dict[int, tuple[Batch, int, float]] = field(default_factory=dict)
+    _rows: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
     def note(self, part: Batch) -> None:
-        shares = part.shares().tolist()
-        self._rows.update({rollout: (part, row, shares[row]) for row, rollout in enumerate(part.rollouts)})
+        self._rows |= _contents(part)
 
     def holds(self, rollout: int) -> bool:
         return rollout in self._rows
 
     def is_of(self, batch: Batch, version: int) -> bool:
         """Whether it is finite, of these weights, and of rows that are all in ``batch``, as they are there."""
-        at = {rollout: row for row, rollout in enumerate(batch.rollouts)}
-        known, shares = self._rows.items(), batch.shares()
-        return (
-            self.finite
-            and self.version == version
-            and all(
-                rollout in at and shares[at[rollout]] == share and _alike(part, row, batch, at[rollout])
-                for rollout, (part, row, share) in known
-            )
-        )
+        return self.finite and self.version == version and self._rows.items() <= _contents(batch).items()
 
 
-def _alike(one: Batch, row: int, other: Batch, at: int) -> bool:
-    here, there = one.rows()[row], other.rows()[at]
-    columns: Sequence[tuple[object, object]] = [(getattr(one, name), getattr(other, name)) for name in _COMPARED]
-    same_group = one.responses[row].prompt.group == other.responses[at].prompt.group
-    return (
-        same_group
-        and one.scores[row] == other.scores[at]
-        and all(
-            mine is theirs is None
-            if mine is None or theirs is None
-            else np.array_equal(np.asarray(mine)[here], np.asarray(theirs)[there])
-            for mine, theirs in columns
+def _contents(batch: Batch) -> dict[int, tuple[object, ...]]:
+    # What an update may read of each row, by rollout.
+    columns: list[NDArray[Any] | None] = [getattr(batch, name) for name in _COMPARED]
+    whole = [None if column is None else column.astype(np.float64) for column in columns]
+    rows = zip(batch.responses, batch.scores.tolist(), batch.shares().tolist(), batch.rows(), strict=True)
+    return {
+        response.prompt.rollout: (
+            response.prompt.group,
+            score,
+            share,
+            *(None if each is None else each[span].tobytes() for each in whole),
         )
-    )
+        for response, score, share, span in rows
+    }
 
 
 class HfTrainerCore:
