@@ -39,8 +39,7 @@ StepSeconds: TypeAlias = Callable[[int, int], float]
 
 @dataclass(eq=False)
 class _Load:
-    """New weights on their way: the ``number``-th, which these lanes have not adopted yet."""
-
+    # The `number`-th weights, on their way to the lanes that have not adopted them.
     version: int
     number: int
     lanes: dict[Lane[FakeDecode], None] = field(default_factory=dict)
@@ -321,8 +320,6 @@ class FakePolicy:
 
 
 class FakeDecode:
-    """A decode of :class:`FakePolicy`."""
-
     def __init__(
         self, policy: FakePolicy, prompt: Prompt, length: int, made: int = 0, versions: Iterable[int] = ()
     ) -> None:
@@ -383,7 +380,7 @@ class FakeDecode:
             self.filled = max(self.filled, self.paused - 1)
 
     def unread(self, load: int, *, again: bool) -> tuple[int, int]:
-        """Return the positions to read before it is decoded on; note them as read by weights ``load``."""
+        # The positions to read before it is decoded on, which then count as read by weights `load`.
         if self.loads < 0 or (again and self.loads != load):
             self.filled = -len(self.prompt.tokens)
         elif self.lane is not None and self in self.lane:
@@ -402,7 +399,7 @@ class FakeDecode:
             self._runs.append((position, version))
 
     def reach(self) -> bool:
-        """Wait for an answer if a turn has ended; return whether one has."""
+        # Whether a turn has ended, whose answer it then waits for.
         self.waiting = self.made in self.ends and self.made < self.length
         return self.waiting
 
@@ -436,7 +433,7 @@ class FakeDecode:
         return True
 
     def wake(self) -> None:
-        """Wake the reader if it has all that it waits for, or if decoding stopped."""
+        # Its reader has all that it waits for, or decoding has stopped.
         decoding, grown = self.policy.is_decoding(self), self._grown
         due = grown is not None and not grown.done()
         if grown is not None and due and (not decoding or self.made >= self._wanted or self._at_turn()):

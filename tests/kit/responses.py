@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,20 @@ def ids(dice: random.Random, count: int) -> IntArray:
 
 def chunk(rollout: int, start: int, tokens: IntArray) -> Chunk:
     return Chunk(rollout, start, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+
+
+def ended(
+    rollout: int,
+    tokens: Sequence[int],
+    columns: Mapping[str, object] | None = None,
+    *,
+    asked: Sequence[int] = (1, 2),
+    version: int = 0,
+) -> Finish:
+    """Return a finished response of these tokens to a prompt with these columns."""
+    prompt = Prompt(rollout, rollout, np.array(asked, np.int32), columns=columns or {})
+    said = replace(chunk(rollout, 0, np.array(tokens, np.int32)), versions=np.full(len(tokens), version, np.int32))
+    return Finish(rollout, Response.empty(prompt).then(said), "eos")
 
 
 def responses(count: int = 5, seed: int = 0) -> list[Response]:

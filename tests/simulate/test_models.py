@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import anyio
 import pytest
 
-from oppo.admission import Overcommit
-from oppo.algorithms.ppo import ppo
 from oppo.events import Prompt, Response
 from oppo.models import Capabilities, Decode, Weights
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
@@ -19,11 +15,8 @@ from oppo.simulate.engine import VirtualTimeLoop
 from oppo.simulate.models import FakePlace, PlacedScorer
 from oppo.simulate.policy import FakeDecode
 from oppo.testing import (
-    FakeCritic,
     FakePolicy,
     FakeScorer,
-    FakeTrainer,
-    fake_per_token,
     fake_scalar,
     prompts,
     run_virtual,
@@ -153,31 +146,6 @@ async def _decode(policy: FakePolicy, count: int) -> None:
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode in decodes:
             readers.start_soon(read, decode)
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(600)
-def test_ten_thousand_rollouts_are_alive_for_three_steps() -> None:
-    trainer = FakeTrainer()
-    graph = ppo(
-        policy=FakePolicy(lambda prompt: 20 + prompt.admission % 41),
-        reference=FakeScorer(fake_per_token),
-        reward=FakeScorer(fake_scalar),
-        critic=FakeCritic(),
-        trainer=trainer,
-        admission=Overcommit(batch=9_000, overcommit=1_000),
-    )
-
-    async def train() -> None:
-        async with graph.open(prompts(40_000)) as run:
-            async for _ in run.steps(3):
-                pass
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run_virtual(train)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert [len(batch) for batch in trainer.batches] == [9_000] * 3
-    assert grown * (1 if sys.platform == "darwin" else 1024) < 1.5e9
 
 
 def reading_policy(kv_on_sync: Literal["recompute", "keep"] = "recompute") -> FakePolicy:

@@ -17,7 +17,7 @@ from oppo.placement import Thread
 from oppo.returns import TopLogprobs
 from oppo.testing import check_scorer
 from oppo.vllm import VllmEngine, VllmLogprobs
-from oppo.vllm.logprobs import LOGPROBS, LogprobServer
+from oppo.vllm.scorers import LOGPROBS, LogprobServer
 from tests.kit.responses import VOCABULARY as SAMPLED, answered, finishes, responses, stream
 from tests.kit.workplace import tokenizer
 from tests.vllm import scenario
