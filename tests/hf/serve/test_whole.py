@@ -311,9 +311,9 @@ async def ran(correction: Correction | None, *, extra: int, steps: int = 3) -> R
 
 
 async def test_where_nothing_is_deferred_every_choice_makes_the_same_update_bit_for_bit() -> None:
-    plain = await ran(None, extra=0, steps=2)
+    plain = await ran(None, extra=0, steps=1)
     for correction in EVERY:
-        assert (await ran(correction, extra=0, steps=2)).digest == plain.digest, correction
+        assert (await ran(correction, extra=0, steps=1)).digest == plain.digest, correction
     for report in plain.reports:
         assert report.metrics["staleness/share_0"] == 1
         assert report.metrics["mismatch/kl"] == report.metrics["mismatch/masked"] == 0
