@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, ModelError, ModelRefused
-from oppo.events import Prompt
+from oppo.events import Chunk, Prompt
 from oppo.hf.devices import ModelPlace
 from oppo.hf.kv.states import CONTINUED
 from oppo.hf.loading import ModelRecipe, load_causal, outline
@@ -39,12 +39,13 @@ from oppo.hf.model_files import CAUSAL
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.weights import SentWeights, SharedModel, changing, weights_digest
-from oppo.models import Piece, Sampling, Weights
+from oppo.models import Sampling, Weights
 from oppo.placement import Process
 from oppo.placement.wire import pack_with_blocks, unpack
 from tests.hf import tiny
 from tests.invariants import test_equivalence as equivalence
 from tests.kit.known import known
+from tests.kit.responses import read_chunk
 
 pytestmark = pytest.mark.adapters
 IDS = torch.arange(3, 23).reshape(2, 10)
@@ -561,13 +562,13 @@ def test_a_policy_that_was_loaded_elsewhere_is_sent_its_adapters_alone(
         sent.append([*weights])
         return SentWeights(weights)
 
-    async def decoded() -> Piece:
+    async def decoded() -> Chunk:
         with Process("policy") as process:
             policy = HfPolicy(recipe, sampling=Sampling(max_new_tokens=9), place=ModelPlace(process, "policy", ""))
             await policy.load(Weights(1, actor.state_dict()))
             (decode,) = await policy.open([Prompt(0, 0, np.array([5, 6, 7], np.int32))])
             async with policy.decoding([decode], lambda ended: False):
-                piece = await decode.read(9)
+                piece = await read_chunk(decode, 9)
             with pytest.raises(ModelError, match=r"1 missing \[.*lora_"):
                 await policy.load(Weights(2, dict([*changing(actor.state_dict()).items()][1:])))
             assert policy.version == 1

@@ -334,7 +334,7 @@ async def test_two_reads_at_once_are_refused(serving: Serving) -> None:
 async def test_reading_beyond_the_end_is_refused(serving: Serving) -> None:
     with serving() as policy:
         story = await told(policy, prompts(1))
-        with pytest.raises(ProtocolError, match="last piece of rollout 0"):
+        with pytest.raises(ProtocolError, match="last chunk of rollout 0"):
             await story.decodes[0].read(1)
 
 
