@@ -45,7 +45,8 @@ def held(graph: Graph[StepReport], readers: Collection[str] | None = None) -> Gr
     if isinstance(node.stage, Generate) and node.stage.select is not None:
         raise GraphError(
             f"graph {graph.name!r} cannot be held: its DynamicSampling asks for scores while {node.name!r} decodes, "
-            "and they would wait for the end of decoding; select nothing (select=None, algorithm.dynamic_sampling = false)"
+            "and they would wait for the end of decoding; select nothing (select=None, "
+            "algorithm.dynamic_sampling = false)"
         )
     if HELD in graph.nodes:
         raise GraphError(f"graph {graph.name!r} cannot be held: a stage is called {HELD!r} already")
