@@ -105,7 +105,7 @@ BUDGETS = {
     "rewards": 1_763,
     "run": 4_946,
     "simulate": 2_960,
-    "stages": 3_800,
+    "stages": 3_801,
     "testing": 1_415,
     "vllm": 4_236,
 }
