@@ -101,7 +101,7 @@ class Unstarted(ServerProcess):
     """What is written for a server, and no server."""
 
     def __init__(self) -> None:
-        self.url, self._lifeline, self._adapts, self._written = URL, None, True, None
+        self.url, self._lifeline, self._process, self._adapts, self._written = URL, None, None, True, None
         self._kept = ExitStack()
 
 
