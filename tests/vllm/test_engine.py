@@ -47,7 +47,7 @@ from tests.hf import tiny
 from tests.placement.instances import Total
 from tests.vllm import scenario
 from tests.vllm.bench import WEIGHTS, Bench
-from tests.vllm.fake_engine import BLOCK, FakeAsyncLLM, engine_of, running
+from tests.vllm.fakes import BLOCK, FakeAsyncLLM, engine_of, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 

@@ -21,8 +21,7 @@ from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.processes import ServerProcess
 from oppo.vllm.sync import HostedFiles
 from tests.vllm.bench import SAMPLING, WEIGHTS, varied
-from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
-from tests.vllm.fake_server import URL, FakeServer
+from tests.vllm.fakes import URL, FakeAsyncLLM, FakeServer, engine_of, running
 from tests.vllm.test_sync import adapted
 
 
