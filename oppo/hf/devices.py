@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Final, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -507,34 +507,8 @@ class ModelPlace:
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
         with self.attributed("was given a home"):
-            return _Attributed(self.place.host(make, track=track or self.model), self)
+            hosted = self.place.host(make, track=track or self.model)
+        return hosted.guarded(lambda label: self.attributed(f"did {label!r}"))
 
     def attributed(self, doing: str) -> AbstractContextManager[None]:
         return attributed(self.model, f"it {doing}", self.remedy)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Attributed(Generic[T]):
-    hosted: Hosted[T]
-    place: ModelPlace
-
-    @property
-    def time_slice(self) -> TimeSlice:
-        return self.hosted.time_slice
-
-    @property
-    def here(self) -> T:
-        return self.hosted.here
-
-    def at(self, priority: Priority) -> Hosted[T]:
-        return _Attributed(self.hosted.at(priority), self.place)
-
-    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.place.attributed(f"did {label!r}"):
-            return await self.hosted.call(label, work, *args, **kwargs)
-
-    async def load(
-        self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
-    ) -> None:
-        with self.place.attributed("did 'load'"):
-            await self.hosted.load(work, weights, loaded)

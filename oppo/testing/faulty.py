@@ -38,7 +38,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import anyio
 
@@ -50,7 +50,6 @@ from oppo.models import (
     Decode,
     Decoding,
     FixedDecoding,
-    Piece,
     Policy,
     RewardFunction,
     Scorer,
@@ -62,12 +61,12 @@ from oppo.models import (
     Weights,
 )
 from oppo.simulate.engine import VirtualTimeLoop
-from oppo.simulate.models import SyncableScorer
 from oppo.stages.generate import require_turns
 from oppo.turns import Answer, Environment, Turn, TurnDecode
 from oppo.weight_sync import CopiesWeights
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 # Of a policy and its decodes; a scorer (`load` where it is synced); a trainer; a reward function; an environment
 Method: TypeAlias = Literal[
@@ -241,7 +240,7 @@ class FaultyDecode:
     inner: Decode
     policy: FaultyPolicy
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         return await self.policy.played("read", self.inner.read, limit)
 
     async def turn(self) -> IntArray | None:
@@ -321,6 +320,9 @@ class FaultyScorer(Faulty, Generic[T]):
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         await self.played("forget", self.inner.forget, rollouts)
+
+
+class SyncableScorer(SyncedModel, Scorer[T_co], Protocol[T_co]): ...
 
 
 @dataclass(eq=False)

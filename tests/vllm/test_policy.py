@@ -24,6 +24,7 @@ from oppo.stages import Update
 from oppo.testing import FakePolicy, FakeTrainer, check_policy, run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.responses import read_chunk
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, Request, engine_of, running, server_of
 
@@ -184,8 +185,8 @@ def test_a_rollout_may_be_closed_while_the_others_are_decoded(on: str) -> None:
         async with anyio.create_task_group() as tasks, bench.policy.decoding(decodes, lambda ended: False):
             tasks.start_soon(close)
             tasks.start_soon(wait_in_vain)
-            bench.pieces[0] = [await decodes[0].read(100)]
-            bench.pieces[2] = [await decodes[2].read(100)]
+            bench.pieces[0] = [await read_chunk(decodes[0], 100)]
+            bench.pieces[2] = [await read_chunk(decodes[2], 100)]
 
     bench.run(main)
     assert (len(bench.tokens(0)), len(bench.tokens(2))) == (8, 8)
@@ -352,7 +353,7 @@ def test_another_policy_on_the_same_engine_begins_clean() -> None:
         later = VllmPolicy(bench.engine, sampling=SAMPLING)
         (decode,) = await later.open(varied(1))
         async with later.decoding([decode], lambda ended: False):
-            piece = await decode.read(100)
+            piece = await read_chunk(decode, 100)
         assert set(piece.versions.tolist()) == {0}
 
     bench.run(main)
@@ -490,10 +491,7 @@ def test_a_resumed_run_continues_what_was_read_and_nothing_else() -> None:
     async def main() -> None:
         decodes = await bench.policy.open(varied(2))
         await bench.step(decodes, cut_at=1)
-        half = Response.empty(decodes[1].prompt)
-        for piece in bench.pieces[1]:
-            half = half.then(piece.chunk(1, len(half)))
-        halves.append(half)
+        halves.append(Response.of(decodes[1].prompt, bench.pieces[1]))
 
     async def resumed() -> None:
         await again.step(await again.policy.open(halves))
@@ -645,7 +643,7 @@ def test_a_server_with_the_weights_of_an_earlier_run_needs_those_of_this_one() -
         await policy.load(Weights(0, WEIGHTS))
         (decode,) = await policy.open(varied(1))
         async with policy.decoding([decode], lambda ended: False):
-            assert (await decode.read(1)).versions.tolist() == [0]
+            assert (await read_chunk(decode, 1)).versions.tolist() == [0]
 
     bench.run(main)
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from oppo.events import FloatArray, Prompt, Response
+from oppo.events import Chunk, FloatArray, Prompt, Response
 from oppo.hf.lora import adapter_matrices, add_lora
-from oppo.models import Decode, Piece, Weights
+from oppo.models import Decode, Weights
 from oppo.vllm import VllmPolicy
+from tests.kit.responses import read_chunk
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
 
 TOLERANCE = 1e-4
@@ -26,17 +27,17 @@ def some(count: int, length: int = 7) -> list[Prompt]:
     return [Prompt(n, n, random.integers(4, VOCABULARY, length, dtype=np.int32)) for n in range(count)]
 
 
-async def read(decode: Decode, pieces: list[Piece], limit: int = 8) -> None:
+async def read(decode: Decode, pieces: list[Chunk], limit: int = 8) -> None:
     while True:
-        pieces.append(await decode.read(limit))
+        pieces.append(await read_chunk(decode, limit))
         if pieces[-1].state != "live":
             return
 
 
-async def whole(policy: VllmPolicy, prompts: Sequence[Prompt | Response]) -> list[list[Piece]]:
+async def whole(policy: VllmPolicy, prompts: Sequence[Prompt | Response]) -> list[list[Chunk]]:
     """Return the pieces of each rollout, decoded to their ends."""
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
@@ -49,16 +50,16 @@ async def until(condition: Callable[[], bool]) -> None:
         await anyio.sleep(0.001)
 
 
-def tokens_of(pieces: Sequence[Piece]) -> list[int]:
+def tokens_of(pieces: Sequence[Chunk]) -> list[int]:
     return [int(token) for piece in pieces for token in piece.tokens]
 
 
-def logprobs_of(pieces: Sequence[Piece]) -> list[float]:
+def logprobs_of(pieces: Sequence[Chunk]) -> list[float]:
     return [float(each) for piece in pieces for each in piece.logprobs]
 
 
 async def logprobs(
-    models: Sequence[PreTrainedModel], prompt: Prompt, pieces: Sequence[Piece], *, kept: bool = False
+    models: Sequence[PreTrainedModel], prompt: Prompt, pieces: Sequence[Chunk], *, kept: bool = False
 ) -> FloatArray:
     """Return the log-prob of each token under the weights that made it, float32 [n].
 
@@ -90,13 +91,13 @@ async def logprobs(
     return await anyio.to_thread.run_sync(forward)
 
 
-async def respond(policy: VllmPolicy, prompt: Prompt, *, load: Weights | None = None) -> list[Piece]:
+async def respond(policy: VllmPolicy, prompt: Prompt, *, load: Weights | None = None) -> list[Chunk]:
     """Return the pieces of a rollout; ``load``: weights that arrive while it is decoded."""
-    pieces: list[Piece] = []
+    pieces: list[Chunk] = []
     (decode,) = await policy.open([prompt])
     async with policy.decoding([decode], lambda ended: False):
         while not pieces or pieces[-1].state == "live":
-            pieces.append(await decode.read(20))
+            pieces.append(await read_chunk(decode, 20))
             if load is not None:
                 await policy.load(load)
                 load = None
@@ -106,7 +107,7 @@ async def respond(policy: VllmPolicy, prompt: Prompt, *, load: Weights | None = 
 async def assert_of(
     models: Sequence[PreTrainedModel],
     prompts: Sequence[Prompt],
-    pieces: Sequence[Sequence[Piece]],
+    pieces: Sequence[Sequence[Chunk]],
     *,
     kept: bool = False,
     tolerance: float = TOLERANCE,
@@ -122,7 +123,7 @@ async def deferred_across_syncs(policy: VllmPolicy, *, kept: bool = False, toler
     prompts, models = some(3), [tiny_actor(seed) for seed in range(4)]
     await policy.load(Weights(0, models[0].state_dict()))
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     for version in range(3):
         live = [decode for decode in decodes if not decode.ended]
         async with policy.decoding(live, lambda ended: True), anyio.create_task_group() as readers:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from oppo.events import Prompt
-from oppo.models import Piece, Sampling, Weights
+from oppo.events import Chunk, Prompt
+from oppo.models import Sampling, Weights
 from oppo.testing import check_policy
 from oppo.turns import turns_answered
 from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
@@ -148,7 +148,7 @@ async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEn
     undisturbed = await whole(VllmPolicy(engine, sampling=sampling), prompts)
     policy = VllmPolicy(engine, sampling=sampling, kv_on_sync="recompute")
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
@@ -172,7 +172,7 @@ async def test_syncing_while_it_decodes_counts_every_token_to_the_weights_that_m
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(14)
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
