@@ -144,7 +144,7 @@ async def test_tokens_follow_from_the_seed_and_the_rollout(engine: VllmEngine) -
 async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEngine) -> None:
     """Recomputing the KV cache after a sync of the same weights preempts every request and changes no token."""
     model, prompts = tiny_actor(), some(4)
-    sampling = Sampling(max_new_tokens=200, seed=3)
+    sampling = Sampling(max_new_tokens=600, seed=3)
     undisturbed = await whole(VllmPolicy(engine, sampling=sampling), prompts)
     policy = VllmPolicy(engine, sampling=sampling, kv_on_sync="recompute")
     decodes = await policy.open(prompts)
