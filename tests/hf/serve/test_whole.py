@@ -50,7 +50,7 @@ from tests.kit.known import known
 from tests.kit.pipelines import Tap
 from tests.kit.responses import responses, stream
 from tests.test_returns import EVERY
-from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, engine_of, running
+from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, engine_of, running
 
 SAMPLING = Sampling(max_new_tokens=30, temperature=0.7, stop=(2, 3))
 
