@@ -168,9 +168,6 @@ def _table(spec: str, settings: list[tuple[str, Any, Any]]) -> type[DataclassIns
 
 KEY: Final = "step.algorithm"
 
-MEMBERS: Final = ("has_critic", "responses", "refers", "corrects", "graph", "loss")
-"""What a class of a file must have: the members of :class:`Algorithm`."""
-
 ROLES: Final = frozenset(each.name for each in fields(Roles))
 """The parameters of a function that are models, or the schedule, of a run."""
 
@@ -212,7 +209,8 @@ def _loaded(spec: str) -> type[Algorithm]:
             f"{spec} must be a dataclass, whose fields are the settings of [algorithm], derived from GroupAlgorithm or "
             f"ClippedAlgorithm for example, or a function that returns a graph; got {shown(found)}"
         )
-    if lacking := [each for each in MEMBERS if not hasattr(found, each)]:
+    members = ("has_critic", "responses", "refers", "corrects", "graph", "loss")
+    if lacking := [each for each in members if not hasattr(found, each)]:
         raise _refuse(
             f"{spec} is no algorithm, since it lacks {', '.join(lacking)}: derive it from GroupAlgorithm or "
             "ClippedAlgorithm, or write what oppo.algorithms.base.Algorithm lists"

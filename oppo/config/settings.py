@@ -28,10 +28,10 @@ from oppo.config.rewards import (
     ModelRewardSection,
     RewardList,
     RewardSection,
+    ScorerSection,
     VllmRewardSection,
     file_of,
 )
-from oppo.config.scorers import ScorerSection
 from oppo.config.sections import (
     OPENENV,
     ROWS,
