@@ -43,8 +43,8 @@ def refused(folder: Path, text: str, *overrides: str, base: str = MINIMAL) -> st
 
 
 RESOLVED = """
-run.steps=9 | models.policy={D}/actor | models.critic={D}/actor | rewards.0.source={D}/reward.py:score | reward_models=[] |
-    data.prompts={D}/prompts.jsonl | run_directory={D}/runs/run | algorithm.responses=1
+run.steps=9 | models.policy={D}/actor | models.critic={D}/actor | rewards.0.source={D}/reward.py:score |
+    reward_models=[] | data.prompts={D}/prompts.jsonl | run_directory={D}/runs/run | algorithm.responses=1
 models.policy=org/actor rewards.0.source=here | models.policy=org/actor | rewards.0.source={D}/here
 HUB | models.reference=org/actor | models.critic=org/reward
 HUB step.algorithm=online_dpo | models.reference=org/actor
