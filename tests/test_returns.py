@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -221,6 +222,11 @@ def test_a_mean_of_scores_that_is_not_positive_divides_nothing() -> None:
     for scores in ([0, 0, 0], [-1, 0, 1], [-3, 0, 1]):
         assert group_advantages(floats(scores), "max_rl").tolist() == [0, 0, 0]
     np.testing.assert_allclose(group_advantages(floats([0, 0, 0, 1]), "max_rl"), [-1, -1, -1, 3])
+
+
+@pytest.mark.parametrize("estimator", get_args(GroupAdvantage))
+def test_scores_that_are_alike_teach_nothing(estimator: GroupAdvantage) -> None:
+    assert group_advantages(floats([0.1] * 7), estimator).tolist() == [0] * 7
 
 
 STOPPED: BoolArray = np.array([True, True, False])
