@@ -237,11 +237,10 @@ def group_advantages(scores: FloatArray, estimator: GroupAdvantage, deviation: f
 class FixedKL:
     """A constant KL coefficient."""
 
-    coefficient: float
+    coefficient: NonNegative
 
     def __post_init__(self) -> None:
         require_declared(self)
-        _require_coefficient(self.coefficient)
 
     def after(self, kl: float, samples: int) -> FixedKL:
         """Return this coefficient."""
@@ -257,7 +256,7 @@ class AdaptiveKL:
     steps that are large beside the horizon: a coefficient of 0 would stay 0.
 
     Attributes:
-        initial: the current coefficient, more than 0.
+        initial: the current coefficient, more than 0: multiplied, 0 would stay.
         target: nats per response.
         horizon: rollouts over which a full error moves the coefficient by a factor of about e**0.2.
 
@@ -266,21 +265,12 @@ class AdaptiveKL:
         0.11000000000000001
     """
 
-    initial: float
-    target: float = 6.0
-    horizon: float = 10_000.0
+    initial: Positive
+    target: Positive = 6.0
+    horizon: Positive = 10_000.0
 
     def __post_init__(self) -> None:
         require_declared(self)
-        _require_coefficient(self.initial)
-        if not self.initial:
-            raise ValueError(
-                "the KL coefficient must be more than 0 where it adapts, not 0: multiplied, it would stay there"
-            )
-        if not self.target > 0:
-            raise ValueError(f"the KL target must be positive, not {self.target}")
-        if not self.horizon > 0:
-            raise ValueError(f"the KL horizon must be positive, not {self.horizon}")
 
     @property
     def coefficient(self) -> float:
@@ -297,11 +287,6 @@ class AdaptiveKL:
         error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
         factor = max(MIN_KL_FACTOR, 1.0 + error * samples / self.horizon)
         return replace(self, initial=max(sys.float_info.min, self.initial * factor))
-
-
-def _require_coefficient(coefficient: float) -> None:
-    if not 0 <= coefficient < float("inf"):
-        raise ValueError(f"the KL coefficient must be 0 or more and finite, not {coefficient}")
 
 
 def _require_aligned(**arrays: FloatArray | BoolArray) -> None:
