@@ -19,7 +19,7 @@ from typing import Final, Literal, Self, SupportsFloat, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from oppo.declared import AtLeastOne, Count, Fraction, Limit, NonNegative, Positive, require_declared
+from oppo.declared import AtLeastOne, Count, Fraction, Limit, NonNegative, Positive, validated
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import BoolArray, FloatArray, IntArray, described
 
@@ -234,13 +234,11 @@ def group_advantages(scores: FloatArray, estimator: GroupAdvantage, deviation: f
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class FixedKL:
     """A constant KL coefficient."""
 
     coefficient: NonNegative
-
-    def __post_init__(self) -> None:
-        require_declared(self)
 
     def after(self, kl: float, samples: int) -> FixedKL:
         """Return this coefficient."""
@@ -249,6 +247,7 @@ class FixedKL:
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class AdaptiveKL:
     """A KL coefficient that steers the KL towards a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
@@ -256,7 +255,7 @@ class AdaptiveKL:
     steps that are large beside the horizon: a coefficient of 0 would stay 0.
 
     Attributes:
-        initial: the current coefficient, more than 0: multiplied, 0 would stay.
+        initial: the current coefficient, more than 0.
         target: nats per response.
         horizon: rollouts over which a full error moves the coefficient by a factor of about e**0.2.
 
@@ -268,9 +267,6 @@ class AdaptiveKL:
     initial: Positive
     target: Positive = 6.0
     horizon: Positive = 10_000.0
-
-    def __post_init__(self) -> None:
-        require_declared(self)
 
     @property
     def coefficient(self) -> float:
@@ -466,6 +462,7 @@ class RunningMoments:
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class ScoreShaping:
     """The map from a score to the reward of a response; the defaults are the identity.
 
@@ -493,7 +490,6 @@ class ScoreShaping:
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     def __post_init__(self) -> None:
-        require_declared(self)
         if self.long_from > self.long_to:
             raise ValueError(
                 f"the penalty on long responses grows between two lengths, long_from = {self.long_from} and long_to = "
@@ -550,6 +546,7 @@ Ours; published bands guard against differences between two engines, and are tig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@validated(ConfigError)
 class Correction:
     """Learning from tokens that older weights sampled: the base of the ratio, and the weight of a token.
 
@@ -618,7 +615,6 @@ class Correction:
     k3: Positive | None = None
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         if self.weight == "mask" and self.level == "product":
             raise ConfigError(
                 "a band around 1 that fits short rollouts masks every long one by the product of its mismatches: "

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from oppo.declared import AtLeastOne, Positive, require_declared
+from oppo.declared import AtLeastOne, Positive, validated
 
 
 class Preempted(Exception):  # noqa: N818 - it says what happened
@@ -101,6 +101,7 @@ class Preemptible(Priority):
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class TimeSlice:
     """How long a call that nothing waits for should last: rollouts that finish meanwhile wait for its end.
 
@@ -112,9 +113,6 @@ class TimeSlice:
 
     seconds: Positive = 0.3
     rise: AtLeastOne = 1.1
-
-    def __post_init__(self) -> None:
-        require_declared(self)
 
 
 DEFAULT_TIME_SLICE: Final = TimeSlice()

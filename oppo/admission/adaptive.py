@@ -12,13 +12,14 @@ import numpy as np
 from oppo.admission.fixed import AdaptiveOvercommit, Overcommit
 from oppo.admission.forecast import FloatVector, cut_intervals, kaplan_meier, pace
 from oppo.admission.protocol import Json, Observation
-from oppo.declared import NonNegative, Positive, PositiveCount, require_declared
+from oppo.declared import NonNegative, Positive, PositiveCount, validated
 from oppo.errors import AdmissionError
 
 SlopeRule: TypeAlias = Literal["text", "algorithm1"]
 
 
 @dataclass
+@validated(AdmissionError)
 class SlopeAdaptive(AdaptiveOvercommit):
     """Raises ``overcommit`` while the mean score rises and lowers it while it does not (OPPO, arXiv 2509.25762).
 
@@ -54,18 +55,17 @@ class SlopeAdaptive(AdaptiveOvercommit):
         6
     """
 
-    batch: int
+    batch: PositiveCount
     rule: SlopeRule = "text"
     least: int = 0
     most: int = 8
     window: PositiveCount = 10
     initial: int | None = None
-    max_deferrals: int = 2
+    max_deferrals: PositiveCount = 2
     _current: Overcommit = field(init=False, repr=False)
     _scores: list[float] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_declared(self, error=AdmissionError)
         first = (self.least + self.most) // 2 if self.initial is None else self.initial
         if not 0 <= self.least <= first <= self.most:
             raise AdmissionError(f"0 <= least <= initial <= most must hold, not 0, {self.least}, {first}, {self.most}")
@@ -101,6 +101,7 @@ RISE = 4
 
 
 @dataclass
+@validated(AdmissionError)
 class TailAdaptive(AdaptiveOvercommit):
     """Chooses ``overcommit`` from a prediction of the step's time for each of its values (``docs/schedules.md``).
 
@@ -135,9 +136,9 @@ class TailAdaptive(AdaptiveOvercommit):
         {'deferral/overcommit': 0.0}
     """
 
-    batch: int
+    batch: PositiveCount
     price: NonNegative = 1.0
-    max_deferrals: int = 2
+    max_deferrals: PositiveCount = 2
     most: int | None = None
     window: PositiveCount = 8
     kl_target: Positive | None = None
@@ -147,7 +148,6 @@ class TailAdaptive(AdaptiveOvercommit):
     _window: list[Observation] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_declared(self, error=AdmissionError)
         self._current = Overcommit(self.batch, 0, self.max_deferrals)
         Overcommit(self.batch, self._limit, self.max_deferrals)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Protocol, cast
 from annotated_types import Gt, Le
 
 from oppo.admission.protocol import Json, Observation
-from oppo.declared import PositiveCount, require_declared
+from oppo.declared import PositiveCount, validated
 
 FIRST_PROBE = 2
 """Steps before the first probe: the first steps of a run are slow, whatever the chunk size."""
@@ -28,13 +28,11 @@ class ChunkSize(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class Fixed(ChunkSize):
     """Chunks of ``tokens`` tokens."""
 
     tokens: PositiveCount = 32
-
-    def __post_init__(self) -> None:
-        require_declared(self)
 
     def size(self) -> int:
         return self.tokens
@@ -50,6 +48,7 @@ class WholeRollout(ChunkSize):
 
 
 @dataclass
+@validated()
 class Tuned(ChunkSize):
     """Probes candidate sizes periodically and keeps the fastest until the next probe (OPPO, arXiv 2509.25762).
 
@@ -83,9 +82,8 @@ class Tuned(ChunkSize):
     _tokens: dict[int, int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_declared(self)
         if not self.parts:
-            raise ValueError("parts must hold at least one fraction of the cap, not ()")
+            raise ValueError("parts must be some numbers above 0 and up to 1, not ()")
         if self.every < self.trials * len(self.candidates):
             raise ValueError(
                 f"a probe takes {self.trials} steps for each of {len(self.candidates)} candidates, so every must be at "

@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from oppo.admission.protocol import AdmitView, CutView, Observation, RefillView
-from oppo.declared import PositiveCount, require_declared
+from oppo.declared import PositiveCount, validated
 from oppo.errors import AdmissionError
 
 
 @dataclass(frozen=True, slots=True)
+@validated(AdmissionError)
 class Overcommit:
     """Keeps ``overcommit`` units in flight beyond the batch and defers the stragglers (inter-step overlap).
 
@@ -33,7 +34,6 @@ class Overcommit:
     max_deferrals: PositiveCount = 2
 
     def __post_init__(self) -> None:
-        require_declared(self, error=AdmissionError)
         if not 0 <= self.overcommit <= self.batch:
             raise AdmissionError(
                 f"overcommit must lie in 0 .. batch = {self.batch}, not {self.overcommit}: with more, the units that "
@@ -82,6 +82,7 @@ def Synchronous(batch: int) -> Overcommit:  # noqa: N802 - reads as the policy i
 
 
 @dataclass(frozen=True, slots=True)
+@validated(AdmissionError)
 class TailBatched:
     """Short rounds that discard their tail, and long rounds of discarded units only (RollPacker, arXiv 2509.21009).
 
@@ -105,9 +106,6 @@ class TailBatched:
 
     batch: PositiveCount
     launch: Annotated[float, Ge(1), Le(2)] = 1.25
-
-    def __post_init__(self) -> None:
-        require_declared(self, error=AdmissionError)
 
     @property
     def max_deferrals(self) -> int:
