@@ -50,7 +50,6 @@ from oppo.models import (
     Decode,
     Decoding,
     FixedDecoding,
-    Piece,
     Policy,
     RewardFunction,
     Scorer,
@@ -241,7 +240,7 @@ class FaultyDecode:
     inner: Decode
     policy: FaultyPolicy
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         return await self.policy.played("read", self.inner.read, limit)
 
     async def turn(self) -> IntArray | None:

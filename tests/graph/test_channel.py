@@ -317,7 +317,7 @@ def test_a_fan_out_serves_those_with_room_before_it_waits_for_a_full_one() -> No
         full, free = Channel[int]("a->b", 1), Channel[int]("a->c", 1)
         full.send_nowait(0)
         told: list[int] = []
-        fan = FanOut([full, free], told.append)
+        fan = FanOut("a", [full, free], {}, told.append)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fan.send, 1)
             await anyio.wait_all_tasks_blocked()

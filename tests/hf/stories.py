@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.events import Prompt, Support
+from oppo.events import Chunk, Prompt, Support
 from oppo.hf.devices import use_cores
 from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.hf.serve.sampling import draw, gumbel
-from oppo.models import Piece, Sampling
+from oppo.models import Sampling
 from oppo.placement import Hosting, Thread
 from tests.hf import tiny
+from tests.kit.responses import read_chunk
 
 SAMPLING = Sampling(max_new_tokens=32, stop=(2, 3, 4, 5), seed=11)
 """Random tiny models stop after about 20 tokens with it."""
@@ -67,7 +68,7 @@ class Story:
     """What was read of some decodes, and what the cut was told."""
 
     decodes: Sequence[HfDecode]
-    pieces: list[list[Piece]] = field(default_factory=list)
+    pieces: list[list[Chunk]] = field(default_factory=list)
     told: list[list[int]] = field(default_factory=list)
     cut_after: int = 1_000_000
 
@@ -81,7 +82,7 @@ class Story:
     async def read(self, k: int, limit: int) -> None:
         state = "live"
         while state == "live":
-            piece = await self.decodes[k].read(limit)
+            piece = await read_chunk(self.decodes[k], limit)
             self.pieces[k].append(piece)
             state = piece.state
 

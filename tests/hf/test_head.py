@@ -153,7 +153,7 @@ async def logprobs_of(model: PreTrainedModel) -> Mapping[str, FloatArray]:
         async with policy.decoding(decodes, lambda _: False):
             for decode in decodes:
                 rollout = decode.prompt.rollout
-                responses[rollout] = responses[rollout].then((await decode.read(100)).chunk(rollout, 0))
+                responses[rollout] = responses[rollout].then(await decode.read(100))
         batch = batch_of(list(responses.values()))
         await reference.extend([event for each in batch.responses for event in (each.prompt, each.chunk())])
         finished = [Finish(each.prompt.rollout, each, "length") for each in batch.responses]

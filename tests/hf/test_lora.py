@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, ModelError, ModelRefused
-from oppo.events import Prompt
+from oppo.events import Chunk, Prompt
 from oppo.hf.devices import ModelPlace
 from oppo.hf.kv.states import CONTINUED
 from oppo.hf.loading import ModelRecipe, load_causal, outline
@@ -40,7 +40,7 @@ from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import SentWeights, SharedModel, changing, weights_digest
-from oppo.models import Piece, Sampling, Weights
+from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
@@ -49,6 +49,7 @@ from tests.hf.child import ONE
 from tests.hf.train.test_trainer import SAMPLING, restored_between_updates, rollouts
 from tests.invariants import test_equivalence as equivalence
 from tests.kit.known import known
+from tests.kit.responses import read_chunk
 
 pytestmark = pytest.mark.adapters
 IDS = torch.arange(3, 23).reshape(2, 10)
@@ -631,13 +632,13 @@ def test_a_policy_that_was_loaded_elsewhere_is_sent_its_adapters_alone(
         sent.append([*weights])
         return SentWeights(weights)
 
-    async def decoded() -> Piece:
+    async def decoded() -> Chunk:
         with Process("policy") as process:
             policy = HfPolicy(recipe, sampling=Sampling(max_new_tokens=9), place=ModelPlace(process, "policy", ""))
             await policy.load(Weights(1, actor.state_dict()))
             (decode,) = await policy.open([Prompt(0, 0, np.array([5, 6, 7], np.int32))])
             async with policy.decoding([decode], lambda ended: False):
-                piece = await decode.read(9)
+                piece = await read_chunk(decode, 9)
             with pytest.raises(ModelError, match=r"1 missing \[.*lora_"):
                 await policy.load(Weights(2, dict([*changing(actor.state_dict()).items()][1:])))
             assert policy.version == 1

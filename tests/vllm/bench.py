@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from oppo.errors import as_itself
-from oppo.events import Prompt, Response
-from oppo.models import Piece, Sampling, Weights
+from oppo.events import Chunk, Prompt, Response
+from oppo.models import Sampling, Weights
 from oppo.testing import run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from oppo.vllm.engine import WeightSender
+from tests.kit.responses import read_chunk
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, running
 
 SAMPLING = Sampling(max_new_tokens=20, stop=(2, 3), seed=5)
@@ -40,7 +41,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.engine = engine_of(self.llm, self.sender, adapts=self.adapts)
         self.policy = VllmPolicy(self.engine, sampling=self.sampling, **self.keywords)
-        self.pieces: dict[int, list[Piece]] = {}
+        self.pieces: dict[int, list[Chunk]] = {}
         self.reported: list[list[int]] = []
 
     def run(self, main: Callable[[], Awaitable[None]], *, threads: bool = False) -> None:
@@ -86,7 +87,7 @@ class Bench:
 
         async def read(decode: VllmDecode) -> None:
             while True:
-                piece = await decode.read(limit)
+                piece = await read_chunk(decode, limit)
                 self.pieces.setdefault(decode.prompt.rollout, []).append(piece)
                 if piece.state != "live":
                     return

@@ -20,6 +20,7 @@ from oppo.stages import Update
 from oppo.testing import FakePolicy, FakeTrainer, check_policy, run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.responses import read_chunk
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, engine_of, running
 
@@ -214,7 +215,7 @@ def test_another_policy_on_the_same_engine_begins_clean() -> None:
         later = VllmPolicy(bench.engine, sampling=SAMPLING)
         (decode,) = await later.open(varied(1))
         async with later.decoding([decode], lambda ended: False):
-            piece = await decode.read(100)
+            piece = await read_chunk(decode, 100)
         assert set(piece.versions.tolist()) == {0}
 
     bench.run(main)
@@ -267,8 +268,8 @@ def test_a_rollout_may_be_closed_while_the_others_are_decoded() -> None:
         async with anyio.create_task_group() as tasks, bench.policy.decoding(decodes, lambda ended: False):
             tasks.start_soon(close)
             tasks.start_soon(wait_in_vain)
-            bench.pieces[0] = [await decodes[0].read(100)]
-            bench.pieces[2] = [await decodes[2].read(100)]
+            bench.pieces[0] = [await read_chunk(decodes[0], 100)]
+            bench.pieces[2] = [await read_chunk(decodes[2], 100)]
 
     bench.run(main)
     assert (len(bench.tokens(0)), len(bench.tokens(2))) == (8, 8)
@@ -468,10 +469,7 @@ def test_a_resumed_run_continues_what_was_read_and_nothing_else() -> None:
     async def main() -> None:
         decodes = await bench.policy.open(varied(2))
         await bench.step(decodes, cut_at=1)
-        half = Response.empty(decodes[1].prompt)
-        for piece in bench.pieces[1]:
-            half = half.then(piece.chunk(1, len(half)))
-        halves.append(half)
+        halves.append(Response.of(decodes[1].prompt, bench.pieces[1]))
 
     async def resumed() -> None:
         await again.step(await again.policy.open(halves))

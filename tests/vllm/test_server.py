@@ -27,6 +27,7 @@ from oppo.vllm.arguments import ServerSettings
 from oppo.vllm.engine import NewTokens
 from oppo.vllm.server import Inbox
 from oppo.vllm.sync import FILES, FileSender, WeightFiles
+from tests.kit.responses import read_chunk
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, Request, running
 from tests.vllm.fake_server import URL, FakeServer, server_of
@@ -287,7 +288,7 @@ def test_a_server_with_the_weights_of_an_earlier_run_needs_those_of_this_one() -
         await policy.load(Weights(0, WEIGHTS))
         (decode,) = await policy.open(varied(1))
         async with policy.decoding([decode], lambda ended: False):
-            assert (await decode.read(1)).versions.tolist() == [0]
+            assert (await read_chunk(decode, 1)).versions.tolist() == [0]
 
     bench.run(main)
 

@@ -26,6 +26,7 @@ from oppo.models import Sampling, Weights
 from oppo.rollout_buffer import DecodeStep
 from tests.hf import tiny
 from tests.hf.stories import Serving, Story, allowed, assert_close, prompts, serving, told
+from tests.kit.responses import read_chunk
 
 PORTION = 32
 HUGE = 300
@@ -264,7 +265,7 @@ async def test_a_cancelled_read_has_taken_nothing(serving: Serving) -> None:
                 while not story.pieces[k] or story.pieces[k][-1].state == "live":
                     with anyio.CancelScope() as scope:
                         asyncio.get_running_loop().call_later(0.001, scope.cancel)
-                        story.pieces[k].append(await story.decodes[k].read(9))
+                        story.pieces[k].append(await read_chunk(story.decodes[k], 9))
     assert story.tokens() == whole.tokens()
 
 
@@ -273,7 +274,7 @@ async def test_leaving_early_parks_the_rollouts_and_their_tokens_wait(serving: S
 
     async def leave_early(policy: HfPolicy, story: Story) -> None:
         async with policy.decoding(story.decodes, story.cut):
-            story.pieces[0].append(await story.decodes[0].read(1))
+            story.pieces[0].append(await read_chunk(story.decodes[0], 1))
             raise ZeroDivisionError
 
     with serving() as policy:
@@ -446,7 +447,7 @@ async def test_two_reads_at_once_are_refused(serving: Serving) -> None:
 async def test_reading_beyond_the_end_is_refused(serving: Serving) -> None:
     with serving() as policy:
         story = await told(policy, prompts(1))
-        with pytest.raises(ProtocolError, match="last piece of rollout 0"):
+        with pytest.raises(ProtocolError, match="last chunk of rollout 0"):
             await story.decodes[0].read(1)
 
 

@@ -23,7 +23,7 @@ from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.group import grpo
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
-from oppo.events import Batch, Prompt, Response
+from oppo.events import Batch, Prompt, Response, ToolTokens
 from oppo.hf.serve.decoder import Decoder
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.sampling import draw, gumbel
@@ -545,7 +545,7 @@ async def test_an_answer_waits_for_the_next_decoding_if_the_step_was_cut(serving
             assert (piece.tokens.tolist(), piece.state) == (tokens.tolist(), "live")
             assert decodes[0].proceed(ANSWER)
             piece = await decodes[0].read(100)
-            assert piece.from_tool
+            assert isinstance(piece, ToolTokens)
             assert piece.tokens.tolist() == ANSWER.tolist()
             with pytest.raises(ProtocolError, match="expected a turn that has ended"):
                 decodes[0].proceed(ANSWER)

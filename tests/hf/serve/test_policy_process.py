@@ -19,7 +19,7 @@ from oppo.admission.chunking import Fixed
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost, ProtocolError
-from oppo.events import Batch, Prompt, Response
+from oppo.events import Batch, Prompt, Response, ToolTokens
 from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.policy import HfDecode, HfPolicy
@@ -37,6 +37,7 @@ from tests.hf.child import ONE
 from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, serving, told
 from tests.kit.dialogues import ANSWER
 from tests.kit.pipelines import Tap
+from tests.kit.responses import read_chunk
 from tests.kit.workplace import tokenizer
 
 DRAWN = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
@@ -291,7 +292,7 @@ NEW = Weights(1, actor=tiny.causal(seed=1).state_dict())
 async def decoded(policy: HfPolicy, story: Story, while_decoding: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Read a story, and do something once its first rollout has some tokens."""
     async with policy.decoding(story.decodes, story.cut), anyio.create_task_group() as readers:
-        story.pieces[0].append(await story.decodes[0].read(5))
+        story.pieces[0].append(await read_chunk(story.decodes[0], 5))
         readers.start_soon(while_decoding)
         for k in range(len(story.decodes)):
             readers.start_soon(story.read, k, 7)
@@ -336,10 +337,7 @@ async def test_a_rollout_goes_on_as_one_that_was_opened_with_the_new_weights(ser
     switches = [versions.index(1) for versions in story.versions()]
     halves = []
     for prompt, pieces, switch in zip(asked, story.pieces, switches, strict=True):
-        whole = Response.empty(prompt)
-        for piece in pieces:
-            whole = whole.then(piece.event(prompt.rollout, len(whole)))
-        halves.append(Response.empty(prompt).then(whole.chunk(0, switch)))
+        halves.append(Response.empty(prompt).then(Response.of(prompt, pieces).chunk(0, switch)))
     with serving(tiny.causal(seed=1), sampling=LONG) as policy:
         rest = Story(await policy.open(halves))
         await rest.step(policy)
@@ -385,8 +383,8 @@ async def test_weights_that_come_while_every_rollout_waits_for_its_tool(determin
                 decode.finish()
             for decode in decodes:
                 await decode.read(1_000)
-                assert (await decode.read(1_000)).from_tool
-                last = await decode.read(1_000)
+                assert isinstance(await decode.read(1_000), ToolTokens)
+                last = await read_chunk(decode, 1_000)
                 assert set(last.versions.tolist()) == {0 if deterministic else 1}
         assert policy.version == 1
 
@@ -414,10 +412,10 @@ async def test_many_weights_may_come_in_one_decoding(serving: Serving) -> None:
         async with policy.decoding(story.decodes, story.cut), anyio.create_task_group() as readers:
             for k in others:
                 readers.start_soon(story.read, k, 7)
-            story.pieces[0].append(await first.read(1))
+            story.pieces[0].append(await read_chunk(first, 1))
             for version in range(1, 6):
                 await policy.load(replace(NEW, version=version))
-                while (piece := await first.read(1)).versions[-1] < version:
+                while (piece := await read_chunk(first, 1)).versions[-1] < version:
                     story.pieces[0].append(piece)
                 story.pieces[0].append(piece)
             await story.read(0, 7)

@@ -62,9 +62,7 @@ async def decoded(
         going = [decode for decode in decodes if not decode.ended]
         async with policy.decoding(going, cut):
             for decode in going:
-                piece = await decode.read(1000)
-                response = responses[decode.prompt.rollout]
-                responses[decode.prompt.rollout] = response.then(piece.chunk(decode.prompt.rollout, len(response)))
+                responses[decode.prompt.rollout] = responses[decode.prompt.rollout].then(await decode.read(1000))
     return list(responses.values())
 
 
@@ -147,8 +145,7 @@ async def test_a_response_that_is_resumed_has_no_position_twice(thread: Thread) 
     )
     (decode,) = await policy.open([half])
     async with policy.decoding([decode], lambda _: False):
-        piece = await decode.read(1000)
-    again = half.then(piece.chunk(whole.prompt.rollout, 4))
+        again = half.then(await decode.read(1000))
     assert np.array_equal(again.tokens, whole.tokens)
     for name in ("ids", "counts"):
         assert np.array_equal(getattr(again.routed_experts, name), getattr(whole.routed_experts, name))

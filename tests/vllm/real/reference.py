@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from oppo.events import FloatArray, Prompt
-from oppo.models import Piece
+from oppo.events import Chunk, FloatArray, Prompt
 
 
 async def logprobs(
-    models: Sequence[PreTrainedModel], prompt: Prompt, pieces: Sequence[Piece], *, kept: bool = False
+    models: Sequence[PreTrainedModel], prompt: Prompt, pieces: Sequence[Chunk], *, kept: bool = False
 ) -> FloatArray:
     """Return the log-prob of each token under the weights that made it, float32 [n].
 

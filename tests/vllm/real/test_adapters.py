@@ -13,11 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelLost
-from oppo.events import Prompt
+from oppo.events import Chunk, Prompt
 from oppo.hf.lora import adapter_matrices, add_lora
-from oppo.models import Piece, Sampling, Weights
+from oppo.models import Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
 from oppo.vllm.sync import WeightFiles
+from tests.kit.responses import read_chunk
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import tiny_actor
 
@@ -51,12 +52,12 @@ def weights(version: int) -> Weights:
     return Weights(version, model.state_dict(), adapters=partial(adapter_matrices, model))
 
 
-async def respond(policy: VllmPolicy, prompt: Prompt, *, load: Weights | None = None) -> list[Piece]:
-    pieces: list[Piece] = []
+async def respond(policy: VllmPolicy, prompt: Prompt, *, load: Weights | None = None) -> list[Chunk]:
+    pieces: list[Chunk] = []
     (decode,) = await policy.open([prompt])
     async with policy.decoding([decode], lambda ended: False):
         while not pieces or pieces[-1].state == "live":
-            pieces.append(await decode.read(20))
+            pieces.append(await read_chunk(decode, 20))
             if load is not None:
                 await policy.load(load)
                 load = None

@@ -17,12 +17,13 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from oppo.errors import ModelError, ModelLost
-from oppo.events import FloatArray, Prompt
+from oppo.events import Chunk, FloatArray, Prompt
 from oppo.hf.lora import add_lora, merged
 from oppo.log import routed
-from oppo.models import Piece, Sampling, Weights
+from oppo.models import Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
 from oppo.vllm.sync import FileSender, WeightFiles
+from tests.kit.responses import read_chunk
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY
 
@@ -72,13 +73,13 @@ def second(folder: Path, told: list[str]) -> Iterator[VllmEngine]:
         yield engine
 
 
-async def respond(policy: VllmPolicy, prompt: Prompt) -> Piece:
+async def respond(policy: VllmPolicy, prompt: Prompt) -> Chunk:
     (decode,) = await policy.open([prompt])
     async with policy.decoding([decode], lambda ended: False):
-        return await decode.read(1000)
+        return await read_chunk(decode, 1000)
 
 
-async def logprobs(model: PreTrainedModel, prompt: Prompt, piece: Piece) -> FloatArray:
+async def logprobs(model: PreTrainedModel, prompt: Prompt, piece: Chunk) -> FloatArray:
     return await reference.logprobs([model] * (1 + int(piece.versions.max())), prompt, [piece])
 
 

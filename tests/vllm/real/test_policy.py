@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from oppo.events import Prompt, Response
-from oppo.models import Decode, Piece, Sampling, Weights
+from oppo.events import Chunk, Prompt, Response
+from oppo.models import Decode, Sampling, Weights
 from oppo.testing import check_policy
 from oppo.turns import turns_answered
 from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
@@ -23,6 +23,7 @@ from oppo.vllm.async_llm import Collected
 from oppo.vllm.engine import NewTokens, Request
 from oppo.vllm.sync import FILES, WeightFiles, fingerprints, untied
 from tests.kit.dialogues import ANSWER, dialogue
+from tests.kit.responses import read_chunk
 from tests.vllm import scenario
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
@@ -39,17 +40,17 @@ def some(count: int, length: int = 7) -> list[Prompt]:
     return [Prompt(n, n, random.integers(4, VOCABULARY, length, dtype=np.int32)) for n in range(count)]
 
 
-async def read(decode: Decode, pieces: list[Piece], limit: int = 8) -> None:
+async def read(decode: Decode, pieces: list[Chunk], limit: int = 8) -> None:
     while True:
-        pieces.append(await decode.read(limit))
+        pieces.append(await read_chunk(decode, limit))
         if pieces[-1].state != "live":
             return
 
 
-async def whole(policy: VllmPolicy, prompts: Sequence[Prompt | Response]) -> list[list[Piece]]:
+async def whole(policy: VllmPolicy, prompts: Sequence[Prompt | Response]) -> list[list[Chunk]]:
     """Return the pieces of each rollout, decoded to their ends."""
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
@@ -66,11 +67,11 @@ def has_written(decode: VllmDecode, tokens: int) -> bool:
     return decode.row.written >= tokens
 
 
-def tokens_of(pieces: Sequence[Piece]) -> list[int]:
+def tokens_of(pieces: Sequence[Chunk]) -> list[int]:
     return [int(token) for piece in pieces for token in piece.tokens]
 
 
-def logprobs_of(pieces: Sequence[Piece]) -> list[float]:
+def logprobs_of(pieces: Sequence[Chunk]) -> list[float]:
     return [float(each) for piece in pieces for each in piece.logprobs]
 
 
@@ -174,7 +175,7 @@ async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEn
     undisturbed = await whole(VllmPolicy(engine, sampling=sampling), prompts)
     policy = VllmPolicy(engine, sampling=sampling, kv_on_sync="recompute")
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
@@ -198,7 +199,7 @@ async def test_syncing_while_it_decodes_counts_every_token_to_the_weights_that_m
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(14)
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
@@ -242,7 +243,7 @@ async def test_a_rollout_is_deferred_across_syncs(engine: VllmEngine, kv_on_sync
     )
     prompts, models = some(3), [tiny_actor(seed) for seed in range(4)]
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     for version in range(3):
         live = [decode for decode in decodes if not decode.ended]
         async with policy.decoding(live, lambda ended: True), anyio.create_task_group() as readers:

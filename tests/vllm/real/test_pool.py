@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from transformers import LlamaForCausalLM
 
-from oppo.events import Prompt
-from oppo.models import Piece, Policy, Sampling, Weights
+from oppo.events import Chunk, Prompt
+from oppo.models import Policy, Sampling, Weights
 from oppo.placement import PolicyPool
 from oppo.placement.pool_members import PooledDecode
 from oppo.vllm import VllmPolicy
@@ -55,7 +55,7 @@ class Killing:
     servers: list[Served]
     actors: list[LlamaForCausalLM]
     prompts: list[Prompt]
-    pieces: list[list[Piece]] = field(default_factory=list)
+    pieces: list[list[Chunk]] = field(default_factory=list)
     seconds_of_load: float = 0.0
 
     async def load(self) -> None:

@@ -17,9 +17,10 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from oppo.errors import ConfigError, ModelLost
+from oppo.events import Chunk
 from oppo.hf.devices import ModelPlace
 from oppo.hf.serve.policy import HfPolicy
-from oppo.models import Piece, Sampling, Weights
+from oppo.models import Sampling, Weights
 from oppo.placement import PolicyPool, Thread
 from oppo.testing import check_policy
 from oppo.vllm import VllmPolicy, VllmServer
@@ -142,7 +143,7 @@ async def test_tokens_have_the_log_probs_of_the_weights_that_they_name_across_de
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(3)
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     for version in range(3):
         live = [decode for decode in decodes if not decode.ended]
         async with policy.decoding(live, lambda ended: True), anyio.create_task_group() as readers:
@@ -163,7 +164,7 @@ async def test_weights_are_synced_while_responses_are_decoded(server: VllmServer
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(3)
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode in decodes:
             readers.start_soon(read, decode, pieces[decode.prompt.rollout])
@@ -230,7 +231,7 @@ async def test_rollouts_of_a_killed_server_go_on_in_another_engine_from_their_to
         pool, prompts = PolicyPool([remote, beside], timeout=60), some(6)
         await pool.load(Weights(1, models[1].state_dict()))
         decodes = await pool.open(prompts)
-        pieces: list[list[Piece]] = [[] for _ in decodes]
+        pieces: list[list[Chunk]] = [[] for _ in decodes]
 
         async def kill() -> None:
             await until(lambda: remote.tokens > 20)
