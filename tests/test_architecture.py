@@ -100,7 +100,7 @@ BUDGETS = {
     "liveness": 593,
     "losses": 1_135,
     "oppo": 6_058,
-    "placement": 3_853,
+    "placement": 3_835,
     "report": 2_863,
     "rewards": 1_763,
     "run": 4_946,
