@@ -18,9 +18,9 @@ from oppo.declared import (
     Positive,
     PositiveCount,
     changed,
-    require_declared,
     require_whole,
     setting,
+    validated,
 )
 from oppo.errors import ConfigError, in_toml
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
@@ -299,6 +299,7 @@ class GSPO(GRPO):
 
 
 @dataclass(frozen=True, kw_only=True)
+@validated(ConfigError)
 class OnlineDPO:
     """Online DPO: the reward ranks two responses to each prompt, and the loss is DPO's (Guo et al. 2024)."""
 
@@ -309,9 +310,6 @@ class OnlineDPO:
     mask_truncated: bool = setting(
         default=False, description="leave pairs with a response that ended at max_new_tokens out of the loss"
     )
-
-    def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
 
     @property
     def responses(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from oppo.declared import Positive, require_declared
+from oppo.declared import Positive, validated
 from oppo.errors import ConfigError
 from oppo.losses.base import Divisor, Input, Inputs, LossValue, Unit, means
 from oppo.losses.ppo import ClippedLoss
@@ -71,6 +71,7 @@ class SequenceLoss(ClippedLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
+@validated(ConfigError)
 class PairwiseLoss:
     """DPO's loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7) on the two responses to each prompt.
 
@@ -86,9 +87,6 @@ class PairwiseLoss:
     """
 
     beta: Positive = 0.1
-
-    def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
 
     @property
     def unit(self) -> Unit:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo.declared import Fraction, Limit, NonNegative, Positive, require_declared
+from oppo.declared import Fraction, Limit, NonNegative, Positive, validated
 from oppo.errors import ConfigError
 from oppo.losses.base import OF_A_CRITIC, Divisor, Input, Inputs, Loss, LossValue, Unit, means
 from oppo.losses.terms import PolicyTerm, divergences, kl_losses, policy_losses, value_loss
@@ -20,6 +20,7 @@ from oppo.training import CLIP, Aggregation, Surrogate, SurrogateKind
 
 
 @dataclass(frozen=True, kw_only=True)
+@validated(ConfigError)
 class ClippedLoss:
     """PPO's clipped surrogate loss, an entropy bonus and a KL to the reference: the loss of GRPO and RLOO.
 
@@ -67,7 +68,6 @@ class ClippedLoss:
     """Whether the ratio is a whole row's, the geometric mean over its tokens."""
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         Surrogate.of(self)
 
     @property

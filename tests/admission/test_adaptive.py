@@ -81,7 +81,7 @@ def test_it_goes_on_from_its_state() -> None:
     [
         ({"least": 3, "most": 2}, "0 <= least <= initial <= most must hold, not 0, 3, 2, 2"),
         ({"most": 5}, "overcommit must lie in 0 .. batch = 4, not 5"),
-        ({"most": 2, "window": 0}, "window must be at least 1, not 0"),
+        ({"most": 2, "window": 0}, "window must be more than 0, not 0"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, int], message: str) -> None:
@@ -281,8 +281,8 @@ def test_it_admits_and_cuts_as_fixed_overcommit_does() -> None:
     ("settings", "message"),
     [
         ({"most": BATCH + 1}, "overcommit must lie in 0 .. batch = 64, not 65"),
-        ({"window": 0}, "window must be at least 1 step, not 0"),
-        ({"price": -1.0}, "price must be 0 or more, not -1.0"),
+        ({"window": 0}, "window must be more than 0, not 0"),
+        ({"price": -1.0}, "price must be at least 0, not -1.0"),
         ({"kl_target": 0.0}, "kl_target must be more than 0, not 0.0"),
     ],
 )
@@ -376,7 +376,7 @@ def test_short_responses_leave_fewer_candidates() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cap": 0}, "cap and trials must be at least 1, not 0 and 3"),
+        ({"cap": 0}, "cap must be more than 0, not 0"),
         ({"cap": 9, "parts": ()}, r"parts must be some numbers above 0 and up to 1, not \(\)"),
         ({"cap": 90, "every": 8}, "a probe takes 3 steps for each of 3 candidates, so every must be at least 9, not 8"),
     ],
@@ -485,7 +485,7 @@ def test_an_interrupted_run_makes_the_same_rounds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("batch", "launch", "message"),
-    [(0, 1.25, "batch must be at least 1, not 0"), (4, 2.5, r"launch must lie in 1 \.\. 2, not 2.5")],
+    [(0, 1.25, "batch must be more than 0, not 0"), (4, 2.5, r"launch must be at most 2, not 2.5")],
 )
 def test_impossible_settings_of_batches_are_refused(batch: int, launch: float, message: str) -> None:
     with pytest.raises(AdmissionError, match=message):

@@ -395,8 +395,8 @@ def test_a_place_says_how_long_a_call_should_last_that_nobody_waits_for(
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        ({"seconds": 0.0}, "seconds of a TimeSlice must be more than 0, not 0.0"),
-        ({"rise": 0.9}, "rise of a TimeSlice must be at least 1, not 0.9"),
+        ({"seconds": 0.0}, "seconds must be more than 0, not 0.0"),
+        ({"rise": 0.9}, "rise must be at least 1, not 0.9"),
         ({"seconds": float("nan")}, "must be a finite number"),
     ],
 )

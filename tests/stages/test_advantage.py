@@ -251,7 +251,7 @@ def test_a_rollout_whose_own_log_probs_are_not_finite_is_dropped_though_they_wer
         ({"lam": float("nan")}, "lam of GAE must be a finite number, not nan"),
         ({"kl_estimator": "k9"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k9'"),
         ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.returns.AdaptiveKL, not '0.1'"),
-        ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
+        ({"kl": -0.1}, "coefficient must be at least 0, not -0.1"),
     ],
 )
 def test_what_cannot_be_estimated_with_is_refused_at_once(choice: dict[str, Any], message: str) -> None:

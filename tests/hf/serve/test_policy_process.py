@@ -14,27 +14,22 @@ import anyio
 import numpy as np
 import pytest
 
-from oppo.admission import Overcommit
-from oppo.admission.chunking import Fixed
-from oppo.algorithms.group import grpo
-from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import Batch, Prompt, Response, ToolTokens
 from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.policy import HfDecode, HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
-from oppo.losses import ClippedLoss
+from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Process, Thread
 from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, serving, told
+from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, graph_of, prompts, serving, told
 from tests.kit.dialogues import ANSWER
 from tests.kit.pipelines import Tap
 from tests.kit.responses import read_chunk
@@ -72,41 +67,26 @@ async def ran(
     actor, critic = tiny.causal(seed=1), tiny.scalar(seed=3)
     trained = (actor,) if groups else (actor, critic)
     settings = TrainerSettings(learning_rate=1e-3, epochs=2)
-    policy = HfPolicy(
-        served or actor,
+    made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
+    trainer = HfTrainer(
+        actor,
+        None if groups else critic,
         sampling=sampling,
-        place=acting,
-        deterministic=True,
+        place=scoring,
+        settings=settings,
+        loss=ClippedLoss() if groups else PPOLoss(),
+    )
+    graph = graph_of(
+        actor,
+        None if groups else critic,
+        trainer=trainer,
+        acting=acting,
+        scoring=scoring,
+        sampling=sampling,
         kv_on_sync="keep" if keep else "recompute",
         decode=HfTokenizer(tokenizer()).decode,
+        served=served or actor,
     )
-    reference = ReferenceLogprobs(tiny.causal(seed=1), sampling=sampling, place=scoring, deterministic=True)
-    reward = RewardModel(tiny.scalar(seed=2), place=scoring, deterministic=True)
-    made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
-    admission, chunks = Overcommit(batch=4, overcommit=2), Fixed(5)
-    if groups:
-        trainer = HfTrainer(actor, None, sampling=sampling, place=scoring, settings=settings, loss=ClippedLoss())
-        graph = grpo(
-            policy=policy,
-            reference=reference,
-            reward=reward,
-            trainer=trainer,
-            admission=admission,
-            samples=2,
-            chunks=chunks,
-        )
-    else:
-        trainer = HfTrainer(actor, critic, sampling=sampling, place=scoring, settings=settings)
-        values = ValueModel(critic, place=scoring, deterministic=True)
-        graph = ppo(
-            policy=policy,
-            reference=reference,
-            reward=reward,
-            critic=values,
-            trainer=trainer,
-            admission=admission,
-            chunks=chunks,
-        )
     tap, carried = Tap(), 0
     async with graph.open(made, observers=[tap]) as run:
         async for step in run.steps(3):
@@ -117,12 +97,11 @@ async def ran(
 
 
 RUNS = {
-    "ppo, recompute": partial(ran),
     "ppo, keep": partial(ran, keep=True),
-    "grpo": partial(ran, groups=True),
-    "stop strings": partial(ran, sampling=replace(DRAWN, stop=(2,), stop_strings=("w7 w", "w11", "w40"))),
+    "grpo, stop strings": partial(
+        ran, groups=True, sampling=replace(DRAWN, stop=(2,), stop_strings=("w7 w", "w11", "w40"))
+    ),
     "top k": partial(ran, sampling=replace(DRAWN, top_k=20, min_new_tokens=5)),
-    "top p": partial(ran, sampling=replace(DRAWN, top_p=0.8)),
 }
 
 
@@ -141,15 +120,6 @@ async def test_an_exact_run_is_the_same_wherever_its_policy_lives(
         assert np.array_equal(ours.support(everyone).ids, theirs.support(everyone).ids)
         assert ours.support(everyone).whole is not kind.startswith("top")
     assert got.digest == expected.digest
-
-
-async def test_stop_strings_end_responses_in_a_process(actor_process: Process) -> None:
-    sampling = Sampling(max_new_tokens=60, seed=3, stop_strings=("w7", "w40"))
-    policy = HfPolicy(tiny.causal(), sampling=sampling, place=actor_process, decode=HfTokenizer(tokenizer()).decode)
-    story = await told(policy, prompts(8))
-    assert "stop" in story.states()
-    for tokens, state in zip(story.tokens(), story.states(), strict=True):
-        assert (state == "stop") == ("w7" in (text := HfTokenizer(tokenizer()).decode(tokens)) or "w40" in text)
 
 
 async def test_a_decode_that_cannot_cross_is_refused_by_name(actor_process: Process) -> None:
@@ -284,8 +254,7 @@ async def test_an_error_in_the_childs_decode_loop_reaches_every_reader(actor_pro
     assert (await policy.memory())[1] == 0
 
 
-LONG = replace(SAMPLING, max_new_tokens=300, stop=())
-"""Responses that end at their limit, so that decoding lasts."""
+LONG = replace(SAMPLING, max_new_tokens=300, stop=())  # responses that end at their limit, so that decoding lasts
 NEW = Weights(1, actor=tiny.causal(seed=1).state_dict())
 
 
