@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.harness import Machine, checkout, cores_here, keep, turns
-from benchmarks.ladder.contestant import EARLIER, Entry, StepRecord, start
+from benchmarks.ladder.contestant import EARLIER, Entry, StepRecord
 from benchmarks.ladder.directory import Files, cache_directory, files_of
 from benchmarks.ladder.measures import (
     Baseline,
@@ -65,7 +65,7 @@ def entries(files: Files, modes: Sequence[str], layout: Layout, plan: Plan) -> l
 def serial_costs(files: Files, layout: Layout, plan: Plan) -> Costs:
     """Return the costs of a plan's steps in the serial mode, with nothing else running."""
     (entry,) = entries(files, [SERIAL.name], layout, plan)
-    with tempfile.TemporaryDirectory(prefix="oppo-bench-") as logs, start(entry, Path(logs)) as serial:
+    with tempfile.TemporaryDirectory(prefix="oppo-bench-") as logs, entry.start(Path(logs)) as serial:
         serial.ready()
         serial.run(plan.warm_up)
         return Costs.of(serial.run(plan.rounds * plan.steps))
@@ -88,7 +88,7 @@ def run(
         for group in groups:
             with ExitStack() as stack:
                 logger.info(f"loading {', '.join(entry.name for entry in group)}")
-                running = [stack.enter_context(start(entry, Path(logs))) for entry in group]
+                running = [stack.enter_context(entry.start(Path(logs))) for entry in group]
                 started |= {each.name: each.ready() for each in running}
                 for number, each in turns(running, plan.rounds):
                     logger.info(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
@@ -114,13 +114,8 @@ def run(
 
 
 def _figures(counted: Mapping[str, Rounds], peaks: Mapping[str, float]) -> dict[str, Figures]:
-    alone = [
-        step
-        for name, rounds in counted.items()
-        if name in MODES and MODES[name].held
-        for each in rounds
-        for step in each
-    ]
+    held = (rounds for name, rounds in counted.items() if name in MODES and MODES[name].held)
+    alone = [step for rounds in held for each in rounds for step in each]
     serial = [step.score for each in counted.get("serial", ()) for step in each]
     baseline = Baseline(sum(serial) if serial else None, DecodeCost.fitted(alone))
     return {name: Figures.of(rounds, baseline, peaks[name]) for name, rounds in counted.items()}
