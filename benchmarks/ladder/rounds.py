@@ -36,7 +36,6 @@ from benchmarks.ladder.measures import (
     ratios,
     require_equal_work,
 )
-from benchmarks.ladder.pipeline import seats
 from benchmarks.ladder.show import plot, render, require_svg
 from benchmarks.ladder.workloads import (
     MODES,
@@ -121,19 +120,6 @@ def _figures(counted: Mapping[str, Rounds], peaks: Mapping[str, float]) -> dict[
     return {name: Figures.of(rounds, baseline, peaks[name]) for name, rounds in counted.items()}
 
 
-def seating(workload: BenchWorkload, layout: Layout, modes: Sequence[str]) -> list[str]:
-    """Return the seats in words, a line for the modes with the same ones, and a warning on a single core."""
-    cores = cores_here()
-    lines: dict[str, list[str]] = {}
-    for mode in modes:
-        chosen = MODES[mode]
-        table = seats(layout, cores, held=chosen.held, apart=chosen.trains_apart(workload)).table()
-        line = ", ".join(f"{side} {seat['threads']} thread(s) on cores {seat['cores']}" for side, seat in table.items())
-        lines.setdefault(line, []).append(mode)
-    warning = ["one core only: all sides share it, and overlap cannot gain anything"] if len(cores) == 1 else []
-    return [f"{', '.join(named)}: {line}" for line, named in lines.items()] + warning
-
-
 @contextmanager
 def earlier(
     revision: str | None, files: Files, modes: Sequence[str], layout: Layout, plan: Plan
@@ -182,12 +168,12 @@ def bench(request: Request, console: Console) -> list[Ladder]:
     other = None if request.peer is None else peer_of(request.peer, request, workloads)
     if request.plot is not None:
         require_svg(request.plot)
+    if len(cores_here()) == 1:
+        logger.warning("one core only: all sides share it, and overlap cannot gain anything")
     ladders: list[Ladder] = []
     for workload in workloads:
         for layout in layouts:
             files, calibration = made(workload, layout, request, plan)
-            for line in seating(workload, layout, modes):
-                logger.info(f"{workload.name}, {layout}: {line}")
             contestants = entries(files, modes, layout, plan)
             contestants += [] if other is None else [peer(other, files)]
             with earlier(request.against, files, modes, layout, plan) as others:
