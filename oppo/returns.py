@@ -547,7 +547,7 @@ Ours; published bands guard against differences between two engines, and are tig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 @validated(ConfigError)
-class Correction:
+class ImportanceCorrection:
     """Learning from tokens that older weights sampled: the base of the ratio, and the weight of a token.
 
     Older weights wrote a part of a deferred rollout. With current ``pi``, behaviour ``mu`` (the weights that sampled a

@@ -27,7 +27,7 @@ from oppo.models import Policy, Scorer, Trainer
 from oppo.returns import (
     CAP,
     AdaptiveKL,
-    Correction,
+    ImportanceCorrection,
     KLEstimator,
     Level,
     RatioBase,
@@ -212,10 +212,10 @@ class Clipped:
         return self.correction.needs_proximal
 
     @property
-    def correction(self) -> Correction:
+    def correction(self) -> ImportanceCorrection:
         """The correction of stale tokens."""
         weight, level = KINDS[self.is_correction]
-        return Correction(
+        return ImportanceCorrection(
             ratio_base=self.ratio_base,
             weight=weight,
             level=level,

@@ -39,7 +39,7 @@ from oppo.errors import ConfigError
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
 from oppo.observe import Span
 from oppo.redact import redacted
-from oppo.stages.selection import Rounds
+from oppo.stages.dynamic_sampling import Rounds
 from oppo.turns import Answered
 
 LOCK = "running.lock"  # the file that is locked: it holds the process id of the run, which removes it in the end

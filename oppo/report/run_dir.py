@@ -71,7 +71,7 @@ from oppo.report.records import (
 )
 from oppo.report.trace import TRACED, Timekeeper, Trace, TraceFile
 from oppo.scorers import Extras
-from oppo.stages.selection import Rounds
+from oppo.stages.dynamic_sampling import Rounds
 
 
 def samples(

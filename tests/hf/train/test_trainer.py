@@ -33,7 +33,7 @@ from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Input, LossValue, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Place, Thread
-from oppo.returns import Correction, gae, kl_estimate, shaped_rewards, whiten
+from oppo.returns import ImportanceCorrection, gae, kl_estimate, shaped_rewards, whiten
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.golden import fixed
@@ -566,10 +566,13 @@ def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(t
             r"kl=0\.01.* reads reference log-probs, and the batch has none: give the recipe reference=",
         ),
         (
-            {"correction": Correction(weight="truncated")},
+            {"correction": ImportanceCorrection(weight="truncated")},
             r"weight='truncated'.* reads proximal log-probs, and the batch has none: give the recipe proximal=",
         ),
-        ({"correction": Correction(ratio_base="proximal")}, r"ratio_base='proximal'.* give the recipe proximal="),
+        (
+            {"correction": ImportanceCorrection(ratio_base="proximal")},
+            r"ratio_base='proximal'.* give the recipe proximal=",
+        ),
     ],
 )
 async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_and_nothing_stands_for_it(
