@@ -96,7 +96,7 @@ BUDGETS = {
     "environments": 1_238,
     "evaluation": 548,
     "graph": 2_408,
-    "hf": 11_416,
+    "hf": 11_426,
     "liveness": 593,
     "losses": 1_135,
     "oppo": 6_024,
