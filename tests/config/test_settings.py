@@ -16,8 +16,7 @@ from oppo.algorithms.base import ClippedAlgorithm
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
 from oppo.config.load import load, overridden, resolve
-from oppo.config.rewards import FunctionRewardSection, ModelRewardSection, VllmRewardSection
-from oppo.config.scorers import ScorerSection
+from oppo.config.rewards import FunctionRewardSection, ModelRewardSection, ScorerSection, VllmRewardSection
 from oppo.config.sections import ROWS, sources
 from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError
