@@ -95,7 +95,7 @@ BUDGETS = {
     "demo": 1_574,
     "environments": 1_238,
     "evaluation": 548,
-    "graph": 2_408,
+    "graph": 2_409,
     "hf": 11_426,
     "liveness": 593,
     "losses": 1_135,
@@ -105,7 +105,7 @@ BUDGETS = {
     "rewards": 1_763,
     "run": 4_944,
     "simulate": 2_960,
-    "stages": 3_801,
+    "stages": 3_792,
     "testing": 1_415,
     "vllm": 4_205,
 }
