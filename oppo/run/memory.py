@@ -36,6 +36,7 @@ from oppo.hf.memory import (
     of_reward,
     of_shortest,
     of_trainer,
+    planned_on,
 )
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
 from oppo.hf.serve.policy import PREFILL_TOKENS
@@ -248,9 +249,10 @@ def _needs(deployment: Deployment, load: Load | None) -> list[Expected]:
     _counting("trainer")
     whole = at_rest(made.trained)
     if load is not None:
-        whole = of_trainer(
-            made.trained, load, _sampling(settings.sampling), deployment.trainer, settings.trained_loss()
-        )
+        with planned_on(devices.trainer[0]):
+            whole = of_trainer(
+                made.trained, load, _sampling(settings.sampling), deployment.trainer, settings.trained_loss()
+            )
     needs += _training(devices, whole, unshared, shard=settings.placement.shard)
     if own_engine and not settings.on_server:
         sleeps = settings.placement.share == "sleep"
@@ -266,11 +268,11 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
         device, remote = devices.scoring()[model], model in devices.remote
         for name in deployment.teachers if model == "teacher" else ():
             _counting(name)
-            yield Expected(name, device, _served(partial(made.logprobs, name), of_reference, load), remote)
+            yield Expected(name, device, _served(partial(made.logprobs, name), of_reference, load, device), remote)
         if model not in {"reward", "teacher"}:
             _counting(model)
             make = {"critic": made.critic, "proximal": made.actor}.get(model, partial(made.logprobs, model))
-            served = _served(make, _SERVED[model], load)
+            served = _served(make, _SERVED[model], load, device)
             shares = _shares_the_policy_s(deployment, model)
             if shares and uncounted and model != "critic":  # the first that is served over the policy's weights
                 shares = uncounted = False
@@ -390,9 +392,13 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
 
 
 def _served(
-    make: Callable[[], PreTrainedModel], of: Callable[[Callable[[], PreTrainedModel], Load], Bytes], load: Load | None
+    make: Callable[[], PreTrainedModel],
+    of: Callable[[Callable[[], PreTrainedModel], Load], Bytes],
+    load: Load | None,
+    device: torch.device,
 ) -> Bytes:
-    return Bytes(at_rest(make).weights) if load is None else of(make, load)
+    with planned_on(device):
+        return Bytes(at_rest(make).weights) if load is None else of(make, load)
 
 
 def _shares_the_policy_s(deployment: Deployment, model: str) -> bool:
