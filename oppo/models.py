@@ -24,9 +24,9 @@ from oppo.declared import (
     NonNegative,
     PositiveCount,
     Seed,
-    require_declared,
     require_metrics,
     setting,
+    validated,
 )
 from oppo.errors import ProtocolError
 from oppo.events import (
@@ -61,6 +61,7 @@ HOTTEST: Final = 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@validated()
 class SamplingSettings:
     """How the policy draws tokens, as far as that needs no tokenizer; see :class:`Sampling`.
 
@@ -85,7 +86,6 @@ class SamplingSettings:
     seed: Seed = setting(0, "keys the noise, together with the rollout and the position in it")
 
     def __post_init__(self) -> None:
-        require_declared(self)
         if self.temperature and not COOLEST <= self.temperature <= HOTTEST:
             raise ValueError(
                 f"temperature must be 0, which is greedy, or {COOLEST:g} to {HOTTEST:g}; got {self.temperature}"

@@ -13,8 +13,7 @@ import torch
 from rich.filesize import decimal
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import ModelRewardSection, VllmRewardSection
-from oppo.config.scorers import OnVllm
+from oppo.config.rewards import ModelRewardSection, OnVllm, VllmRewardSection
 from oppo.config.sections import SamplingSection
 from oppo.config.settings import Settings
 from oppo.declared import declared

@@ -22,7 +22,7 @@ import anyio.lowlevel
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.declared import require_declared
+from oppo.declared import validated
 from oppo.errors import ProtocolError, as_itself, running_loop
 from oppo.events import UNTRUNCATED, Chunk, ChunkState, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
@@ -47,6 +47,7 @@ class _Load:
 
 
 @dataclass(eq=False)
+@validated()
 class FakePolicy:
     """An actor whose decode step serves every live rollout, or that decodes each at its own pace.
 
@@ -97,7 +98,6 @@ class FakePolicy:
     prefilled: int = 0
 
     def __post_init__(self) -> None:
-        require_declared(self)
         require_seconds("seconds of FakePolicy", self.seconds)
         require_seconds("reading of FakePolicy", self.reading)
         self._live: dict[FakeDecode, None] = {}  # an ordered set

@@ -39,9 +39,9 @@ from oppo.events import (
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import Decode, Decoding, Policy, entered, require_count, require_model
 from oppo.stages.conversations import Conversations
+from oppo.stages.dynamic_sampling import DynamicSampling, Round
 from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit, require_prompt
 from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
-from oppo.stages.selection import Round, Selection
 from oppo.turns import Branching, Environment, MultiTurnPolicy
 
 LENGTHS: Final = 256
@@ -81,7 +81,7 @@ class Generate:
     samples: int = 1
     replay: Mapping[int, Observation] = field(default_factory=dict)
     columns: Callable[[int], Mapping[str, object]] | None = None
-    select: Selection | None = None
+    select: DynamicSampling | None = None
     environment: Environment | None = None
 
     def __post_init__(self) -> None:
@@ -147,7 +147,7 @@ class Generate:
         """Report a selection that is no stage of the graph."""
         del named
         fault = (
-            'has a Selection that reads no scores: add the same one after the reward, g.add("select", selection, '
+            'has a DynamicSampling that reads no scores: add the same one after the reward, g.add("select", selection, '
             "score), and give its output to the advantage stage"
         )
         return [] if self.select is None or any(each is self.select for each in stages) else [fault]
@@ -192,7 +192,7 @@ class Generate:
         for name, controller in self._controllers().items():
             controller.load_state_dict(state["controllers"][name])
         if self._conversations is not None:
-            self._conversations.load_state_dict(state.get("conversations", {}))
+            self._conversations.load_state_dict(state["conversations"])
 
     def _state(self, snapshot: RolloutSnapshot) -> dict[str, Any]:
         state = snapshot.state_dict()
@@ -265,7 +265,7 @@ class Generate:
                 await out.send(Defer(prompt.rollout, unit.age, self._ledger.restarts))
 
     async def _replace_rejected(
-        self, select: Selection, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step
+        self, select: DynamicSampling, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step
     ) -> None:
         rejected = judged = 0
         for number in count(1):

@@ -78,14 +78,11 @@ class Transcript:
         return self.chunks[-1].state if self.chunks else "live"
 
     def first_half(self, prompt: Prompt) -> Response:
-        """Return the response to ``prompt`` as it was after half of the chunks."""
         return Response.of(prompt, self.chunks[: len(self.chunks) // 2])
 
 
 @dataclass
 class Trial:
-    """One policy and its decodes, what was read of each, and the rollouts that were reported to the cut."""
-
     policy: Policy
     prompts: Sequence[Prompt]
     decodes: Sequence[Decode]
@@ -107,7 +104,6 @@ class Trial:
         return [transcript.tokens for transcript in self.transcripts]
 
     def cut(self, finished: Sequence[int]) -> bool:
-        """Note rollouts that have ended; return whether decoding is to stop."""
         require(not self.has_cut, f"cut() was called with {finished} after it had answered true")
         require(len(finished) > 0, "cut() was called though nothing had finished")
         again = set(finished) & set(self.reported)
@@ -117,7 +113,6 @@ class Trial:
         return self.has_cut
 
     async def decode(self, limit: int, *, cancel_first: bool = False) -> None:
-        """Decode one step and read all of it, ``limit`` tokens at a time."""
         self.has_cut = False
         live = self.live
         decoding = self.policy.decoding([self.decodes[k] for k in live], self.cut)
@@ -127,7 +122,6 @@ class Trial:
                     readers.start_soon(self.read, k, limit, cancel_first)
 
     async def read(self, k: int, limit: int, cancel_first: bool = False) -> None:
-        """Read one rollout, ``limit`` tokens at a time, until it ends or is deferred."""
         if cancel_first:
             with anyio.move_on_after(0):
                 self.transcripts[k].chunks.append(await self.decodes[k].read(limit))
@@ -205,7 +199,6 @@ class Dialogue(Trial):
 
 
 async def check_turns(make: Make[Policy], prompts: Sequence[Prompt], plain: Trial) -> None:
-    """Check that a policy keeps the contract of :class:`oppo.turns.MultiTurnPolicy`."""
     whole = await _dialogue(make, prompts)
     await whole.talk(limit=3)
     require(
@@ -585,7 +578,6 @@ async def _decided(
     last: int = _STEPS,
     state: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
 ) -> tuple[list[StepReport], tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Return the reports of steps ``first`` to ``last``, and the state of the run and its prompts after them."""
     can, recorder = Capabilities(adds_while_decoding=True), Recorder()
     policy = FakePolicy(lambda prompt: lengths[prompt.admission % len(lengths)], 1e-3, capabilities=can)
     critic = FakeCritic()

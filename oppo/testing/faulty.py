@@ -195,8 +195,6 @@ Script: TypeAlias = tuple[Fault, ...]
 
 @dataclass(eq=False)
 class Faulty:
-    """What all wrappers share: the count of the calls, and the faults that struck, in order."""
-
     name: str
     inner: Any
     script: Script = ()
@@ -209,7 +207,6 @@ class Faulty:
         return cast("int", self.inner.version) - self.behind
 
     async def played(self, method: Method, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Make a call of the model's, with the faults that the script has for it."""
         number = self.calls[method]
         self.calls[method] += 1
         striking = list[tuple[FaultKind, Call]]()
@@ -235,8 +232,6 @@ class _FaultySynced(Faulty):
 
 @dataclass(eq=False)
 class FaultyDecode:
-    """A decode of :class:`FaultyPolicy`."""
-
     inner: Decode
     policy: FaultyPolicy
 

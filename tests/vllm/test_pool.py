@@ -22,8 +22,7 @@ from oppo.vllm.processes import ServerProcess
 from oppo.vllm.sync import HostedFiles
 from tests.kit.responses import read_chunk
 from tests.vllm.bench import SAMPLING, WEIGHTS, varied
-from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
-from tests.vllm.fake_server import URL, FakeServer
+from tests.vllm.fakes import URL, FakeAsyncLLM, FakeServer, engine_of, running
 from tests.vllm.test_sync import adapted
 
 
@@ -102,7 +101,7 @@ class Unstarted(ServerProcess):
     """What is written for a server, and no server."""
 
     def __init__(self) -> None:
-        self.url, self._lifeline, self._adapts, self._written = URL, None, True, None
+        self.url, self._lifeline, self._process, self._adapts, self._written = URL, None, None, True, None
         self._kept = ExitStack()
 
 

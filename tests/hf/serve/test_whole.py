@@ -36,7 +36,7 @@ from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 from oppo.placement.wire import pack_with_blocks, unpack
-from oppo.returns import Correction
+from oppo.returns import ImportanceCorrection
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
 from oppo.testing import respond_serially
@@ -50,7 +50,7 @@ from tests.kit.known import known
 from tests.kit.pipelines import Tap
 from tests.kit.responses import responses, stream
 from tests.test_returns import EVERY
-from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, engine_of, running
+from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, engine_of, running
 
 SAMPLING = Sampling(max_new_tokens=30, temperature=0.7, stop=(2, 3))
 
@@ -147,7 +147,7 @@ async def test_a_ppo_step_beside_vllm_with_models_that_read_whole_responses(acto
                 critic,
                 sampling=SAMPLING,
                 place=training,
-                loss=PPOLoss(correction=Correction(ratio_base="proximal")),
+                loss=PPOLoss(correction=ImportanceCorrection(ratio_base="proximal")),
                 settings=TrainerSettings(learning_rate=1e-3, epochs=1, minibatches=1, micro_batch_tokens=200),
             ),
             admission=Overcommit(batch=4, overcommit=1),
@@ -286,10 +286,13 @@ class Ran:
     reports: list[StepReport]
 
 
-async def ran(correction: Correction | None, *, extra: int, steps: int = 3) -> Ran:
+async def ran(correction: ImportanceCorrection | None, *, extra: int, steps: int = 3) -> Ran:
     """A streamed run; ``None``: through the graph of four inputs, as it is where nothing is corrected."""
     actor, critic, tap = tiny.causal(seed=1), tiny.scalar(seed=2), Tap()
-    settings, loss = TrainerSettings(learning_rate=2e-3, epochs=2), PPOLoss(correction=correction or Correction())
+    settings, loss = (
+        TrainerSettings(learning_rate=2e-3, epochs=2),
+        PPOLoss(correction=correction or ImportanceCorrection()),
+    )
     with Thread("decode", setup=ONE) as decoding, Thread("score", setup=ONE) as scoring:
         graph = graph_of(
             actor,
@@ -322,7 +325,7 @@ async def test_where_nothing_is_deferred_every_choice_makes_the_same_update_bit_
 
 
 async def test_the_trainers_mismatch_is_that_of_the_batch() -> None:
-    run = await ran(Correction(ratio_base="proximal"), extra=3)
+    run = await ran(ImportanceCorrection(ratio_base="proximal"), extra=3)
     for batch, report in zip(run.batches, run.reports, strict=True):
         log = (known(batch.proximal) - batch.logprobs).astype(np.float64)[batch.sampled]
         stale = batch.versions[batch.sampled] < report.index
@@ -345,7 +348,7 @@ async def test_ratios_over_the_proximal_policy_begin_at_one_for_stale_tokens_too
         ScoredRollout(event, event.response.logprobs, 0.0, np.zeros(len(event.response), np.float32), again)
         for event, again in zip(finished, proximal, strict=True)
     ]
-    loss = PPOLoss(correction=Correction(ratio_base="proximal"))
+    loss = PPOLoss(correction=ImportanceCorrection(ratio_base="proximal"))
     trainer = HfTrainer(actor, critic, sampling=TRUNCATING, place=thread, settings=TrainerSettings(epochs=1), loss=loss)
     metrics = (await trainer.update(GAE().batch(rows))).metrics
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)

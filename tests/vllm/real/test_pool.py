@@ -24,12 +24,10 @@ from oppo.placement import PolicyPool
 from oppo.placement.pool_members import PooledDecode
 from oppo.vllm import VllmPolicy
 from oppo.vllm.sync import free_port
-from tests.vllm.real import reference
 from tests.vllm.real.conftest import tiny_actor
-from tests.vllm.real.test_policy import logprobs_of, read, some, tokens_of, until
+from tests.vllm.real.rollouts import assert_of, read, some, tokens_of, until
 from tests.vllm.real.test_server import Served
 
-TOLERANCE = 1e-4
 KILLS = int(os.environ.get("OPPO_KILLS", "1"))
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600 + 300 * KILLS)]
@@ -105,8 +103,7 @@ class Killing:
             versions = np.concatenate([piece.versions for piece in each])
             assert len(tokens_of(each)) == length(prompt)
             assert versions.tolist() == sorted(versions.tolist())
-            wanted = await reference.logprobs(models, prompt, each)
-            np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+        await assert_of(models, self.prompts, self.pieces)
 
 
 def length(prompt: Prompt) -> int:
