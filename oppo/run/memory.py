@@ -531,13 +531,14 @@ def _require_memory(deployment: Deployment) -> None:
 
 
 def advice(deployment: Deployment, load: Load | None) -> str:
-    fitting, tried = [], [deployment]
+    fitting, tried, names = [], [deployment], []
     for name, changes in _SMALLER:
         try:
             smaller = deployment.changed(changes)
             if smaller in tried:
                 continue
             tried.append(smaller)
+            names.append(name)
             with routed():
                 needs = expected(smaller, load)
         except (ConfigError, ModelRefused, ValueError):
@@ -546,7 +547,7 @@ def advice(deployment: Deployment, load: Load | None) -> str:
             fitting.append(f"{name} would fit ({decimal(sum(need.bytes.total for need in needs))} in all)")
     return "; ".join(
         [
-            *(fitting or ["no models.dtype = 'bfloat16' and no models.lora_rank = 16 would fit"]),
+            *(fitting or [f"not even {' or '.join(names)} would fit" for _ in names[:1]]),
             *(["or have fewer or shorter responses in flight ([step], sampling.max_new_tokens)"] if load else []),
             "or give a model another device, or the trainer several ([placement]), or use smaller models",
         ]
