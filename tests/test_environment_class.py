@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, wraps
@@ -100,8 +100,9 @@ class Game:
         return chat().tokenizer.decode_whole(answer.tokens.tolist()) if isinstance(answer, Answer) else None
 
     def reward(self, environment: EnvironmentClass | None = None) -> float | Drop:
-        (found,) = run_virtual((environment or self.played.environment).reward.finish, [self.played.finish()])
-        return found
+        scorer = (environment or self.played.environment).reward
+        scores: Sequence[float | Drop] = run_virtual(scorer.finish, [self.played.finish()])
+        return scores[0]
 
 
 class Connected(Guessing):

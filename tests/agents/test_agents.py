@@ -509,7 +509,8 @@ def test_conversations_are_counted_and_of_histories_that_change_the_first_differ
     async def whole(rollout: Rollout) -> Mapping[str, Sequence[float]]:
         texts = iter([call("add", left=2, right=3), "It is 5!"])
         assert [await each.reward() for each in await conversing(rollout, texts)] == [1.0] * counted[0]
-        return rollout.environment.samples()
+        samples: Mapping[str, Sequence[float]] = rollout.environment.samples()
+        return samples
 
     samples = tried(act, whole, single="")
     assert samples["agents/conversations"] == [counted[0]]
