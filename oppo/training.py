@@ -22,8 +22,8 @@ from oppo.declared import (
     PositiveCount,
     Seed,
     changed,
-    require_declared,
     setting,
+    validated,
 )
 from oppo.errors import ConfigError, ModelError, in_toml
 from oppo.events import Batch
@@ -99,6 +99,7 @@ OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@validated(ConfigError)
 class TrainerSettings:
     """Settings of the optimisers of actor and critic; the defaults are TRL 1.12's, with four exceptions.
 
@@ -155,7 +156,6 @@ class TrainerSettings:
     seed: Seed = setting(0, "keys, with the number of the update, how rows are shuffled into minibatches")
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         self._require_schedule()
 
     def require_no_critic(self) -> None:

@@ -34,7 +34,8 @@ import anyio.lowlevel
 from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, ModelError, OppoError, awaited, contained, running_loop, shown
 from oppo.log import logger
-from oppo.placement.detached import DisposableProcess, in_thread, run_detached
+from oppo.placement.place import in_thread, run_detached
+from oppo.placement.process import DisposableProcess
 
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
 """The form ``file.py:name``."""

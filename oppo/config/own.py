@@ -19,7 +19,7 @@ from oppo import user_code
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import Algorithm, Roles
 from oppo.config.sections import StepSection
-from oppo.declared import leaves, require_declared, table_in
+from oppo.declared import leaves, table_in
 from oppo.errors import ConfigError, OppoError, contained, place_of, shown
 from oppo.events import StepReport
 from oppo.graph import Graph
@@ -166,11 +166,7 @@ def _declaration(make: Callable[..., object], parameter: inspect.Parameter) -> A
 
 
 def _table(spec: str, settings: list[tuple[str, Any, Any]]) -> type[DataclassInstance]:
-    def checked(table: DataclassInstance) -> None:
-        require_declared(table, error=ConfigError)
-
-    name = spec.rpartition(":")[2]
-    return make_dataclass(name, settings, frozen=True, kw_only=True, namespace={"__post_init__": checked})
+    return make_dataclass(spec.rpartition(":")[2], settings, frozen=True, kw_only=True)
 
 
 KEY: Final = "step.algorithm"
@@ -275,11 +271,6 @@ def of_function(spec: str, part: Extension) -> type[Algorithm]:
 
 def checked(algorithm: Algorithm) -> Algorithm:
     spec = user_code.spec_of(type(algorithm))
-    if spec and is_dataclass(algorithm):
-        try:
-            require_declared(algorithm, error=ConfigError)
-        except ConfigError as error:
-            raise _refuse(f"{spec}: {error}") from None
     for name in ("responses", "refers", "corrects") if spec else ():
         with naming(KEY, f"{spec}.{name}"):
             getattr(algorithm, name)

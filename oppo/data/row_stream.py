@@ -14,7 +14,7 @@ from oppo.declared import require_whole
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
 from oppo.log import logger
-from oppo.placement.detached import run_detached
+from oppo.placement.place import run_detached
 
 _END: Final = object()
 

@@ -163,13 +163,12 @@ _JOINT: Final = re.compile(r", (?:and|but|so) ")
 
 
 def training_prompts(count: int, seed: int) -> list[Ask]:
-    """Return prompts whose adjectives, nouns and places never occur in a held-out prompt; they may repeat."""
+    # Their adjectives, nouns and places never occur in a held-out prompt
     rng = random.Random(f"training {seed}")  # noqa: S311 - a corpus, not a secret
     return _asks(count, rng, TRAINING, [(topic, noun) for topic in TOPICS for noun in topic.nouns])
 
 
 def held_out_prompts(count: int, seed: int) -> list[Ask]:
-    """Return prompts whose adjectives, nouns and places never occur in a training prompt; they may repeat."""
     rng = random.Random(f"held out {seed}")  # noqa: S311 - a corpus, not a secret
     return _asks(count, rng, HELD_OUT, [(topic, noun) for topic in TOPICS for noun in topic.held_out])
 
@@ -228,13 +227,11 @@ def _capital(text: str) -> str:
 
 
 def clauses(text: str) -> list[str]:
-    """Clauses in order, in lower case; openers count as clauses."""
     parts = (part for sentence in _SENTENCE.split(text) for part in _JOINT.split(sentence))
     return [part.strip().lower() for part in parts if part.strip()]
 
 
 def read(clause: str) -> Clause | None:
-    """Return the meaning of a clause from :func:`clauses`; ``None`` if it is no clause of the language."""
     return _meanings().get(clause)
 
 
@@ -281,20 +278,14 @@ class Review:
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """Responses to one prompt, and noisy preferences: ``(better, worse)``, indices into ``texts``."""
-
+    # ``(better, worse)``, indices into ``texts``
     ask: Ask
     texts: tuple[Review, ...]
     pairs: tuple[tuple[int, int], ...]
 
 
 def utility(topic: str, review: Review) -> float:
-    r"""Return the utility of ``review`` as one of a place of ``topic``; 0 is indifferent.
-
-    Sentiment and topicality are shrunk means over the distinct clauses, :math:`(p - n) / (c + 1)` and
-    :math:`(a - b) / (a + b + 1)`: one clause counts less than three that agree, and a repeated one adds nothing. That
-    and the cost of brevity balance the cost of length.
-    """
+    # Shrunk means over the distinct clauses: one counts less than three that agree, and a repeated one adds nothing.
     said = clauses(review.words)
     distinct = dict.fromkeys(said)
     known = [meaning for clause in distinct if (meaning := read(clause)) is not None]
@@ -314,20 +305,10 @@ def utility(topic: str, review: Review) -> float:
     )
 
 
-def fluency(texts: Sequence[Review]) -> float:
-    said = [clause for text in texts if text.ended for clause in clauses(text.words)]
-    return sum(read(clause) is not None for clause in said) / max(1, len(said))
-
-
 def sample_preferences(
     asks: Sequence[Ask], rng: random.Random, *, texts: int = 4, noise: float = 0.2
 ) -> list[Preferences]:
-    r"""Return ``texts`` responses to each prompt, with preferences after Bradley and Terry (1952).
-
-    Of two texts with utilities :math:`u, v` the first is preferred with probability
-    :math:`1 / (1 + \exp((v - u) / \mathit{noise}))`. Four texts give six pairs (as in Ouyang et al. 2022), three times
-    as many for each text as pairs of their own would.
-    """
+    """Return preferences after Bradley and Terry (1952); four texts give six pairs, as in Ouyang et al. (2022)."""
     return [_preferences(ask, rng, texts, noise) for ask in asks]
 
 

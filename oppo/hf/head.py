@@ -28,8 +28,7 @@ from oppo.hf.devices import full_precision
 from oppo.hf.introspection import backbone
 from oppo.losses import Input
 
-AGREEMENT = 1e-4
-"""Largest difference between logits of an actor and of its :class:`OwnHead`, in units of the largest logit."""
+AGREEMENT = 1e-4  # largest difference between logits of an actor and of its OwnHead, in units of the largest logit
 
 LOGITS_BYTES: Final = 256 << 20  # the most that logits take in float32; more are computed a chunk of tokens at a time
 
@@ -81,11 +80,9 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 class OwnHead:
-    """The head of a causal language model: logits as a function of the trunk's hidden states.
+    """The head of a causal language model: logits as a function of the trunk's hidden states."""
 
-    It runs the model's own forward pass over a trunk that returns its input, so it includes scaling and softcapping;
-    :func:`require_own_head` checks that a model allows this.
-    """
+    # The model's own forward pass over a trunk that returns its input, so that scaling and softcapping are in it.
 
     def __init__(self, model: PreTrainedModel) -> None:
         widen_head(model)
@@ -106,11 +103,9 @@ class OwnHead:
         return max(1, most // (4 * int(self._shell.config.get_text_config().vocab_size)))
 
     def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
-        """Return what ``measure`` says of each token, [T] or [T, n], from hidden states [T, D].
-
-        The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients
-        of weights are added up over chunks in float32.
-        """
+        """Return ``measure`` of each token, [T] or [T, n], from hidden states [T, D]."""
+        # The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients of weights
+        # are added up over chunks in float32.
         chunks = [slice(at, min(at + self.chunk, len(hidden))) for at in range(0, len(hidden), self.chunk)]
 
         def of_chunk(hidden: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
@@ -220,7 +215,6 @@ _scored: Final[dict[Any, type[PreTrainedModel]]] = {}
 
 
 def scored(causal: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class of models with the trunk of ``causal`` and a ``score`` layer on its last hidden states."""
     if causal not in _scored:
         base = next(each for each in causal.__mro__[1:] if each.__name__.endswith("PreTrainedModel"))
         name = causal.__name__

@@ -38,8 +38,6 @@ RATIO: Final = "ratio"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric."""
-
     name: str  # in this package; parts in braces stand for any text without a slash
     unit: str
     meaning: str  # and where TRL's or verl's differs
@@ -57,32 +55,14 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 @cache
 def metric(name: str) -> Metric | None:
-    """Return the declaration of a metric by its name in this package; ``None`` for one that oppo does not make.
-
-    Example:
-        >>> metric("queue/generate->reward/peak").unit
-        'items'
-    """
     return next((each for each in chain(*METRICS.values()) if _pattern(each.name).fullmatch(name)), None)
 
 
 def renamed(metrics: Mapping[str, T], names: MetricNames) -> dict[str, T]:
-    """Return metrics under the names of TRL or verl, as far as these have one.
-
-    Example:
-        >>> renamed({"lr": 0.1, "train/tokens": 8, "of_ones_own": 2}, "verl")
-        {'actor/lr': 0.1, 'train/tokens': 8, 'of_ones_own': 2}
-    """
     return _renamed(metrics, lambda name: getattr(metric(name), names, "") or name)
 
 
 def in_own_names(record: Mapping[str, T]) -> dict[str, T]:
-    """Return a record with this package's names of the metrics, whichever it was written with.
-
-    Example:
-        >>> in_own_names({"actor/lr": 0.1, "of_ones_own": 3})
-        {'lr': 0.1, 'of_ones_own': 3}
-    """
     return _renamed(record, _own_name)
 
 
@@ -284,7 +264,8 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType({
     "Devices": (
         Metric("perf/mfu/decode", SHARE,
                "Model FLOPs utilisation: FLOP that the tokens needed, without padding and what was read twice, over "
-               "what the devices can do at most; absent where that is not known (`oppo.simulate.costs.GPUS`)."),
+               "what the devices can do at most; absent where that is not known (`oppo.simulate.costs.GPUS`). A "
+               "CPU's is measured when the run begins: above 1, other programs kept it from its peak then."),
         Metric("perf/mfu/score", SHARE,
                "The same of the scorers that read the policy's tokens, while one of them was at work."),
         Metric("perf/mfu/update", SHARE, "The same of the update, all its ranks together; verl's is without a critic.",
@@ -354,7 +335,6 @@ SCORING: Final = 0.01
 
 
 def step_metrics(report: StepReport) -> Metrics:
-    """Return the line of ``metrics.jsonl`` for a step: the counts of its report, and the report's metrics."""
     head: Metrics = {"step": report.index, "version": report.version, "score": finite(report.score)}
     counts = {"trained": len(report.trained), "deferred": len(report.deferred), "dropped": len(report.dropped)}
     measured = {name: finite(value) for name, value in report.metrics.items()}
@@ -366,7 +346,7 @@ def scalars(report: StepReport) -> dict[str, float]:
 
 
 def finite(value: float) -> float | None:
-    """Return the number; ``None`` for NaN and infinities, which JSON lacks."""
+    # JSON has no NaN and no infinity
     return value if math.isfinite(value) else None
 
 
@@ -378,10 +358,7 @@ def metrics_of(run: Path) -> Sequence[Metrics]:
 
 
 def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | int | None]:
-    """Return the summary of a run; medians and means leave out steps without the metric.
-
-    Its first and last scores are means of ten steps, or of half of a run of fewer than twenty.
-    """
+    # Means of ten steps at the beginning and at the end, or of half of a run of fewer than twenty
     scores = column(records, "score")
     return {
         "steps": len(records),
@@ -399,10 +376,7 @@ def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | 
 
 
 def hidden_fraction(records: Sequence[Mapping[str, float | None]]) -> float | None:
-    """Return the share of a run's scoring seconds that decoding or training hid, 0 to 1.
-
-    ``None`` where scoring took less than ``SCORING`` of the steps' seconds: there is nothing to hide.
-    """
+    """``None`` where scoring took less than ``SCORING`` of the steps' seconds: there is nothing to hide."""
     scoring, exposed = (math.fsum(column(records, name)) for name in ("timing_s/score", "timing_s/score_exposed"))
     return 1 - exposed / scoring if scoring > SCORING * math.fsum(column(records, "seconds")) else None
 
@@ -426,7 +400,6 @@ def by_version(records: Sequence[Record], name: str) -> list[float | None]:
 
 
 def summary_of(records: Sequence[Record]) -> Mapping[str, float | int | None]:
-    """Return what evaluations come to: the first, the last and the best score, and the steps made before the best."""
     scored = [
         (cast("int", each["step"]) + 1, float(score))
         for each in records
@@ -444,8 +417,6 @@ def summary_of(records: Sequence[Record]) -> Mapping[str, float | int | None]:
 
 
 class Renamed(Observer):
-    """Tells observers of a run, with the metrics of its steps under the names of TRL's GRPO or of verl."""
-
     def __init__(self, names: MetricNames, *observers: Observer) -> None:
         self._names: MetricNames = names
         self._observers = observers

@@ -19,7 +19,7 @@ from typing import Generic, TypeAlias, TypeVar
 import anyio
 import numpy as np
 
-from oppo.declared import require_declared, require_real, require_whole
+from oppo.declared import require_real, require_whole, validated
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, ToolTokens
 from oppo.models import SyncedModel, Trained, TrainerCapabilities, Weights
@@ -43,6 +43,7 @@ class Session(RolloutSession):
 
 
 @dataclass(eq=False)
+@validated()
 class FakeScorer(Generic[T]):
     """A scorer whose value of a rollout depends on all that it read of it, and on the versions that read it.
 
@@ -65,7 +66,6 @@ class FakeScorer(Generic[T]):
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        require_declared(self)
         require_seconds(f"per_token of {type(self).__name__}", self.per_token)
         self.sessions = RolloutSessions(
             type(self).__name__, lambda prompt: Session(prompt.rollout, len(prompt.tokens), self.version)
@@ -142,6 +142,7 @@ class FakeCritic(FakeScorer[FloatArray]):
 
 
 @dataclass(eq=False)
+@validated()
 class FakeTrainer:
     """A trainer that records its batches.
 
@@ -167,7 +168,6 @@ class FakeTrainer:
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        require_declared(self)
         require_seconds("seconds of FakeTrainer", self.seconds)
         require_seconds("accumulating of FakeTrainer", self.accumulating)
 

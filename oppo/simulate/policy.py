@@ -22,10 +22,10 @@ import anyio.lowlevel
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.declared import require_declared
+from oppo.declared import validated
 from oppo.errors import ProtocolError, as_itself, running_loop
-from oppo.events import UNTRUNCATED, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
+from oppo.events import UNTRUNCATED, Chunk, ChunkState, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.simulate.engine import Device, Lane
 from oppo.simulate.models import ReadSeconds, noises, require_seconds
 
@@ -47,6 +47,7 @@ class _Load:
 
 
 @dataclass(eq=False)
+@validated()
 class FakePolicy:
     """An actor whose decode step serves every live rollout, or that decodes each at its own pace.
 
@@ -97,7 +98,6 @@ class FakePolicy:
     prefilled: int = 0
 
     def __post_init__(self) -> None:
-        require_declared(self)
         require_seconds("seconds of FakePolicy", self.seconds)
         require_seconds("reading of FakePolicy", self.reading)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
@@ -446,7 +446,7 @@ class FakeDecode:
             self.made > self.taken
         )
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         if self.closed:
             raise ProtocolError(f"rollout {self.prompt.rollout} was closed, so it cannot be read")
         self._wanted = self.taken + limit
@@ -456,24 +456,21 @@ class FakeDecode:
                 self.lane.expect(self)
             await self._grown
         start, stop, answers = self.taken, min(made, self.taken + limit), self._given()
-        for answer in answers:  # no piece mixes given and sampled tokens
+        for answer in answers:  # no chunk mixes tool tokens and sampled ones
             stop = min([stop, *(end for end in (answer.start, answer.stop) if end > start)])
         self.taken = stop
-        tokens, versions = self.tokens(start, stop), self.versions(start, stop)
-        return Piece(
-            tokens,
-            self._logprobs(start, versions),
-            versions,
-            self._state(made),
-            self.policy.support(tokens),
-            from_tool=any(start in answer for answer in answers),
-        )
+        rollout, tokens, state = self.prompt.rollout, self.tokens(start, stop), self._state(made)
+        if any(start in answer for answer in answers):
+            return ToolTokens(rollout, start, tokens, state)
+        versions = self.versions(start, stop)
+        support = self.policy.support(tokens)
+        return Chunk(rollout, start, tokens, self._logprobs(start, versions), versions, support, state=state)
 
     def _given(self) -> list[range]:
         given = self.policy.given(self.prompt)
         return [*([given] if given.stop else []), *(range(at, at + len(each)) for at, each in self.answers.items())]
 
-    def _state(self, made: int) -> PieceState:
+    def _state(self, made: int) -> ChunkState:
         done = made >= self.length and not self.waiting
         if self.taken < made or (not done and self.policy.is_decoding(self)):
             return "live"

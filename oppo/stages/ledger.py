@@ -258,7 +258,7 @@ class Ledger:
         """Return the unit of a finished rollout, whose agent may have ended, if it has a place in this step's batch."""
         unit = self._unit_of[rollout]
         if rollout in unit.unfinished:
-            raise ProtocolError(f"the last piece of rollout {rollout} came before the policy reported that it finished")
+            raise ProtocolError(f"the last chunk of rollout {rollout} came before the policy reported that it finished")
         with self._changing:
             self._settle(unit)
         return unit if unit.placed else None
@@ -290,15 +290,15 @@ class Ledger:
 
 @dataclass(slots=True, eq=False)
 class InFlightRollout:
-    """One rollout in flight: its decode and the pieces read from it. Between steps no task owns it.
+    """One rollout in flight: its decode and the tokens read from it. Between steps no task owns it.
 
     Attributes:
         announced: whether its prompt has been sent to the scorers.
         reason: why the response ended; ``None`` while it is unfinished.
         dropped: why the rollout is not trained; empty if it is.
-        ended: loop time at which its last piece was read, in seconds; NaN while it is unfinished.
+        ended: loop time at which its last chunk was read, in seconds; NaN while it is unfinished.
         newest_version: of the weights that made the last sampled token; 0 without one.
-        grown: set when a piece is appended; a reader of the pieces waits for it.
+        grown: set when tokens are appended; a reader waits for it.
     """
 
     prompt: Prompt

@@ -50,7 +50,6 @@ from oppo.models import (
     Decode,
     Decoding,
     FixedDecoding,
-    Piece,
     Policy,
     RewardFunction,
     Scorer,
@@ -196,8 +195,6 @@ Script: TypeAlias = tuple[Fault, ...]
 
 @dataclass(eq=False)
 class Faulty:
-    """What all wrappers share: the count of the calls, and the faults that struck, in order."""
-
     name: str
     inner: Any
     script: Script = ()
@@ -210,7 +207,6 @@ class Faulty:
         return cast("int", self.inner.version) - self.behind
 
     async def played(self, method: Method, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Make a call of the model's, with the faults that the script has for it."""
         number = self.calls[method]
         self.calls[method] += 1
         striking = list[tuple[FaultKind, Call]]()
@@ -236,12 +232,10 @@ class _FaultySynced(Faulty):
 
 @dataclass(eq=False)
 class FaultyDecode:
-    """A decode of :class:`FaultyPolicy`."""
-
     inner: Decode
     policy: FaultyPolicy
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         return await self.policy.played("read", self.inner.read, limit)
 
     async def turn(self) -> IntArray | None:

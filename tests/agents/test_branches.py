@@ -26,7 +26,7 @@ from oppo.evaluation import Evaluated, Evaluation
 from oppo.events import Batch, BatchPart, Chunk, FloatArray, Prompt, Response, StepReport
 from oppo.models import Capabilities
 from oppo.simulate.policy import FakeDecode
-from oppo.stages import GroupRelative, InParts, Selection
+from oppo.stages import DynamicSampling, GroupRelative, InParts
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.conftest import graph_of, stepped
 from tests.agents.test_agents import tokenizer
@@ -232,7 +232,7 @@ def test_a_group_is_selected_by_one_score_of_each_agent() -> None:
         seen.append(len(scores))
         return True
 
-    graph = graph_of(chief.agents, policy(), FakeTrainer(), Overcommit(batch=4), select=Selection(accept))
+    graph = graph_of(chief.agents, policy(), FakeTrainer(), Overcommit(batch=4), select=DynamicSampling(accept))
 
     async def main() -> list[StepReport]:
         async with graph.open(chief.agents.prompts(Rows())) as run:

@@ -15,7 +15,6 @@ from benchmarks.convergence.comparison import (
     FIRST_HALF,
     SCORE,
     Pace,
-    bootstrap,
     by_updates,
     difference,
     early,
@@ -84,12 +83,6 @@ def deep(seeds: int, changed: Mapping[str, Outcome]) -> Results:
     )
 
 
-def test_the_interval_of_two_values_is_bounded_by_them_and_the_same_twice() -> None:
-    found = bootstrap([0.0, 1.0])
-    assert (found.low, found.mean, found.high) == (0.0, 0.5, 1.0)
-    assert bootstrap([0.3, 0.1, 0.8, 0.2]) == bootstrap([0.3, 0.1, 0.8, 0.2])
-
-
 def test_pairs_remove_what_seeds_have_in_common() -> None:
     made = results(8, {arm: lambda seed: 0.3 * seed for arm in ARMS})
     made.outcomes |= {
@@ -98,17 +91,6 @@ def test_pairs_remove_what_seeds_have_in_common() -> None:
     }
     found = difference(made, ADAPTIVE.name, SERIAL.name, SCORE)
     assert (found.low, found.high) == pytest.approx((0.01 / (1.0 + 0.3 * 3.5),) * 2)
-
-
-def test_nothing_is_compared_without_a_whole_seed_or_the_base_policy() -> None:
-    for made, named in (
-        (replace(results(5, {}), start=None), "base policy"),
-        (replace(results(5, {}), outcomes={}), "all arms"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            difference(made, ADAPTIVE.name, SERIAL.name, SCORE)
-    with pytest.raises(ValueError, match="lags"):
-        by_updates(outcome(1.0))
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 4])
@@ -120,46 +102,25 @@ def test_by_the_updates_its_writer_had_seen_equal_learning_has_equal_curves_at_a
     assert FIRST_HALF.gained(found, START) == pytest.approx(0.35)
 
 
-def test_what_was_written_by_the_same_weights_counts_as_one_point() -> None:
-    first = iter((0.0, 0.3))
-    found = lagging(1, rise=lambda k: next(first) if k == 0 else 1.0)
-    assert by_updates(found)[:2] == pytest.approx((0.15, 1.0))
-
-
-def test_a_run_that_is_too_short_for_its_lookahead_has_no_first_half() -> None:
-    cut = lagging(4)
-    assert cut.off_policy is not None
-    short = replace(cut, scores=cut.scores[:8], off_policy=replace(cut.off_policy, lags=cut.off_policy.lags[:8]))
-    with pytest.raises(ValueError, match="--steps"):
-        early(short)
-
-
 def test_a_curve_reaches_a_value_between_two_points_at_its_start_or_never() -> None:
     curves = np.array([[0.0, 0.4, 0.8, 0.2], [0.7, 0.0, 0.0, 0.0], [0.0, 0.1, 0.2, 0.3], [0.0, 0.6, 0.0, 0.9]])
     assert reached(curves, 0.6).tolist() == pytest.approx([1.5, 0.0, np.inf, 1.0])
 
 
-def test_the_pace_of_an_arm_is_told_in_updates_and_beside_the_baselines() -> None:
-    def found(rise: Callable[[int], float], n: int) -> Pace:
-        return pace(deep(6, {f"n{n}": lagging(n, rise=rise)}), f"n{n}", "n0")
+def test_the_pace_of_an_arm_is_told_in_updates_and_seconds_beside_the_baselines() -> None:
+    def found(arm: str, outcome: Outcome) -> Pace:
+        return pace(deep(6, {arm: outcome}), arm, "n0")
 
-    same, slower, never = found(lambda k: 0.1 * k, 1), found(lambda k: 0.09 * k, 1), found(lambda k: 0.01 * k, 4)
-    assert (same.updates.mean, same.updates.last, same.updates.last_ratio) == pytest.approx((8.5, 10, 10 / 8.5))
-    assert astuple(same.updates.ratio) == pytest.approx((1.0, 1.0, 1.0))
-    assert astuple(slower.updates.ratio) == pytest.approx((10 / 9,) * 3)
-    assert (never.updates.mean, never.updates.ratio.low, never.updates.ratio.high) == (np.inf, np.inf, np.inf)
-
-
-def test_the_pace_of_an_arm_in_seconds_is_that_of_its_updates_and_their_steps() -> None:
-    quicker = replace(lagging(1, rise=lambda k: 0.09 * k), seconds=(2.0,) + (0.5,) * 11)
-    found = pace(deep(6, {"n1": quicker}), "n1", "n0")
+    same = found("n1", lagging(1)).updates
+    assert (same.mean, same.last, same.last_ratio) == pytest.approx((8.5, 10, 10 / 8.5))
+    assert astuple(same.ratio) == pytest.approx((1.0, 1.0, 1.0))
+    never = found("n4", lagging(4, rise=lambda k: 0.01 * k)).updates
+    assert (never.mean, never.ratio.low, never.ratio.high) == (np.inf, np.inf, np.inf)
+    quicker = found("n1", replace(lagging(1, rise=lambda k: 0.09 * k), seconds=(2.0,) + (0.5,) * 11))
     seconds = 2.0 + 0.5 * (8.5 * 10 / 9 - 1)
-    assert found.updates.mean == pytest.approx(8.5 * 10 / 9)
-    assert (found.seconds.mean, found.seconds.last) == pytest.approx((seconds, 2.0 + 0.5 * 9))
-    assert astuple(found.seconds.ratio) == pytest.approx((seconds / 8.5,) * 3)
-    never = pace(deep(6, {"n1": lagging(1, rise=lambda k: 0.01 * k)}), "n1", "n0").seconds
-    assert (never.mean, never.ratio.high) == (np.inf, np.inf)
-    assert never.last_ratio == pytest.approx(10 / 8.5)
+    assert quicker.updates.mean == pytest.approx(8.5 * 10 / 9)
+    assert (quicker.seconds.mean, quicker.seconds.last) == pytest.approx((seconds, 2.0 + 0.5 * 9))
+    assert astuple(quicker.seconds.ratio) == pytest.approx((seconds / 8.5,) * 3)
 
 
 class StoppedError(Exception):
@@ -195,26 +156,26 @@ class Runs:
         return outcome(1.0 + cell.seed)
 
 
-@pytest.mark.parametrize(("jobs", "seconds"), [(1, 10.0), (2, 5.0), (3, 4.0)])
-def test_so_many_runs_are_made_at_a_time_and_each_is_saved(tmp_path: Path, jobs: int, seconds: float) -> None:
-    runs, told = Runs(), list[str]()
-    file = tmp_path / "results.json"
-    found = Results(tuple(ARMS), replace(PLAN, jobs=jobs))
+def test_so_many_runs_are_made_at_a_time_and_each_is_saved(tmp_path: Path) -> None:
+    runs, told, file = Runs(), list[str](), tmp_path / "results.json"
+    found = Results(tuple(ARMS), replace(PLAN, jobs=3))
+
+    def tell(line: str) -> None:
+        told.append(line)
+        assert len(Results.load(file, ARMS).outcomes) == len(told), "told before it was saved"
 
     async def make() -> float:
-        def tell(line: str) -> None:
-            told.append(line)
-            assert len(Results.load(file, ARMS).outcomes) == len(told), "told before it was saved"
-
         with routed(tell):
             await complete(found, file, 2, start=runs.start, outcome=runs.outcome)
         return anyio.current_time()
 
-    assert run_virtual(make) == pytest.approx(seconds)
-    assert runs.most == jobs
+    assert run_virtual(make) == pytest.approx(4)
+    assert runs.most == 3
     assert set(found.outcomes) == set(cells(tuple(ARMS), 2))
     assert Results.load(file, ARMS) == found
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    for other in (replace(found.plan, steps=4), replace(found.plan, jobs=2)):
+        with pytest.raises(ConfigError, match="--out"):
+            Results.go_on(file, ARMS, other)
 
 
 def test_a_run_that_fails_ends_the_others_and_what_was_done_is_kept(tmp_path: Path) -> None:
@@ -237,15 +198,8 @@ def test_a_run_that_fails_ends_the_others_and_what_was_done_is_kept(tmp_path: Pa
     assert found.whole() == [0]
 
 
-@pytest.mark.parametrize("other", [replace(PLAN, steps=4), replace(PLAN, jobs=2)], ids=["steps", "jobs"])
-def test_runs_of_two_plans_are_not_put_together(other: Plan, tmp_path: Path) -> None:
-    results(1, {}).save(tmp_path / "made.json")
-    with pytest.raises(ConfigError, match="--out"):
-        Results.go_on(tmp_path / "made.json", ARMS, other)
-
-
 def demo() -> Settings:
-    facts = Facts(0, {}, 0, 0, 0, 0, {}, {}, 0, {})
+    facts = Facts({}, 0, 0, {}, 0)
     return settings_of(FULL, Assets(Path("/made"), facts), Path("/runs/demo-1"), seed=3)
 
 

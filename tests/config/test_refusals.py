@@ -146,6 +146,7 @@ step.algorithm=own.py:Bare | own.py:Bare must be a dataclass, whose fields are t
 step.algorithm=own.py:number | own.py:number is not a function but 7 (int)
 step.algorithm=own.py:Lacking | own.py:Lacking is no algorithm, since it lacks has_critic, refers,
 step.algorithm=own.py:Doubled algorithm.twice=0 | algorithm.twice: expected more than 0
+step.algorithm=own.py:Astray | algorithm.twice: expected more than 0, got -2.0
 step.algorithm=own.py:Doubled algorithm.twise=1 | 'algorithm.twise' (did you mean 'twice'?)
 step.algorithm=own.py:Doubled run.trainer=process | which cannot import DoubledLoss from a file
 step.algorithm=dpoo | 'online_dpo', 'distill' or file.py:name, got 'dpoo'

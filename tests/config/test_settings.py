@@ -22,7 +22,7 @@ from oppo.config.sections import ROWS, sources
 from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError
 from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
-from oppo.returns import Correction, ScoreShaping
+from oppo.returns import ImportanceCorrection, ScoreShaping
 from oppo.stages import GAE
 from oppo.training import TrainerSettings
 
@@ -381,7 +381,7 @@ def test_a_file_that_is_not_there_or_not_toml_is_an_error(tmp_path: Path) -> Non
 def test_the_defaults_of_an_algorithm_are_those_of_its_parts() -> None:
     assert PPO().loss() == PPOLoss()
     assert vars(PPO().advantage()) == vars(GAE())
-    assert PPO().correction == Correction()
+    assert PPO().correction == ImportanceCorrection()
     for algorithm in (RLOO(), DrGRPO()):
         assert algorithm.loss() == ClippedLoss(aggregation="constant")
         assert algorithm.shaping == ScoreShaping()
@@ -416,7 +416,7 @@ def test_an_algorithm_without_a_critic_has_a_loss_without_one(tmp_path: Path) ->
 def test_how_stale_tokens_are_learnt_from_reaches_the_loss(tmp_path: Path) -> None:
     text = '[algorithm]\nratio_base = "proximal"\nis_correction = "mask_sequence"\nis_high = 1.5\n'
     algorithm = loaded(tmp_path, text).algorithm
-    chosen = Correction(ratio_base="proximal", weight="mask", level="sequence", high=1.5)
+    chosen = ImportanceCorrection(ratio_base="proximal", weight="mask", level="sequence", high=1.5)
     assert algorithm.loss() == PPOLoss(correction=chosen)
     assert chosen.band == (0.9, 1.5)
     assert algorithm.corrects
@@ -427,7 +427,9 @@ def test_how_stale_tokens_are_learnt_from_reaches_the_loss(tmp_path: Path) -> No
     assert "'mask' does not read is_cap" in refused(tmp_path, f'{idle}is_correction = "mask"\n')
     of_rollouts = loaded(tmp_path, '[algorithm]\nis_correction = "truncated_sequence"\nis_cap = 3.0\nis_k3 = 0.01\n')
     assert isinstance(of_rollouts.algorithm, PPO)
-    assert of_rollouts.algorithm.correction == Correction(weight="truncated", level="product", cap=3.0, k3=0.01)
+    assert of_rollouts.algorithm.correction == ImportanceCorrection(
+        weight="truncated", level="product", cap=3.0, k3=0.01
+    )
     gspo = loaded(tmp_path, '[step]\nalgorithm = "gspo"\n[algorithm]\nis_correction = "truncated_sequence"\n')
     assert gspo.trained_loss().unit == "row"
 

@@ -120,7 +120,7 @@ def explains(fault: Fault, error: BaseException) -> bool:
         case Garbage("empty"):
             return type(error) is ProtocolError and "int32 [1 or more]" in told and note in told
         case Garbage("token"):
-            return type(error) is ProtocolError and "a piece that holds the token id" in told
+            return type(error) is ProtocolError and "a chunk that holds the token id" in told
     return False
 
 

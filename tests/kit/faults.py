@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeAlias, cast
 import numpy as np
 
 from oppo.errors import ModelError
-from oppo.models import Piece, Trained
+from oppo.events import Chunk
+from oppo.models import Trained
 from oppo.testing.faulty import Call, FaultKind, Method
 from oppo.turns import Answer
 from oppo.weight_sync import name_of
@@ -35,10 +36,10 @@ FAR = 1_000  # versions by which a spoilt piece is ahead of the current weights,
 class Garbage(FaultKind):
     """The call does its work and returns an invalid answer.
 
-    ``count``: one item too few. ``nan``: no numbers (of a piece: its log-probs). ``shape``: per-token values for one
-    token too few; a scalar as an array; of a piece, one log-prob too few. ``none``: ``None`` for each rollout.
-    ``empty``: a piece or an answer without tokens. ``version``: weights that do not exist yet; of ``load`` and
-    ``update``: the version does not move. ``order``: a piece ends with older weights than it began with. ``token``: an
+    ``count``: one item too few. ``nan``: no numbers (of a chunk: its log-probs). ``shape``: per-token values for one
+    token too few; a scalar as an array; of a chunk, one log-prob too few. ``none``: ``None`` for each rollout.
+    ``empty``: a chunk or an answer without tokens. ``version``: weights that do not exist yet; of ``load`` and
+    ``update``: the version does not move. ``order``: a chunk ends with older weights than it began with. ``token``: an
     id below 0. ``stranger``: of an update, a rollout that is not in the batch.
     """
 
@@ -54,27 +55,26 @@ class Garbage(FaultKind):
             return replace(answer, nonfinite=(*answer.nonfinite, -1))
         elif isinstance(answer, Answer):
             return replace(answer, tokens=answer.tokens[:0] if self.what == "empty" else -1 - answer.tokens)
-        elif isinstance(answer, Piece):
-            return self._piece(answer)
+        elif isinstance(answer, Chunk):
+            return self._chunk(answer)
         elif self.what == "count":
             return answer[:-1]
         elif call.method in {"finish", "call"}:
             return [self._value(value) for value in cast("Sequence[object]", answer)]
         return answer
 
-    def _piece(self, piece: Piece) -> Piece:
+    def _chunk(self, chunk: Chunk) -> Chunk:
         if self.what == "empty":
-            none = np.zeros(0, np.int32)
-            return Piece(none, none.astype(np.float32), none, "live")
-        old = piece.versions[:1] - np.int32(FAR)
-        spoilt: dict[str, Callable[[], Piece]] = {
-            "nan": lambda: replace(piece, logprobs=np.full_like(piece.logprobs, np.nan)),
-            "shape": lambda: replace(piece, logprobs=piece.logprobs[:-1]),
-            "version": lambda: replace(piece, versions=piece.versions + np.int32(FAR)),
-            "order": lambda: replace(piece, versions=np.append(piece.versions[:-1], old)),
-            "token": lambda: replace(piece, tokens=-1 - piece.tokens),
+            return replace(chunk.part(0, 0), state="live")
+        old = chunk.versions[:1] - np.int32(FAR)
+        spoilt: dict[str, Callable[[], Chunk]] = {
+            "nan": lambda: replace(chunk, logprobs=np.full_like(chunk.logprobs, np.nan)),
+            "shape": lambda: replace(chunk, logprobs=chunk.logprobs[:-1]),
+            "version": lambda: replace(chunk, versions=chunk.versions + np.int32(FAR)),
+            "order": lambda: replace(chunk, versions=np.append(chunk.versions[:-1], old)),
+            "token": lambda: replace(chunk, tokens=-1 - chunk.tokens),
         }
-        return spoilt[self.what]() if len(piece.tokens) else piece
+        return spoilt[self.what]() if len(chunk.tokens) else chunk
 
     def _value(self, value: object) -> object:
         if self.what == "none":

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from oppo.events import Chunk, Finish, IntArray, Prompt, Response, ToolTokens
-from oppo.models import Scorer
+from oppo.models import Decode, Scorer
 
 VOCABULARY: Final = 96
 PADDING: Final = 0
@@ -46,6 +46,13 @@ def responses(count: int = 5, seed: int = 0) -> list[Response]:
         prompt = Prompt(rollout, rollout, ids(dice, dice.randint(1, 45)))
         made.append(Response.empty(prompt).then(chunk(rollout, 0, ids(dice, dice.randint(1, 90)))))
     return made
+
+
+async def read_chunk(decode: Decode, limit: int) -> Chunk:
+    """Return what is read of a decode whose next tokens are sampled."""
+    chunk = await decode.read(limit)
+    assert isinstance(chunk, Chunk)
+    return chunk
 
 
 async def stream(scorer: Scorer[object], made: Sequence[Response], seed: int) -> dict[int, object]:

@@ -51,12 +51,12 @@ class Total:
         self.sum += number * times
         return self.sum
 
-    def add_or_die(self, number: int, mark: Path, signum: int = signal.SIGKILL) -> int:
+    def add_or_die(self, number: int, mark: Path) -> int:
         """Add half of the number, then kill this process, unless that has been done before."""
         self.add(number // 2)
         if not mark.exists():
             mark.touch()
-            os.kill(os.getpid(), signum)
+            os.kill(os.getpid(), signal.SIGKILL)
         return self.add(number - number // 2)
 
     def add_when_told(self, number: int, begun: Path, go_on: Path) -> int:
@@ -65,10 +65,21 @@ class Total:
         go_on.read_text()
         return self.add(number)
 
-    def hold_the_lock(self, begun: Path) -> None:
-        """Say that the work has begun, then let no other thread of this interpreter run."""
-        begun.write_text("begun")
+    def join(self, rank: int, size: int, meeting: str) -> None:
+        """Work in ranks too, though it exchanges nothing."""
+
+    def hang(self) -> None:
+        print("begun", flush=True)  # noqa: T201 - to the test
+        time.sleep(600)
+
+    def hold_the_lock(self) -> None:
+        """Let no other thread of this interpreter run."""
+        print("begun", flush=True)  # noqa: T201 - to the test
         ctypes.PyDLL(None).sleep(600)
+
+    def end_by(self, signum: int) -> None:
+        os.kill(os.getpid(), signum)
+        time.sleep(60)
 
     def say(self, words: str) -> None:
         """Print and log the words."""

@@ -13,13 +13,12 @@ import anyio.lowlevel
 import pytest
 
 from oppo.errors import ModelLost
-from oppo.graph import Step
 from oppo.observe import Span
-from oppo.placement import Inline, Place, Process, Ranks, Thread
+from oppo.placement import Inline, Process, Thread
 from oppo.placement.shared_memory import Block
 from oppo.scheduling import DEFAULT_TIME_SLICE, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.testing import run_virtual
-from tests.placement.instances import Crew, Slate, Total, fail_to_set_up
+from tests.placement.instances import Slate, Total
 
 
 @pytest.mark.parametrize("kind", [Inline, Thread])
@@ -36,60 +35,6 @@ async def test_work_is_done_in_one_thread_in_order_and_reported(kind: type[Inlin
     tracks = [(span.track, span.label) for span in spans]
     assert tracks == [*(("critic", label) for label in ("add", "load", "look")), ("scorers", "look")]
     assert heard == ["critic: load"], "before any other call"
-
-
-@pytest.mark.parametrize(
-    ("place", "named"),
-    [
-        (Inline("reward"), "the place 'reward'"),
-        (Thread("reward"), "the thread of 'reward'"),
-        (partial(Process, "reward"), "the process of 'reward'"),
-        (partial(Ranks, "reward", 2), "the group of ranks of 'reward'"),
-    ],
-    ids=["inline", "thread", "process", "ranks"],
-)
-async def test_a_closed_place_says_what_it_cannot_do(place: Place | partial[Process], named: str) -> None:
-    opened = place if isinstance(place, Place) else place()
-    crew = opened.host(Crew)
-    opened.close()
-    opened.close()
-    with pytest.raises(ModelLost, match=f"{named} is closed, so it cannot do 'extend'"):
-        await crew.call("extend", Crew.add, 1)
-
-
-@pytest.mark.parametrize("kind", [partial(Process, "reward"), partial(Ranks, "reward", 2)])
-def test_a_setup_that_fails_is_the_error_of_the_first_call(kind: partial[Process]) -> None:
-    with kind(setup=fail_to_set_up) as place:
-        place.host(Total)
-        with pytest.raises(OSError, match="no such core"):
-            place.wait_until_ready()
-
-
-@pytest.mark.parametrize("kind", [Inline, Thread, Process])
-async def test_a_span_says_for_which_step_the_call_was_made_and_in_which_role(
-    kind: type[Inline | Thread | Process],
-) -> None:
-    spans: list[Span] = []
-    with kind("total", listener=spans.append) as place:
-        total = place.host(partial(Total, 1))
-
-        async def work(step: Step) -> None:
-            with step.working("score"):
-                await anyio.lowlevel.checkpoint()
-                await total.call("add", Total.add, 1)
-                await total.load(Total.add, 1)
-
-        async with anyio.create_task_group() as tasks:
-            for number in (3, 4):
-                tasks.start_soon(work, Step(number, 1, 0.0))
-        await total.call("add", Total.add, 1)
-    assert sorted((span.step, span.role) for span in spans[:-1]) == [
-        (3, "score"),
-        (3, "score"),
-        (4, "score"),
-        (4, "score"),
-    ]
-    assert (spans[-1].step, spans[-1].role) == (None, None), "of no step"
 
 
 def test_virtual_time_goes_on_around_it() -> None:
@@ -450,8 +395,8 @@ def test_a_place_says_how_long_a_call_should_last_that_nobody_waits_for(
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        ({"seconds": 0.0}, "seconds of a TimeSlice must be more than 0, not 0.0"),
-        ({"rise": 0.9}, "rise of a TimeSlice must be at least 1, not 0.9"),
+        ({"seconds": 0.0}, "seconds must be more than 0, not 0.0"),
+        ({"rise": 0.9}, "rise must be at least 1, not 0.9"),
         ({"seconds": float("nan")}, "must be a finite number"),
     ],
 )

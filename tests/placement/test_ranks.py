@@ -15,7 +15,7 @@ from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.observe import Span
 from oppo.placement import Callback, Ranks, ranks as ranks_module
 from oppo.placement.ranks import listen, listener
-from tests.placement.instances import Crew, Total, gone
+from tests.placement.instances import Caller, Crew, gone
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,9 @@ async def test_an_error_of_all_ranks_leaves_them_as_they_are(ranks: Ranks) -> No
 
 async def test_what_is_no_member_is_refused(ranks: Ranks) -> None:
     with pytest.raises(
-        ModelError, match=r"Total cannot work in the ranks of 'shared': expected an instance with .* join"
+        ModelError, match=r"Caller cannot work in the ranks of 'shared': expected an instance with .* join"
     ):
-        await ranks.host(Total).call("add", Total.add, 1)
+        await ranks.host(Caller).call("look", repr)
 
 
 async def test_a_call_with_callbacks_is_refused(ranks: Ranks) -> None:
@@ -120,23 +120,6 @@ async def test_an_instance_whose_copies_do_not_meet_says_why_and_hinders_no_othe
         with pytest.raises(ProtocolError, match="rank 0 met nobody"):
             await crew.call("add", Crew.add, 1)
         assert (await other.call("add", Crew.add, 1))[0] == 1
-
-
-async def test_aborting_ends_a_call_in_progress(pipe: Path) -> None:
-    with Ranks("crew", 2) as ranks, anyio.fail_after(60):
-        crew = ranks.host(Crew)
-        ranks.wait_until_ready()
-        async with anyio.create_task_group() as tasks:
-
-            async def wait() -> None:
-                with pytest.raises(ModelLost, match="killed by this process while it did 'wait' for 'crew'"):
-                    await crew.call("wait", Crew.wait_for, pipe)
-
-            tasks.start_soon(wait)
-            while ranks.at_work != "crew: wait":  # noqa: ASYNC110 - nothing announces it
-                await anyio.sleep(0.01)
-            ranks.abort()
-        assert gone(ranks.pids)
 
 
 async def test_closed_ranks_leave_no_process_and_no_file() -> None:

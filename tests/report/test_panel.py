@@ -72,23 +72,16 @@ def test_without_a_terminal_the_first_evaluation_has_a_line_and_the_others_are_i
 def test_the_panel_shows_how_the_devices_are_used() -> None:
     where, out = console(terminal=True)
     panel = Panel(where, 2, live=True, decode=decode)
-    metrics = {"perf/mfu/decode": 0.021, "perf/mfu/update": 0.4, "memory/allocated": 61.25, "memory/reserved": 70.0}
+    metrics = {
+        "perf/mfu/decode": 0.021,
+        "perf/mfu/update": 0.4,
+        "perf/mfu/score": 1.1,
+        "memory/allocated": 61.25,
+        "memory/reserved": 70.0,
+    }
     panel.on_step(0, replace(report(0, (0,), 0.5), metrics=metrics), {})
     where.print(panel.render())
     assert "decode MFU 2.1%  update MFU 40.0%  61.2 GiB allocated  70.0 GiB reserved" in out.getvalue()
-
-
-def test_the_panel_says_what_each_stage_is_doing() -> None:
-    where, out = console(terminal=True)
-    at = 0.0
-    panel = Panel(where, 2, live=True, decode=decode, clock=lambda: at)
-    panel.on_item(0, "generate", prompt(0), 0.0)
-    panel.on_item(0, "generate", chunk(0, 0, 1, 3), 0.0)
-    at = 1.0
-    where.print(panel.render())
-    assert "waiting for the first step" in out.getvalue()
-    assert "step 1/2: 2 tokens, 2 tokens/s" in out.getvalue()
-    assert "working, 2 sent" in out.getvalue()
 
 
 def test_what_models_say_cannot_steer_the_terminal_or_the_markup() -> None:
@@ -137,18 +130,6 @@ def rows(panel: Panel) -> dict[str, str]:
     where.print(panel.render())
     words = [row.strip("│ \n").split(maxsplit=1) for row in out.getvalue().splitlines() if " sent" in row]
     return {stage: " ".join(said.split()) for stage, said in words}
-
-
-def test_the_panel_shows_who_waits_for_whom() -> None:
-    panel = Panel(console(terminal=True)[0], 2, live=True)
-    panel.watch(lambda: [STUCK])
-    for stage in ("generate", "reward", "advantage"):
-        panel.on_item(0, stage, prompt(0), 0.0)
-    assert rows(panel) == {
-        "generate": "step 1/2 working, 1 sent",
-        "reward": "step 1/2 working, 1 sent",
-        "advantage": "step 1/2 waits for reward, 1 sent",
-    }
 
 
 def test_the_panel_keeps_steps_in_flight_apart() -> None:

@@ -21,6 +21,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from tests.kit.responses import read_chunk
 
 
 def ends(*calls: tuple[str, float, Priority], cancel: str = "") -> dict[str, float]:
@@ -203,7 +204,7 @@ def test_live_rollouts_are_read_again_after_the_step_in_which_weights_come() -> 
             await anyio.sleep(0.5)
             await policy.load(Weights(1))
             assert anyio.current_time() == start + 1, "between two decode steps"
-            piece = await decodes[0].read(2)
+            piece = await read_chunk(decodes[0], 2)
             assert piece.versions.tolist() == [0, 1]
             assert anyio.current_time() == start + 1 + 2 * (4 + 3 - 1) * 0.25 + 1
 
@@ -224,7 +225,7 @@ def test_what_was_written_by_others_is_read_whole() -> None:
             return 2.0
 
         other = FakePolicy(lambda prompt: 8, 1.0, reading=reading)
-        half = await other.open([Response.empty(prompt).then(piece.chunk(prompt.rollout, 0))])
+        half = await other.open([Response.empty(prompt).then(piece)])
         assert await timed(other, half, 1) == 3.0
         assert spans == [(-4, 4)], "all but the last token, which the decode step reads"
 

@@ -12,7 +12,7 @@ import pytest
 
 from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, IntArray, Prompt, Response, Support, ToolTokens
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Piece, SyncedModel, Weights
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, SyncedModel, Weights
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
@@ -150,17 +150,14 @@ def test_the_fake_trainer_keeps_the_contract() -> None:
     run_virtual(check_trainer, make, GAE().batch(rows), synced)
 
 
-class Forgetful(FakeDecode):
-    async def read(self, limit: int) -> Piece:
-        piece = await super().read(limit)
-        if piece.state == "live":
-            return Piece(piece.tokens[:-1], piece.logprobs[:-1], piece.versions[:-1], "live")
-        return piece
+class Frugal(FakeDecode):
+    async def read(self, limit: int) -> Chunk | ToolTokens:
+        return await super().read(max(1, limit - 1))
 
 
-class ForgetfulPolicy(FakePolicy):
+class FrugalPolicy(FakePolicy):
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
-        return [Forgetful(self, decode.prompt, decode.length) for decode in await super().open(rollouts)]
+        return [Frugal(self, decode.prompt, decode.length) for decode in await super().open(rollouts)]
 
 
 class Deaf(FakePolicy):
@@ -249,7 +246,7 @@ class Undying(FakePolicy):
         (Unsure, "did not go on as they were written"),
         (Elsewhere, "outside of its own support"),
         (Short, "a support of 2 tokens; expected one of each for each token"),
-        (ForgetfulPolicy, "a live piece holds 2 of 3 tokens"),
+        (FrugalPolicy, "a live chunk holds 2 of 3 tokens"),
         (Deaf, "readable before cut"),
         (Restless, "gives other tokens"),
     ],

@@ -13,9 +13,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedModel
 
-from oppo.admission import Overcommit
-from oppo.admission.chunking import Fixed
-from oppo.algorithms.ppo import ppo
 from oppo.errors import ConfigError, ModelError, SessionsLost
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
@@ -26,19 +23,19 @@ from oppo.hf.as_text.streamed import (
     TAIL_TOKENS,
     Bridge,
     BridgedReward,
+    BridgedTeacher,
     Edit,
     GrowingText,
     Retokenizer,
+    Spans,
+    text_ends,
 )
-from oppo.hf.as_text.teacher import BridgedTeacher, Spans, text_ends
 from oppo.hf.probe import probe
 from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.models import Sampling
 from oppo.placement import Place, Process, Thread
-from oppo.report.metrics import metric
-from oppo.stages import GAE
-from oppo.testing import FakePolicy, FakeTrainer, check_scorer, prompts
+from oppo.testing import check_scorer
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.spot_tokenizers import CORPUS, MAKES, TEMPLATE, TRIMMING, byte_tokenizer, spot
@@ -245,24 +242,6 @@ async def test_most_of_a_rollout_is_read_before_it_ends(form: Form, thread: Thre
     samples = scorer.capabilities.samples()
     assert samples[REREAD] == [0.0] * 3
     assert max(samples[TAIL_TOKENS]) <= 16
-
-
-async def test_a_run_trains_with_it_and_its_metrics_are_in_the_report(thread: Thread) -> None:
-    graph = ppo(
-        policy=FakePolicy(length=lambda prompt: 9 + prompt.admission % 7),
-        reward=BridgedReward(model_of(), Bridge(spot("byte-level"), spot("unigram")), place=thread),
-        trainer=FakeTrainer(),
-        admission=Overcommit(batch=4, overcommit=1),
-        advantage=GAE(kl=0.0),
-        chunks=Fixed(4),
-    )
-    async with graph.open(prompts(12)) as run:
-        reports = [report async for report in run.steps(2)]
-    for report in reports:
-        assert np.isfinite(report.score)
-        assert report.metrics[TAIL_TOKENS] > 0
-        assert report.metrics[REREAD] >= 0
-        assert all(metric(name) is not None for name in (TAIL_TOKENS, REREAD))
 
 
 TEMPERATURE = 0.7
