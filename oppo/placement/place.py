@@ -51,7 +51,7 @@ class Hosted(Generic[T_co]):
     track: str
     _here: T_co
     _priority: Priority = IN_ORDER
-    _guard: Callable[[str], AbstractContextManager[None]] = nullcontext
+    _guard: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @property
     def time_slice(self) -> TimeSlice:
@@ -74,7 +74,7 @@ class Hosted(Generic[T_co]):
         """
         return replace(self, _priority=priority)
 
-    def guarded(self, guard: Callable[[str], AbstractContextManager[None]]) -> Self:
+    def guarded(self, guard: Callable[[str], AbstractContextManager[object]]) -> Self:
         """Return a handle whose calls are made in the context of ``guard(label)`` too, within those there are."""
         inner = self._guard
 
