@@ -46,7 +46,6 @@ DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of ``oppo`` and return its exit code."""
     app = program("oppo", "PPO-style RLHF as a streaming graph of async stages.")
     app.command(train)
     app.command(resume)
@@ -60,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def program(name: str, about: str) -> App:
-    """Return a program without commands, whose errors :func:`call` handles."""
     return App(
         name=name,
         help=about,

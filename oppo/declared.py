@@ -98,8 +98,6 @@ def required(description: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The declaration of a field; its default is ``MISSING`` if it is required."""
-
     kind: Any
     default: object
     description: str
@@ -322,7 +320,6 @@ class OneOf:
 
 
 def table_in(document: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Return a table of a document that is not checked yet; an empty one if there is none."""
     found = document.get(name)
     return found if isinstance(found, Mapping) else {}
 

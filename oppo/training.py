@@ -156,7 +156,17 @@ class TrainerSettings:
     seed: Seed = setting(0, "keys, with the number of the update, how rows are shuffled into minibatches")
 
     def __post_init__(self) -> None:
-        self._require_schedule()
+        if self.schedule == "constant" and self.warmup_steps:
+            raise ConfigError(
+                f"schedule 'constant' has no warm-up, so warmup_steps cannot be {self.warmup_steps}: leave it out, or "
+                "use 'constant_with_warmup'"
+            )
+        if self.schedule in {"linear", "cosine"} and self.total_steps is None:
+            raise ConfigError(f"schedule {self.schedule!r} ends at total_steps, so total_steps must be given")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"warmup_steps must be fewer than the steps of the run ({self.total_steps}), not {self.warmup_steps}"
+            )
 
     def require_no_critic(self) -> None:
         """Require the defaults for the settings that need a critic.
@@ -168,19 +178,6 @@ class TrainerSettings:
             raise ConfigError(
                 f"{name} = {in_toml(value)} is about a critic, and there is none: leave it out, or give the trainer a "
                 "critic"
-            )
-
-    def _require_schedule(self) -> None:
-        if self.schedule == "constant" and self.warmup_steps:
-            raise ConfigError(
-                f"schedule 'constant' has no warm-up, so warmup_steps cannot be {self.warmup_steps}: leave it out, or "
-                "use 'constant_with_warmup'"
-            )
-        if self.schedule in {"linear", "cosine"} and self.total_steps is None:
-            raise ConfigError(f"schedule {self.schedule!r} ends at total_steps, so total_steps must be given")
-        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            raise ConfigError(
-                f"warmup_steps must be fewer than the steps of the run ({self.total_steps}), not {self.warmup_steps}"
             )
 
     def learning_rate_factor(self, update: int) -> float:

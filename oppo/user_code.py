@@ -93,8 +93,6 @@ def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A function of the user's; pickled by ``spec``, its ``file.py:name``, if it is of a file."""
-
     name: str
     function: Callable[..., object]
     refuse: type[OppoError]
@@ -217,14 +215,9 @@ def _digest(content: bytes) -> str:
 
 @dataclass(frozen=True)
 class CheckedFunction(ABC, Generic[G, W, R]):
-    """A user function with the check of its results; pickled where calls are made in a process.
+    """A user function with the check of its results; pickled where calls are made in a process."""
 
-    ``where`` says in errors what a call is for, as text or as an object that is shown so.
-
-    Attributes:
-        kind: of the function, as in ``reward function``.
-        error: the type of :meth:`failure`.
-    """
+    # `kind`: as in "reward function"; `where` says in errors what a call is for
 
     kind: ClassVar[str]
     error: ClassVar[type[OppoError]]
@@ -341,7 +334,6 @@ class UserCalls(Shared, Generic[G, W, R]):
         return next(reversed([*self._working.values()]), "")  # calls of other threads may end meanwhile
 
     async def make(self, given: G, where: W) -> R:
-        """Return what the function returns; at most ``concurrency`` calls overlap. ``where``: for errors."""
         self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
         async with self._limiter:
             with self.working():
@@ -387,7 +379,6 @@ class UserCalls(Shared, Generic[G, W, R]):
 
     @contextmanager
     def working(self, how: str = "") -> Iterator[None]:
-        """Report the function as at work, for example while it waits for another attempt; calls may overlap."""
         call = object()
         self._working[call] = f"{self._checked.title}{how}"
         try:
@@ -407,8 +398,6 @@ class UserCalls(Shared, Generic[G, W, R]):
 
 
 class CallsFunction(Shared, Generic[G, W, R]):
-    """Something that calls a user function, which is open while it is."""
-
     _calls: UserCalls[G, W, R]
 
     async def _open(self, stack: AsyncExitStack) -> None:

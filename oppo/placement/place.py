@@ -51,7 +51,7 @@ class Hosted(Generic[T_co]):
     track: str
     _here: T_co
     _priority: Priority = IN_ORDER
-    _guard: Callable[[str], AbstractContextManager[None]] = nullcontext
+    _guard: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @property
     def time_slice(self) -> TimeSlice:
@@ -74,7 +74,7 @@ class Hosted(Generic[T_co]):
         """
         return replace(self, _priority=priority)
 
-    def guarded(self, guard: Callable[[str], AbstractContextManager[None]]) -> Self:
+    def guarded(self, guard: Callable[[str], AbstractContextManager[object]]) -> Self:
         """Return a handle whose calls are made in the context of ``guard(label)`` too, within those there are."""
         inner = self._guard
 
@@ -418,13 +418,14 @@ class CallQueue:
         self._holders: set[object] = set()
         self._may_be_held = True
 
-    def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> None:
+    def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> _Pending:
         """Queue a call, which holds the queue if it is urgent; if it is preempted, ``withdraw`` is called instead."""
         call = _Pending(priority.claim(self), begin, priority.preemption(), withdraw)
         with self._change:
             heappush(self._pending, (not call.urgent, self._arrived, call))
             self._arrived += 1
             self._change.notify()
+        return call
 
     def take(self) -> Callable[[], None] | None:
         with self._change:

@@ -38,7 +38,6 @@ from oppo.placement.wire import (
     Bulk,
     Call,
     Callbacks,
-    Create,
     Outcome,
     Packet,
     Request,
@@ -87,7 +86,7 @@ class Child(ABC):
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
         """The order to make an instance, for each process; any child of this kind executes it."""
-        return [pack_with_blocks(Create(number, make))]
+        return [pack_with_blocks(Call(None, make, makes=number))]
 
     def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
         del number
@@ -484,7 +483,7 @@ class DisposableProcess(Generic[T]):
     def __init__(self, name: str, instance: T, *, timeout: float = math.inf) -> None:
         self._name = name
         self._timeout = timeout
-        self._create = pack_with_blocks(Create(0, partial(_itself, instance)))
+        self._create = pack_with_blocks(Call(None, partial(_itself, instance), makes=0))
         self._child: ChildProcess | None = None
         self._turn = anyio.Lock()
 

@@ -8,7 +8,6 @@ dead.
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -88,7 +87,6 @@ class RankedChild(Child):
             raise
         self._pool = ThreadPoolExecutor(len(starts), thread_name_prefix=f"oppo-{name}-ranks")
         self._lost: Gone | None = None
-        self._turn = threading.RLock()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -99,17 +97,15 @@ class RankedChild(Child):
         return [packet for rank in self._ranks for packet in packed[type(rank)]]
 
     def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
-        with self._turn:
-            answer = self._ask_each(orders)
-            if answer.error is not None:
-                return answer
-            try:
-                meeting = self._meet(number, self._ranks[0])
-            except Gone as gone:
-                raise self._end([], self._death(0, gone)) from None
-            size = len(self._ranks)
-            joins = [pack(Call(number, _join, (self._name, rank, size, meeting))) for rank in range(size)]
-            return self._ask_each(joins)
+        answer = self._ask_each(orders)
+        if answer.error is not None:
+            return answer
+        try:
+            meeting = self._meet(number, self._ranks[0])
+        except Gone as gone:
+            raise self._end([], self._death(0, gone)) from None
+        size = len(self._ranks)
+        return self._ask_each([pack(Call(number, _join, (self._name, rank, size, meeting))) for rank in range(size)])
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
         if callbacks:
@@ -117,17 +113,11 @@ class RankedChild(Child):
         return self._ask_each([packet] * len(self._ranks))
 
     def _ask_each(self, packets: Sequence[Packet]) -> Outcome:
-        with self._turn:
-            if self._lost is not None:
-                raise self._lost
-            asked = [
-                self._pool.submit(with_route(rank.ask), each) for rank, each in zip(self._ranks, packets, strict=True)
-            ]
-            _wait(asked)
-            return self._outcome(asked)
-
-    def _outcome(self, asked: Sequence[Future[Outcome]]) -> Outcome:
         # The ranks end if some could wait for others forever.
+        if self._lost is not None:
+            raise self._lost
+        asked = [self._pool.submit(with_route(rank.ask), each) for rank, each in zip(self._ranks, packets, strict=True)]
+        _wait(asked)
         for rank, each in enumerate(asked):
             if each.done() and (gone := each.exception()) is not None:
                 raise self._end(asked, self._death(rank, gone)) from None

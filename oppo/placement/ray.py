@@ -59,7 +59,6 @@ from oppo.placement.shared_memory import Block, Gauge, Mirrored, Notice
 from oppo.placement.wire import (
     Call,
     Callbacks,
-    Create,
     Outcome,
     Packet,
     Request,
@@ -396,7 +395,7 @@ class RayChild(Child):
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
         # What makes an instance from memory of this process has a method that says how another machine makes one.
         remote: Callable[[], Make[object]] | None = getattr(make, "remote", None)
-        packet = pack_with_blocks(Create(number, make if remote is None else remote()))
+        packet = pack_with_blocks(Call(None, make if remote is None else remote(), makes=number))
         if not all(isinstance(block, Gauge) for block in packet.parts):
             raise ModelError(
                 f"memory is not shared between machines, so {self._name!r} hosts no weights of this one: expected a "

@@ -31,17 +31,14 @@ _COUNT = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Create:
-    number: int
-    make: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Call:
+    """An order to call a method of an instance, by its number, or a function; ``makes``: the instance it returns."""
+
     instance: int | None
     work: Callable[..., object]
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
+    makes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

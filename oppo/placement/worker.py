@@ -19,7 +19,7 @@ from typing import NoReturn, TextIO, cast
 
 from oppo import observe
 from oppo.errors import ModelError
-from oppo.placement.wire import Call, Create, Outcome, Packet, Reply, Request, Stub, pack, receive, send, unpack
+from oppo.placement.wire import Call, Outcome, Packet, Reply, Request, Stub, pack, receive, send, unpack
 from oppo.redact import HarmlessStream
 
 
@@ -150,24 +150,21 @@ def answer(
         order = unpack(packet)
         if isinstance(order, Reply):
             return None
-        value = _execute(order, instances, caller)
+        value = _execute(cast("Call", order), instances, caller)
         return seal(Outcome(start, observe.now(), value))
     except Exception as error:  # noqa: BLE001 - the boundary to the parent, which raises it
         return _failure(error, start)
 
 
-def _execute(order: object, instances: dict[int, object], caller: Caller) -> object:
-    match order:
-        case Create(number, make):
-            instances[number] = make()
-            return None
-        case Call(number, work, args, kwargs):
-            first = () if number is None else (instances[number],)
-            bound = {name: caller.bind(value) for name, value in kwargs.items()}
-            with _in_progress():
-                return work(*first, *map(caller.bind, args), **bound)
-        case _:
-            raise ModelError(f"expected an order, got {type(order).__name__}")
+def _execute(call: Call, instances: dict[int, object], caller: Caller) -> object:
+    first = () if call.instance is None else (instances[call.instance],)
+    kwargs = {name: caller.bind(value) for name, value in call.kwargs.items()}
+    with _in_progress():
+        value = call.work(*first, *map(caller.bind, call.args), **kwargs)
+    if call.makes is None:
+        return value
+    instances[call.makes] = value
+    return None
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from oppo.errors import AdmissionError
 from oppo.events import Chunk, Defer, Finish, Prompt
 from oppo.stages.ledger import Ledger
 from oppo.testing import FakeScorer, prompts, run_virtual
-from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
+from tests.kit.pipelines import Pipeline, Setting, settings
 
 
 def told(controller: SlopeAdaptive, *scores: float) -> list[int]:
@@ -254,20 +253,6 @@ def adaptive(setting: Setting) -> Pipeline:
     return pipeline
 
 
-def test_a_resumed_run_goes_on_with_what_was_learned(tmp_path: Path) -> None:
-    lengths = tuple(np.random.default_rng(0).geometric(0.05, 97).tolist())
-    setting = Setting(lengths=lengths, batch=16, steps=8, update=0.1)
-    whole, first, second = (adaptive(setting) for _ in range(3))
-    run_virtual(whole.run_part, 0, 8, tmp_path)
-    run_virtual(first.run_part, 0, 5, tmp_path)
-    run_virtual(second.run_part, 5, 8, tmp_path)
-    extras = [step.metrics["deferral/overcommit"] for step in whole.reports]
-    assert extras[0] == 0.0
-    assert max(extras[1:]) > 0
-    assert [step.metrics["deferral/overcommit"] for step in (*first.reports, *second.reports)] == extras
-    assert same_batches([*first.batches, *second.batches], whole.batches)
-
-
 def test_it_admits_and_cuts_as_fixed_overcommit_does() -> None:
     controller = TailAdaptive(BATCH)
     tail_told(controller, World().observations(12))
@@ -471,16 +456,6 @@ def test_it_is_faster_than_waiting_and_says_what_that_wastes() -> None:
     assert sum(step.seconds for step in pipeline.reports) < 0.8 * sum(step.seconds for step in waiting.reports)
     assert any(step.metrics.get("deferral/discarded_tokens", 0.0) > 0 for step in pipeline.reports)
     assert all(step.metrics["staleness/max"] == 0 for step in pipeline.reports)
-
-
-def test_an_interrupted_run_makes_the_same_rounds(tmp_path: Path) -> None:
-    setting = Setting(lengths=(5, 9, 3, 30, 21), steps=6)
-    whole = batched(setting)
-    run_virtual(whole.run_part, 0, setting.steps, tmp_path)
-    parts = [batched(replace(setting)) for _ in range(setting.steps)]
-    for step, part in enumerate(parts):
-        run_virtual(part.run_part, step, step + 1, tmp_path)
-    assert same_batches([batch for part in parts for batch in part.batches], whole.batches)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import anyio
@@ -11,19 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.convergence.__main__ import HERE, PAGE, make
-from benchmarks.convergence.comparison import (
-    FIRST_HALF,
-    SCORE,
-    Pace,
-    by_updates,
-    difference,
-    early,
-    pace,
-    reached,
-)
-from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results
+from benchmarks.convergence.results import Answers, Cell, Estimate, Outcome, Plan, Results
 from benchmarks.convergence.runs import cells, complete
-from benchmarks.convergence.studies import ADAPTIVE, LOOKAHEAD, SCHEDULES, SERIAL, STUDIES, Study, figure
+from benchmarks.convergence.studies import LOOKAHEAD, SCHEDULES, STUDIES, Study, figure
 from benchmarks.harness import command, cores_here, placed
 from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
@@ -35,92 +24,18 @@ from oppo.testing import run_virtual
 
 START = Answers(Estimate(0.1, 0.05), Estimate(0.0, 0.0), Estimate(34.0, 2.0))
 PLAN = Plan(steps=3, batch=8, examined=16)
-ARMS, DEEP = SCHEDULES.arms, LOOKAHEAD.arms
+ARMS = SCHEDULES.arms
 
 
-def outcome(score: float, kl: float = 6.0) -> Outcome:
+def outcome(score: float) -> Outcome:
     return Outcome(
-        answers=Answers(Estimate(score, 0.02), Estimate(kl, 0.2), Estimate(30.0, 1.0)),
+        answers=Answers(Estimate(score, 0.02), Estimate(6.0, 0.2), Estimate(30.0, 1.0)),
         seconds=(1.0, 2.0, 1.5),
         scores=(0.1, score / 2, score),
         extra=2.0,
         lag=0.25,
         late=0.2,
     )
-
-
-def results(seeds: int, shift: Mapping[str, Callable[[int], float]]) -> Results:
-    """Return a study in which serial gains 1.0, and some arms end with another score."""
-    outcomes = {
-        cell: outcome(1.1 + (shift[cell.arm](cell.seed) if cell.arm in shift else 0.0))
-        for cell in cells(tuple(ARMS), seeds)
-    }
-    return Results(tuple(ARMS), PLAN, {"cpu": "a processor", "cores": 2}, START, outcomes)
-
-
-def lagging(
-    n: int, score: float = 1.1, kl: float = 6.0, *, rise: Callable[[int], float] = lambda k: 0.1 * k
-) -> Outcome:
-    """Return an outcome of 12 steps at lookahead n, of which a rollout scores ``rise`` of the updates before it."""
-    lags = tuple(float(min(n, k)) for k in range(12))
-    return Outcome(
-        answers=Answers(Estimate(score, 0.02), Estimate(kl, 0.2), Estimate(30.0, 1.0)),
-        seconds=(1.0,) * 12,
-        scores=tuple(rise(k - int(lags[k])) for k in range(12)),
-        extra=0.0,
-        lag=sum(lags) / 12,
-        late=0.0,
-        off_policy=OffPolicy(lags=lags, samples=(1.0 - 0.01 * n,) * 12, largest=float(n), kl=0.001 * n, clipped=0.1),
-    )
-
-
-def deep(seeds: int, changed: Mapping[str, Outcome]) -> Results:
-    """Return a study of lookahead in which all arms learn the same, some excepted."""
-    found = {arm: changed.get(arm) or lagging(int(arm[1])) for arm in DEEP}
-    outcomes = {cell: found[cell.arm] for cell in cells(tuple(DEEP), seeds)}
-    return Results(
-        tuple(DEEP), Plan(steps=12, batch=8, examined=16, jobs=2), {"cpu": "a processor", "cores": 2}, START, outcomes
-    )
-
-
-def test_pairs_remove_what_seeds_have_in_common() -> None:
-    made = results(8, {arm: lambda seed: 0.3 * seed for arm in ARMS})
-    made.outcomes |= {
-        Cell(seed, ADAPTIVE.name): outcome(made.outcomes[Cell(seed, SERIAL.name)].answers.score.mean + 0.01)
-        for seed in range(8)
-    }
-    found = difference(made, ADAPTIVE.name, SERIAL.name, SCORE)
-    assert (found.low, found.high) == pytest.approx((0.01 / (1.0 + 0.3 * 3.5),) * 2)
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 4])
-def test_by_the_updates_its_writer_had_seen_equal_learning_has_equal_curves_at_any_lookahead(n: int) -> None:
-    found = lagging(n)
-    assert by_updates(found) == pytest.approx([0.1 * k for k in range(12 - n)])
-    assert early(found) == pytest.approx([0.1 * k for k in range(1, 7)])
-    assert FIRST_HALF.of(found) == pytest.approx(0.35)
-    assert FIRST_HALF.gained(found, START) == pytest.approx(0.35)
-
-
-def test_a_curve_reaches_a_value_between_two_points_at_its_start_or_never() -> None:
-    curves = np.array([[0.0, 0.4, 0.8, 0.2], [0.7, 0.0, 0.0, 0.0], [0.0, 0.1, 0.2, 0.3], [0.0, 0.6, 0.0, 0.9]])
-    assert reached(curves, 0.6).tolist() == pytest.approx([1.5, 0.0, np.inf, 1.0])
-
-
-def test_the_pace_of_an_arm_is_told_in_updates_and_seconds_beside_the_baselines() -> None:
-    def found(arm: str, outcome: Outcome) -> Pace:
-        return pace(deep(6, {arm: outcome}), arm, "n0")
-
-    same = found("n1", lagging(1)).updates
-    assert (same.mean, same.last, same.last_ratio) == pytest.approx((8.5, 10, 10 / 8.5))
-    assert astuple(same.ratio) == pytest.approx((1.0, 1.0, 1.0))
-    never = found("n4", lagging(4, rise=lambda k: 0.01 * k)).updates
-    assert (never.mean, never.ratio.low, never.ratio.high) == (np.inf, np.inf, np.inf)
-    quicker = found("n1", replace(lagging(1, rise=lambda k: 0.09 * k), seconds=(2.0,) + (0.5,) * 11))
-    seconds = 2.0 + 0.5 * (8.5 * 10 / 9 - 1)
-    assert quicker.updates.mean == pytest.approx(8.5 * 10 / 9)
-    assert (quicker.seconds.mean, quicker.seconds.last) == pytest.approx((seconds, 2.0 + 0.5 * 9))
-    assert astuple(quicker.seconds.ratio) == pytest.approx((seconds / 8.5,) * 3)
 
 
 class StoppedError(Exception):

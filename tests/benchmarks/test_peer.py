@@ -30,7 +30,6 @@ from benchmarks.peer.sweep import (
     Cell,
     CellTimes,
     Peer,
-    Report,
     Sweep,
     Swept,
     choose,
@@ -167,12 +166,12 @@ def test_a_sweep_finds_the_fastest_cell_of_a_program(tmp_path: Path) -> None:
 def test_a_sweep_of_grpo_rolls_out_whole_groups_and_tries_options_at_the_best_cell() -> None:
     spec, peer = replace(SPEC, batch=24, epochs=1, samples=4), PEERS["trl-grpo"]
 
-    def measure(cell: Cell) -> Report:
+    def measure(cell: Cell) -> tuple[dict[str, str], tuple[float]]:
         rows = cell.rows(spec)
         assert cell.rollout_batch % spec.samples == 0 == cell.rollout_batch % rows
         # Rollouts of twelve, passes of three, two threads and one option are the fastest.
         seconds = abs(cell.rollout_batch - 12) + abs(rows - 3) + 2 / cell.threads
-        return Report({"stand-in": "1"}, (seconds + (1.0 if cell.options != peer.options[1] else 0.5),))
+        return {"stand-in": "1"}, (seconds + (1.0 if cell.options != peer.options[1] else 0.5),)
 
     versions, cells = sweep(peer, spec, 2, measure)
     assert versions == {"stand-in": "1"}

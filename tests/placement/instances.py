@@ -227,34 +227,15 @@ class Crew:
         self.sum += number
         return self.sum, self.place, os.getpid()
 
-    def wait_for(self, pipe: Path) -> int:
-        """Wait until the other ranks have opened the pipe for writing, which they never do."""
-        with pipe.open("rb") as end:
-            return len(end.read())
-
-    def die(self, rank: int, pipe: Path) -> int:
-        """Die in one rank; the others wait for it."""
-        if self.place[0] == rank:
+    def fare(self, rank: int, how: str, others: str) -> None:
+        """Die or fail in one rank; the others wait for it, fail as those that lose a connection, or answer."""
+        if self.place[0] == rank and how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.wait_for(pipe)
-
-    def die_or_fail(self, rank: int) -> None:
-        """Die in one rank; the others fail, as those do that lose a connection to it."""
-        if self.place[0] == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ConnectionError("reset by peer")
-
-    def fail_alone(self, rank: int, pipe: Path) -> int:
-        """Fail in one rank; the others wait for it."""
         if self.place[0] == rank:
             raise ZeroDivisionError(f"in rank {rank}")
-        return self.wait_for(pipe)
-
-    def fail_after_others(self, rank: int) -> int:
-        """Fail in one rank; the others have answered."""
-        if self.place[0] == rank:
-            raise ZeroDivisionError(f"in rank {rank}")
-        return rank
+        if others == "fail":
+            raise ConnectionError("reset by peer")
+        time.sleep(600 if others == "wait" else 0)
 
     def fail(self) -> NoReturn:
         raise ZeroDivisionError(f"in rank {self.place[0]}")

@@ -11,6 +11,7 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio.abc import TaskGroup
 
 from oppo.errors import ModelLost
 from oppo.observe import Span
@@ -19,22 +20,6 @@ from oppo.placement.shared_memory import Block
 from oppo.scheduling import DEFAULT_TIME_SLICE, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.testing import run_virtual
 from tests.placement.instances import Slate, Total
-
-
-@pytest.mark.parametrize("kind", [Inline, Thread])
-async def test_work_is_done_in_one_thread_in_order_and_reported(kind: type[Inline | Thread]) -> None:
-    spans, heard = list[Span](), list[str]()
-    with kind("scorers", listener=spans.append) as place:
-        total, plain = place.host(partial(Total, 1), track="critic"), place.host(lambda: None)
-        assert await total.call("add", Total.add, 2, times=3) == 7
-        await total.load(Total.add, 1, lambda: heard.append(place.at_work))
-        assert await total.call("look", lambda here: (here.sum, place.at_work)) == (8, "critic: look")
-        here = await plain.call("look", lambda _: threading.get_ident()) == threading.get_ident()
-        assert here == (kind is Inline)
-        assert place.at_work == ""
-    tracks = [(span.track, span.label) for span in spans]
-    assert tracks == [*(("critic", label) for label in ("add", "load", "look")), ("scorers", "look")]
-    assert heard == ["critic: load"], "before any other call"
 
 
 def test_virtual_time_goes_on_around_it() -> None:
@@ -150,6 +135,18 @@ async def test_a_setup_that_fails_is_the_callers_error_and_is_tried_again() -> N
     assert attempts == [0, 1]
 
 
+@asynccontextmanager
+async def busy(thread: Thread) -> AsyncIterator[TaskGroup]:
+    """Yield tasks whose calls wait in the thread, which works until the body ends."""
+    work = Work()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(thread.call, "work", work)
+        await work.until_begun()
+        yield tasks
+        await anyio.wait_all_tasks_blocked()
+        work.go_on.set()
+
+
 class Log:
     """An instance that notes who called it."""
 
@@ -165,7 +162,7 @@ async def noted(thread: Thread, log: Log, who: str, priority: Priority) -> None:
 
 
 async def test_nothing_comes_between_two_urgent_calls_of_one_context() -> None:
-    work, log = Work(), Log()
+    log = Log()
 
     async def urgently() -> None:
         with Urgent() as priority:
@@ -174,34 +171,27 @@ async def test_nothing_comes_between_two_urgent_calls_of_one_context() -> None:
             await noted(thread, log, "second", priority)
 
     with Thread("scorers") as thread:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(thread.call, "work", work)
-            await work.until_begun()
+        async with busy(thread) as tasks:
             tasks.start_soon(thread.call, "other", log.note, "other")
             tasks.start_soon(urgently)
-            await anyio.wait_all_tasks_blocked()
-            work.go_on.set()
     assert log.seen == ["first", "second", "other"]
 
 
 async def test_urgent_calls_overtake_those_that_wait_but_not_the_one_in_progress() -> None:
-    work, log = Work(), Log()
+    log = Log()
 
     async def urgently(who: str) -> None:
         with Urgent() as priority:
             await noted(thread, log, who, priority)
 
     with Thread("scorers") as thread:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(thread.call, "work", work)
-            await work.until_begun()
+        async with busy(thread) as tasks:
             for who in ("first", "second"):
                 tasks.start_soon(thread.call, who, log.note, who)
             for who in ("urgent", "more urgent"):
                 tasks.start_soon(urgently, who)
             await anyio.wait_all_tasks_blocked()
             assert not log.seen
-            work.go_on.set()
     assert log.seen == ["urgent", "more urgent", "first", "second"]
 
 
@@ -226,21 +216,16 @@ async def test_an_urgent_call_does_not_wait_for_the_end_of_another_urgent_contex
     assert log.seen == ["one", "another", "end of one"]
 
 
-async def test_a_call_after_the_urgent_context_holds_nothing() -> None:
+async def test_the_end_of_the_urgent_context_and_an_error_release_the_queue() -> None:
     log = Log()
     with Thread("scorers") as thread, anyio.fail_after(10):
-        with Urgent() as priority:
-            await noted(thread, log, "urgent", priority)
-        await noted(thread, log, "late", priority)
-        await thread.call("other", log.note, "other")
-    assert log.seen == ["urgent", "late", "other"]
-
-
-async def test_an_error_ends_the_urgent_context() -> None:
-    with Thread("scorers") as thread, anyio.fail_after(10):
+        with Urgent() as ended:
+            await noted(thread, log, "urgent", ended)
+        await noted(thread, log, "late", ended)
         with pytest.raises(ZeroDivisionError), Urgent() as priority:
             await thread.host(int).at(priority).call("divide", lambda one: one // 0)
-        assert await thread.call("other", int) == 0
+        await thread.call("other", log.note, "other")
+    assert log.seen == ["urgent", "late", "other"]
 
 
 @pytest.mark.parametrize("between", [True, False], ids=["between two calls", "while its call is in progress"])

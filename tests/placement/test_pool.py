@@ -21,7 +21,7 @@ from oppo.placement import PolicyPool
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, Fault, FaultyPolicy, Hang, Raise, check_policy, prompts, run_virtual
-from tests.kit.faults import Garbage
+from tests.kit.faulty import Garbage
 from tests.kit.pools import Fate, Mortal
 from tests.kit.responses import read_chunk
 from tests.testing.test_conformance import some_turns

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
-from oppo.events import Defer
+from oppo.events import Defer, StepReport
 from oppo.graph import Snapshot, Wait
 from oppo.liveness import Stall
 from oppo.observe import Expendable, Span
@@ -101,12 +101,6 @@ def test_a_live_panel_leaves_the_terminal_as_it_was() -> None:
     assert "step 2/2" in out.getvalue()
 
 
-def test_a_line_leaves_out_what_was_not_measured() -> None:
-    bare = report(0, (), float("nan"), (Defer(1, 1),))
-    bare = type(bare)(0, 1, (), (), bare.deferred, float("nan"), 0.5, {})
-    assert line(bare, 1, 9) == "step 1/9  score -  deferred 1 response  0.50 s"
-
-
 BOUND = {f"bottleneck/{part}": 0.0 for part in ("decode", "cap", "score", "scoring", "capped", "finished")}
 BOUND |= {"bottleneck/tail": 0.25, "bottleneck/train": 0.75, "bottleneck/limit": 1.25}
 BOUND |= {"bottleneck/limit_stream": 1.0, "bottleneck/limit_defer": 1.25, "bottleneck/limit_lookahead": 1.0}
@@ -115,6 +109,8 @@ BOUND |= {"bottleneck/limit_stream": 1.0, "bottleneck/limit_defer": 1.25, "bottl
 def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
     where, out = console(terminal=True)
     step = replace(report(0, (0,), 0.5), metrics=BOUND)
+    bare = StepReport(0, 1, (), (), (Defer(1, 1),), float("nan"), 0.5, {})
+    assert line(bare, 1, 9) == "step 1/9  score -  deferred 1 response  0.50 s"
     assert line(step, 1, 9) == "step 1/9  score 0.500  deferred 0 responses  train-bound  2.00 s"
     panel = Panel(where, 2, live=True)
     panel.on_step(0, step, {})
@@ -182,9 +178,6 @@ def test_a_stall_is_shown_until_something_moves() -> None:
     before = len(out.getvalue())
     where.print(panel.render())
     assert "nothing has moved" not in out.getvalue()[before:]
-
-
-def test_without_a_terminal_a_stall_is_one_line() -> None:
     where, out = console(terminal=False)
     Panel(where, 2, live=False).on_stall(Stall(60, [STUCK]))
     assert out.getvalue() == "nothing has moved for 60 s: in step 0 advantage waits for reward; reward is at work\n"
@@ -218,14 +211,11 @@ def test_what_is_shown_on_a_display_that_is_gone_goes_nowhere(gone: io.TextIOWra
         assert display.write("a line\n") == 7
         display.flush()
     assert Path(f"/proc/self/fd/{gone.fileno()}").readlink() == Path(os.devnull)
-    gone.write("and so does what is written past it\n")
-    gone.flush()
-
-
-def test_a_panel_on_a_display_that_is_gone_goes_on(gone: io.TextIOWrapper) -> None:
-    with Panel(Console(file=Display(gone)), 2, live=True) as panel:  # type: ignore[arg-type]  # it is one, as far as rich asks
+    with Panel(Console(file=display), 2, live=True) as panel:  # type: ignore[arg-type]  # it is one, as far as rich asks
         play(panel)
     assert panel._done == 2
+    gone.write("and so does what is written past it\n")
+    gone.flush()
 
 
 def test_words_that_a_display_cannot_spell_are_shown_all_the_same() -> None:

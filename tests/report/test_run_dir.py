@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,33 +41,23 @@ def test_writing_in_a_thread_and_at_once_give_the_same_files(tmp_path: Path) -> 
         assert file.read_bytes() == (inline / file.name).read_bytes(), file.name
 
 
-def test_metrics_hold_one_flat_object_a_step(tmp_path: Path) -> None:
-    first, second = lines(written(tmp_path) / "metrics.jsonl")
+def test_a_run_leaves_metrics_a_journal_samples_and_a_summary(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    first, second = lines(path / "metrics.jsonl")
     assert (first["step"], first["score"], first["deferred"], first["trained"]) == (1, 0.5, 1, 1)
     assert (first["objective/kl"], second["objective/kl"]) == (0.0, 0.25)
-    assert (first["timing_s/rollouts"], second["timing_s/rollouts"]) == (1.5, 1.5)
     assert second["score"] is None, "NaN has no spelling in JSON"
-
-
-def test_the_journal_tells_the_story_of_a_rollout(tmp_path: Path) -> None:
-    journal = written(tmp_path) / "journal.jsonl"
-    carried = [(entry["step"], entry["event"]) for entry in story(journal, 2)]
+    carried = [(entry["step"], entry["event"]) for entry in story(path / JOURNAL, 2)]
     assert carried == [(1, "admitted"), (1, "deferred"), (2, "finished"), (2, "trained")]
-    assert [entry["event"] for entry in story(journal, 1)] == ["admitted", "finished", "dropped"]
-    assert story(journal, 1)[-1]["reason"] == "nonfinite"
-    assert story(journal, 77) == []
-
-
-def test_samples_hold_text_score_and_kl_from_the_worst_to_the_best(tmp_path: Path) -> None:
-    samples = lines(written(tmp_path) / "samples.jsonl")
-    assert [(each["step"], each["rollout"], each["score"]) for each in samples] == [
-        (1, 0, 0.5),
-        (2, 1, -1.0),
-        (2, 2, 2.0),
-    ]
-    assert samples[0]["completion"] == "one three"
-    assert samples[0]["prompt"] == "zero <b>two</b>"
-    assert samples[0]["kl"] == 1.0
+    assert [entry["event"] for entry in story(path / JOURNAL, 1)] == ["admitted", "finished", "dropped"]
+    assert story(path / JOURNAL, 77) == []
+    samples = lines(path / "samples.jsonl")
+    told = [(each["step"], each["rollout"], each["score"]) for each in samples]
+    assert told == [(1, 0, 0.5), (2, 1, -1.0), (2, 2, 2.0)]
+    assert (samples[0]["prompt"], samples[0]["completion"], samples[0]["kl"]) == ("zero <b>two</b>", "one three", 1.0)
+    found = json.loads((path / "summary.json").read_text())
+    assert (found["steps"], found["trained"], found["dropped"], found["deferrals"]) == (2, 2, 1, 1)
+    assert (found["seconds"], found["score_last"]) == (4.0, 0.5)
 
 
 def test_texts_are_without_secrets_and_what_is_read_back_is_as_it_was(
@@ -140,13 +131,6 @@ def test_the_page_shows_samples_of_the_first_step_and_of_the_last_three(tmp_path
     (path / "samples.jsonl").write_text("".join(shown))
     write_page(path, [])
     assert re.findall(r"said in (\d)\.", (path / "report.html").read_text()) == ["0", "6", "7", "8"]
-
-
-def test_the_summary_says_what_the_run_came_to(tmp_path: Path) -> None:
-    summary = json.loads((written(tmp_path) / "summary.json").read_text())
-    assert (summary["steps"], summary["trained"], summary["dropped"], summary["deferrals"]) == (2, 2, 1, 1)
-    assert summary["seconds"] == 4.0
-    assert summary["score_last"] == 0.5
 
 
 @pytest.mark.parametrize(("steps", "first", "last"), [(1, 0.0, 0.0), (3, 0.5, 1.5), (10, 2.0, 7.0), (40, 4.5, 34.5)])
@@ -272,26 +256,32 @@ def steps_of(path: Path) -> list[str]:
     return [event["name"] for event in events if event["ph"] == "X"]
 
 
-@pytest.mark.parametrize(("count", "shown"), [(1, [0]), (4, [0, 1, 2, 3]), (9, [0, 1, 7, 8]), (40, [0, 1, 38, 39])])
-def test_a_trace_shows_the_first_and_the_last_steps(tmp_path: Path, count: int, shown: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("trace", "count", "shown"),
+    [
+        (2, 1, [0]),
+        (2, 4, [0, 1, 2, 3]),
+        (2, 9, [0, 1, 7, 8]),
+        (2, 40, [0, 1, 38, 39]),
+        (None, 50, range(50)),
+        (0, 9, None),
+    ],
+)
+def test_a_trace_shows_the_first_and_the_last_steps_all_or_none(
+    tmp_path: Path, trace: int | None, count: int, shown: Sequence[int] | None
+) -> None:
     longest = 0
-    with RunDirectory(tmp_path / "x", trace=2, threaded=False) as directory:
+    with RunDirectory(tmp_path / "x", trace=trace, threaded=False) as directory:
         for step in range(count):
             directory.on_span(Span("step", str(step), step, step + 1, step, kind="step"))
             directory.on_step(step, None, {})
-            longest = max(longest, (directory.path / "trace.json").read_text().count('"ph":"X"'))
+            if trace:
+                longest = max(longest, (directory.path / "trace.json").read_text().count('"ph":"X"'))
     assert longest <= 2 + 2 * 2
-    assert steps_of(directory.path) == [str(step) for step in shown]
-
-
-def test_a_trace_can_show_every_step_or_none(tmp_path: Path) -> None:
-    for name, trace in (("all", None), ("none", 0)):
-        with RunDirectory(tmp_path / name, trace=trace, threaded=False) as directory:
-            for step in range(50):
-                directory.on_span(Span("step", str(step), step, step + 1, step, kind="step"))
-                directory.on_step(step, None, {})
-    assert len(steps_of(tmp_path / "all")) == 50
-    assert not (tmp_path / "none" / "trace.json").exists()
+    if shown is None:
+        assert not (directory.path / "trace.json").exists()
+    else:
+        assert steps_of(directory.path) == [str(step) for step in shown]
 
 
 def test_records_are_not_held_in_memory(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from oppo.testing import (
     FakeScorer,
     FakeTrainer,
     check_policy,
-    fake_per_token,
     fake_scalar,
     prompts,
     run_virtual,
@@ -199,25 +198,6 @@ def test_a_model_that_breaks_its_word_is_refused_where_it_does(role: str, model:
     assert not pipeline.batches or role == "trainer"
 
 
-def test_values_of_wrong_lengths_that_make_up_for_one_another_are_refused() -> None:
-    """Two rows, one a value short and one a value over, have as many values as tokens: only row by row is it seen."""
-
-    def shifted(finish: Finish, tokens: tuple[int, ...], version: int) -> FloatArray:
-        values = fake_per_token(finish, tokens, version)
-        return (
-            values[:-1] if finish.rollout == 0 else np.append(values, np.float32(0)) if finish.rollout == 1 else values
-        )
-
-    pipeline = Pipeline(Setting(lengths=(5,), batch=2, steps=1))
-    pipeline.critic.value = shifted
-    message, _ = refused(pipeline)
-    assert message == (
-        "rollout 0: expected 5 numbers as its values, one for each response token, got an array of shape (4,) and "
-        "type float32"
-    )
-    assert not pipeline.batches
-
-
 @pytest.mark.parametrize("score", [np.float32(0.5), np.array(0.5), 1, True])
 def test_any_one_number_is_a_score(score: float) -> None:
     pipeline = Pipeline(SETTING, reward=FakeScorer(lambda finish, tokens, version: score))
@@ -239,16 +219,6 @@ def test_a_failed_sync_says_who_has_which_version_and_nobody_goes_back() -> None
         ]
 
     run_virtual(main)
-
-
-def test_a_rollout_closed_cannot_be_read() -> None:
-    async def main(opened: Sequence[Prompt]) -> None:
-        (decode,) = await FakePolicy().open(opened)
-        await decode.aclose()
-        with pytest.raises(ProtocolError, match="rollout 7 was closed"):
-            await decode.read(1)
-
-    run_virtual(main, [Prompt(7, 7, np.zeros(1, np.int32))])
 
 
 def test_a_group_that_is_being_closed_when_the_run_fails_leaves_no_decode_open() -> None:
@@ -449,12 +419,6 @@ class Changed(Pipeline):
 
     def graph(self) -> Graph[StepReport]:
         return super().graph().replace(advantage=Relaying(self.change))
-
-
-def test_a_stage_that_changes_nothing_runs() -> None:
-    pipeline = Changed(lambda batch: batch)
-    run_virtual(pipeline.run)
-    assert len(pipeline.reports) == SETTING.steps
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ class Pieces:
     ends: Sequence[int]
 
 
-class Reader:
+class TextReader:
     """Turns text into a model's tokens, at most ``limit``; longer texts are refused, or cut as the tokenizer cuts."""
 
     def __init__(self, tokenizer: HfTokenizer, limit: int, over_long: OverLong = "error") -> None:

@@ -31,10 +31,20 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError
 from oppo.events import Drop, Finish, FloatArray, IntArray, Prompt, Response, ToolTokens
-from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
+from oppo.hf.as_text.rendering import (
+    EMPTY,
+    Form,
+    OverLong,
+    Pieces,
+    PromptText,
+    Rendering,
+    TextReader,
+    TooLong,
+    prompt_text,
+)
 from oppo.hf.introspection import backbone, longest
 from oppo.hf.kv.prefill import TokenSpan
-from oppo.hf.kv.reader import Reader as ModelReader, reader_of
+from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import worker_maker
 from oppo.hf.serve.scorers import ScorerHandle, ScorerInput, ScorerWorker, read_back, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered
@@ -97,7 +107,7 @@ class Retokenizer:
     def __init__(
         self,
         rendering: Rendering,
-        reader: Reader,
+        reader: TextReader,
         decode: Callable[[Sequence[int]], str],
         prompt: PromptText,
         closing: Sequence[int] = (),
@@ -241,7 +251,7 @@ class BridgeWorker(ScorerWorker[Found[V]]):
         model: PreTrainedModel,
         deterministic: bool,
         bridge: Bridge,
-        reader: ModelReader,
+        reader: Reader,
         *,
         overlap: int = 0,
         logits: bool = False,
@@ -249,7 +259,7 @@ class BridgeWorker(ScorerWorker[Found[V]]):
         self._bridge = bridge
         self._overlap = overlap
         self._name = type(model).__name__
-        self._text = Reader(bridge.reader, longest(model), bridge.over_long)
+        self._text = TextReader(bridge.reader, longest(model), bridge.over_long)
         self._rendering = Rendering(bridge.form, bridge.reader)
         self._sessions = RolloutSessions(self._name, self._opened)
         super().__init__(model, reader, deterministic=deterministic, logits=logits)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from oppo.durable import read_text
 from oppo.errors import ConfigError, ModelRefused, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
-from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Reader, Rendering, TooLong, prompt_text
+from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Rendering, TextReader, TooLong, prompt_text
 from oppo.hf.introspection import FAILURES, longest
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
@@ -159,7 +159,7 @@ class WholeReader(ABC):
         self._encoder = encoder
         self._policy = policy
         self._deterministic = deterministic
-        self._reader = Reader(encoder.tokenizer, encoder.limit, over_long)
+        self._reader = TextReader(encoder.tokenizer, encoder.limit, over_long)
 
     def finish(self, ended: Sequence[EndedRollout]) -> list[float | Drop]:
         texts: dict[int, list[Features]] = {}

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,13 +22,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from oppo.admission import Overcommit
-from oppo.algorithms.group import grpo
 from oppo.errors import CheckpointError, ConfigError, ModelError, ModelRefused
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
 from oppo.hf.kv.length_bucketing import cheapest_groups
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import RewardModel, ValueModel
+from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
@@ -36,7 +34,7 @@ from oppo.losses import ClippedLoss, Input, LossValue, PPOLoss, Whole
 from oppo.models import Sampling, Weights
 from oppo.placement import Place, Thread
 from oppo.returns import ImportanceCorrection, gae, kl_estimate, shaped_rewards, whiten
-from oppo.testing import check_trainer, prompts
+from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.golden import fixed
 from tests.hf import tiny
@@ -580,21 +578,8 @@ def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(t
 async def test_what_the_loss_asks_for_and_the_recipe_does_not_give_is_refused_and_nothing_stands_for_it(
     thread: Thread, settings: dict[str, object], message: str
 ) -> None:
-    trainer, _ = actor_alone(thread, None, **settings)
-    graph = grpo(
-        policy=HfPolicy(trainer.core.actor, sampling=Sampling(max_new_tokens=8, stop=(1, 2), seed=3), place=thread),
-        reward=RewardModel(tiny.scalar(seed=4), place=thread),
-        trainer=trainer,
-        admission=Overcommit(batch=2, overcommit=0),
-        samples=2,
-    )
-
-    async def one_step() -> None:
-        async with graph.open(prompts(8)) as run:
-            async for _ in run.steps(1):
-                pass
-
+    trainer, batch = actor_alone(thread, None, **settings)
     before = weights_digest(trainer.core.actor)
     with pytest.raises(ConfigError, match=message):
-        await one_step()
+        await trainer.update(replace(batch, reference=None, proximal=None))
     assert (trainer.version, weights_digest(trainer.core.actor)) == (0, before)
