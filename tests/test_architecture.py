@@ -88,7 +88,7 @@ MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
     "admission": 1_403,
-    "agents": 1_618,
+    "agents": 1_596,
     "algorithms": 1_050,
     "config": 3_574,
     "data": 849,
@@ -100,14 +100,14 @@ BUDGETS = {
     "liveness": 593,
     "losses": 1_135,
     "oppo": 6_024,
-    "placement": 3_835,
+    "placement": 3_836,
     "report": 2_618,
-    "rewards": 1_763,
-    "run": 4_951,
-    "simulate": 2_960,
+    "rewards": 1_755,
+    "run": 4_931,
+    "simulate": 2_942,
     "stages": 3_792,
     "testing": 1_415,
-    "vllm": 4_205,
+    "vllm": 4_189,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, wraps
@@ -100,9 +100,8 @@ class Game:
         return chat().tokenizer.decode_whole(answer.tokens.tolist()) if isinstance(answer, Answer) else None
 
     def reward(self, environment: EnvironmentClass | None = None) -> float | Drop:
-        scorer = (environment or self.played.environment).reward
-        scores: Sequence[float | Drop] = run_virtual(scorer.finish, [self.played.finish()])
-        return scores[0]
+        asked: EnvironmentClass = environment or self.played.environment
+        return run_virtual(asked.reward.finish, [self.played.finish()])[0]
 
 
 class Connected(Guessing):
