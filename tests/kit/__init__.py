@@ -8,7 +8,7 @@
 - :mod:`tests.workplace`: such a folder with words for tokens, and ``oppo train`` in this process or another.
 - :mod:`tests.forked`: programs and children forked from a warm server, in place of new interpreters.
 - :mod:`tests.pipelines`, :mod:`tests.pools`, :mod:`tests.faulty`: graphs of fakes in virtual time, and faults in them.
-- :mod:`tests.responses`, :mod:`tests.dialogues`, :mod:`tests.paced`: responses for scorers, scripted turns, slow tools.
+- :mod:`tests.responses`, :mod:`tests.dialogues`: responses for scorers, scripted turns.
 - :mod:`tests.hf.tiny`, :mod:`tests.hf.spot_tokenizers`: tiny models and tokenizers, made on the spot.
 
 A new setting of runs is a value of an axis in :mod:`tests.run.matrix`, which then tries it with all others.

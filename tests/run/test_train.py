@@ -33,7 +33,7 @@ from oppo.run.train import FINAL, prepare, run
 from oppo.testing import Recorder
 from tests.hf import tiny
 from tests.report.synthetic import all_nested
-from tests.run.test_doctor import resting
+from tests.run.test_placement import resting
 from tests.workplace import oppo, records, require_bounded_staleness, resume, tokenizer, weights
 
 
