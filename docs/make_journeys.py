@@ -32,8 +32,8 @@ from oppo.placement import Inline
 from oppo.vllm import VllmPolicy
 from oppo.vllm.sync import FileSender
 from tests.hf import tiny
+from tests.kit.workplace import furnish, oppo as run
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
-from tests.workplace import furnish, oppo as run
 
 PAGE: Final = Path(__file__).with_name("architecture.md")
 BEGIN, END = "<!-- made by docs/make_journeys.py -->", "<!-- until here -->"

@@ -38,7 +38,8 @@ from oppo.stages import GAE, Generate, GroupRelative, Score, Update, synced_mode
 from oppo.training import TrainerSettings
 
 if TYPE_CHECKING:
-    from oppo.run.train import train
+    from oppo.config.load import load as load_settings
+    from oppo.run.train import evaluate, resume, train
 
 __all__ = [
     "GAE",
@@ -75,11 +76,14 @@ __all__ = [
     "Update",
     "Weights",
     "distill",
+    "evaluate",
     "grpo",
     "join",
+    "load_settings",
     "merge_chunks",
     "ppo",
     "read_prompts",
+    "resume",
     "rollout_of",
     "synced_models",
     "train",
@@ -88,12 +92,17 @@ __all__ = [
 ]
 
 
-_LATE = {"train": "oppo.run.train"}
+_LATE = {
+    "evaluate": ("oppo.run.train", "evaluate"),
+    "load_settings": ("oppo.config.load", "load"),
+    "resume": ("oppo.run.train", "resume"),
+    "train": ("oppo.run.train", "train"),
+}
 """Names by their modules, which are imported when a name is used: they take longer to import than all others."""
 
 
 def __getattr__(name: str) -> object:
-    """Return a name of :data:`_LATE`."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATE[name]), name)
+    module, own = _LATE[name]
+    return getattr(import_module(module), own)

@@ -43,7 +43,7 @@ settings.load_profile("oppo")
 @pytest.fixture(autouse=True)
 def _forwards_off_the_loop() -> Iterator[None]:
     """Raise out of any forward pass on an event loop's thread, wherever in the suite one is made."""
-    from tests.loop_guard import forwards_off_the_loop  # after the settings above: it imports torch
+    from tests.kit.loop_guard import forwards_off_the_loop  # after the settings above: it imports torch
 
     with forwards_off_the_loop():
         yield
@@ -113,7 +113,7 @@ def _small_models_attend_in_segments() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _children_are_forked() -> Iterator[None]:
     """Let a child process begin where its imports are done; tests of processes themselves start interpreters."""
-    from tests.forked import ForkedChildren
+    from tests.kit.forked import ForkedChildren
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("oppo.placement.process.subprocess", ForkedChildren)

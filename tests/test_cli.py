@@ -27,7 +27,7 @@ from oppo.hf.weights import weights_digest
 from oppo.report import story
 from oppo.run.train import prepare, run as train
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, start, tokenizer
+from tests.kit.workplace import furnish, oppo, records, start, tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ from oppo.turns import Answer, Turn
 from oppo.vllm.sync import free_port
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.kit.workplace import oppo, records
 from tests.test_tools import TEMPLATE
-from tests.workplace import oppo, records
 
 Json = Mapping[str, Any]
 NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}

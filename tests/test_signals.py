@@ -19,7 +19,7 @@ from oppo.errors import RewardError, contained, exits_told
 from oppo.observe import Observer, Span
 from oppo.signals import SIGNALS, Stopped, interruptible, stoppable
 from oppo.testing import prompts, run_virtual
-from tests.pipelines import Pipeline, Setting
+from tests.kit.pipelines import Pipeline, Setting
 
 each_signal = pytest.mark.parametrize("number", SIGNALS)
 

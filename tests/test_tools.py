@@ -20,8 +20,8 @@ from oppo.events import Drop, Prompt
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
-from tests.forked import is_alive
 from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.kit.forked import is_alive
 
 TEMPLATE = (Path(__file__).parent / "hf" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 

@@ -38,9 +38,21 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Settings:
-    """Return the settings of the TOML file at ``path``, with ``section.key=value`` overrides, paths resolved."""
-    return resolve(overridden(parsed(path), overrides), path.absolute().parent)
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
+    """Return the settings of a TOML file, checked, with every default, and with paths resolved.
+
+    Args:
+        path: the file; paths in it and in ``overrides`` are relative to its folder.
+        overrides: ``section.key=value`` each, the value as in TOML.
+
+    Raises:
+        ConfigError: the file cannot be read, or settings are wrong: all of them are named.
+
+    Example:
+        >>> load("config.toml", ["run.steps=20"]).run.steps  # doctest: +SKIP
+        20
+    """
+    return resolve(overridden(parsed(Path(path)), overrides), Path(path).absolute().parent)
 
 
 def parsed(path: Path) -> dict[str, object]:

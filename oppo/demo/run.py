@@ -39,7 +39,7 @@ from oppo.report.records import JOURNAL, read, require_unused
 from oppo.report.run_dir import write_page
 from oppo.run.train import FINAL, prepare, run
 from oppo.stages import ScoredRollout
-from oppo.vllm.arguments import require_installed
+from oppo.vllm.arguments import check_installed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,7 +198,7 @@ def demo(
     cache: Path | None = None,
 ) -> Path:
     if engine == "vllm":
-        require_installed()
+        check_installed()
     plan = SHORT if short else FULL
     target = unused(directory)
     require_unused(target)

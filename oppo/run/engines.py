@@ -42,20 +42,25 @@ from oppo.vllm.arguments import (
     OF_LOGPROBS,
     OF_REWARDS,
     SETTINGS,
-    check_sleep,
+    ServerSettings,
+    check_arguments,
+    check_on_cpu,
     computes_on_cpu,
     gpus_of,
     placed,
-    require_arguments,
-    require_routed_experts,
     route_of,
 )
 from oppo.vllm.engine import Engine
-from oppo.vllm.logprobs import LOGPROBS, LogprobServer, check_log_probs
 from oppo.vllm.processes import ServerProcess
-from oppo.vllm.reward import SCALAR, RewardServer
-from oppo.vllm.scorers import ScoringServer, VllmScorer
-from oppo.vllm.server import ServerSettings
+from oppo.vllm.scorers import (
+    LOGPROBS,
+    SCALAR,
+    LogprobServer,
+    RewardServer,
+    ScoringServer,
+    VllmScorer,
+    check_log_probs,
+)
 from oppo.vllm.sync import HostedFiles
 
 S = TypeVar("S", bound="VllmScorer[Any, Any]")
@@ -146,16 +151,16 @@ def require_engines(deployment: Deployment) -> None:
         if assumed is None:
             server.check_environment()
         return
-    require_arguments(settings.vllm, of=SETTINGS, planned=assumed is not None)
+    check_arguments(settings.vllm, of=SETTINGS, planned=assumed is not None)
     if settings.starts_servers:
         _check_started(deployment)
     devices, gpus = deployment.devices, deployment.gpus
     on_cpu = computes_on_cpu() if assumed is None else devices.policy.type == "cpu"
-    if replays:
-        require_routed_experts(settings.vllm, on_cpu=on_cpu)
+    sleeps = settings.placement.share == "sleep"
+    if on_cpu:
+        check_on_cpu(settings.vllm, sleeps=sleeps, routed_experts=replays)
     arguments = placed(settings.vllm, devices.policy)
-    if settings.placement.share == "sleep":
-        check_sleep(on_cpu=on_cpu)
+    if sleeps:
         used, trained = gpus_of(arguments, gpus), [str(device) for device in devices.ranks_here]
         if not any(f"cuda:{number}" in trained for number in used):
             raise ConfigError(
@@ -193,7 +198,7 @@ def _check_scoring(key: str, on: OnVllm, deployment: Deployment) -> None:
             require("http", "url", module="httpx")
             key_of(on.api_key_env)
         return
-    require_arguments(on.vllm, of=OF_REWARDS if model == "reward" else OF_LOGPROBS, planned=not here)
+    check_arguments(on.vllm, of=OF_REWARDS if model == "reward" else OF_LOGPROBS, planned=not here)
     device, where = getattr(deployment.devices, model), settings.placement.key_of(model)
     if device.type == "cuda":
         gpus_of(placed(on.vllm, device), deployment.gpus)

@@ -113,7 +113,7 @@ def require_trainer(state: State, trainer: ResumableTrainer) -> None:
     if was != kind_of(trainer):
         raise CheckpointError(
             f"the run was trained by {was}, and would go on with {kind_of(trainer)}: a run with a graph of its own is "
-            "resumed by the program that began it, with oppo.train(directory, graph=...)"
+            "resumed by the program that began it, with oppo.resume(directory, graph=...)"
         )
 
 

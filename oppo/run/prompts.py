@@ -77,7 +77,7 @@ def supplied(
     for argument, (given, chosen) in named_by.items():
         if given is None and ROWS in [source.path for source in sources(chosen)]:
             raise ConfigError(
-                f"prompts of the run are rows of a program: go on with it there, oppo.train(directory, {argument}=rows)"
+                f"its prompts are rows of a program: go on with it there, oppo.resume(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
     encoding = {"tokenizer": tokenizer, "begin": begin, **_encoding(data, read_by=settings.agents.program)}

@@ -1,7 +1,8 @@
-"""``oppo train``: prepares models, prompts and graph, runs every step, and saves the trained models."""
+"""Whole runs: prepares models, prompts and graph, runs every step, and saves the trained models; or evaluates them."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,9 @@ from oppo.config.load import load, overridden, resolve
 from oppo.config.own import with_name
 from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
-from oppo.errors import CheckpointError, HangError, NothingTrained, behind, exits_told
+from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, behind, exits_told
+from oppo.evaluation import Evaluate, Evaluated
+from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Drop, StepReport
 from oppo.graph import Graph, Run
 from oppo.liveness import Heartbeat
@@ -40,6 +43,7 @@ from oppo.run.checkpoint import (
     settings_of,
 )
 from oppo.run.graph import (
+    STAGE,
     MakeGraph,
     compose,
     evaluate_first,
@@ -385,18 +389,17 @@ def train(
     Blocks; call it in the main thread, where Ctrl-C ends the run after the steps in flight.
 
     Args:
-        config: a TOML file; or the directory of a run, which is then resumed; or what a file would hold, as a mapping
-            of sections, whose paths are relative to the working directory and whose ``step.algorithm`` may be an
-            object, such as ``GRPO(samples=8)``; or settings that were checked already.
+        config: a TOML file; or what a file would hold, as a mapping of sections, whose paths are relative to the
+            working directory and whose ``step.algorithm`` may be an object, such as ``GRPO(samples=8)``; or settings
+            that were checked already (:func:`oppo.load_settings`).
         overrides: ``section.key=value`` each.
         prompts: rows, each a mapping of columns, in place of what ``data.prompts`` names: a sequence, which is read at
             once and served like a file; or any iterable or async iterable, served as it comes until it ends, in its
-            own order (:class:`oppo.data.RowStream`). A resumed run is given the same rows again.
+            own order (:class:`oppo.data.RowStream`).
         eval_prompts: held-out rows, in place of what ``eval.prompts`` names.
         graph: makes the graph of a step of the run's models and schedule, in place of that of ``step.algorithm``, whose
             loss and settings stay. Its stages ``generate`` and ``update`` are a ``Generate`` and an ``Update``. A
-            trainer of its own is a :class:`oppo.models.ResumableTrainer`; the run saves and restores it. A resumed run
-            is given the same function again: unlike files, it is not compared.
+            trainer of its own is a :class:`oppo.models.ResumableTrainer`; the run saves and restores it.
         observers: see every item and step, beside those of the run, with the names of ``run.metric_names``.
 
     Raises:
@@ -405,21 +408,110 @@ def train(
 
     Example:
         >>> directory = train("config.toml", ["run.steps=20"])  # doctest: +SKIP
-        >>> directory = train(directory.path, ["run.steps=40"])  # goes on  # doctest: +SKIP
     """
-    resume = isinstance(config, str | Path) and Path(config).is_dir()
-    held_out = None if eval_prompts is None else list(eval_prompts)
-    given = {"data.prompts": prompts, "eval.prompts": held_out}
-    named = [f"{key}={ROWS}" for key, rows in given.items() if rows is not None]
-    settings, rows = _settings(config, [*overrides, *named]), ProgramRows(prompts, held_out)
-    with exits_told(), prepare(settings, resume=resume, graph=graph, rows=rows) as session:
+    rows = ProgramRows(prompts, None if eval_prompts is None else list(eval_prompts))
+    settings = _settings(config, [*overrides, *_named(rows)])
+    with exits_told(), prepare(settings, graph=graph, rows=rows) as session:
         return anyio.run(run, session, Console(), observers)
+
+
+def resume(
+    directory: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: Rows | None = None,
+    eval_prompts: Iterable[Mapping[str, object]] | None = None,
+    graph: MakeGraph | None = None,
+    observers: Sequence[Observer] = (),
+    accept_changed_code: bool = False,
+) -> RunDirectory:
+    """Go on with the run in a directory from its newest checkpoint, as ``oppo resume`` does; return the run directory.
+
+    The other arguments are those of :func:`train`: a run that was given rows or a graph is given the same again. Rows
+    are compared with those that it began with, a graph is not.
+
+    Args:
+        overrides: of settings that may change, such as ``run.steps``.
+        accept_changed_code: go on with another content of a file of code than the run began with.
+
+    Raises:
+        RunComplete: nothing is left to do.
+        OppoError: there is no run, another process writes it, what it is made of has changed, or it failed.
+        KeyboardInterrupt: a signal ended it.
+
+    Example:
+        >>> directory = resume("runs/first", ["run.steps=40"])  # doctest: +SKIP
+    """
+    rows = ProgramRows(prompts, None if eval_prompts is None else list(eval_prompts))
+    settings = settings_of(Path(directory), [*overrides, *_named(rows)])
+    how = partial(prepare, resume=True, accept_changed_code=accept_changed_code)
+    with exits_told(), how(settings, graph=graph, rows=rows) as session:
+        return anyio.run(run, session, Console(), observers)
+
+
+def evaluate(
+    config: str | Path | Mapping[str, object] | Settings,
+    overrides: Sequence[str] = (),
+    *,
+    eval_prompts: Iterable[Mapping[str, object]] | None = None,
+) -> Evaluated:
+    """Answer the held-out prompts and score the answers, as an evaluation of a run does; train and write nothing.
+
+    Args:
+        config: as of :func:`train`; or the directory of a run, whose trained policy is evaluated.
+        overrides: ``section.key=value`` each.
+        eval_prompts: held-out rows, in place of what ``eval.prompts`` names.
+
+    Raises:
+        ConfigError: there are no held-out prompts; or the run has no trained policy.
+        OppoError: settings, data or models cannot be used.
+
+    Example:
+        >>> evaluate("runs/first", ["eval.samples=8"]).metrics["eval/score"]  # doctest: +SKIP
+        0.71
+    """
+    held_out = None if eval_prompts is None else list(eval_prompts)
+    named = _named(ProgramRows(None, held_out))
+    if isinstance(config, str | Path) and Path(config).is_dir():
+        settings = load(Path(config) / "config.toml", [*_trained(Path(config)), *overrides, *named])
+    else:
+        settings = _settings(config, [*overrides, *named])
+    if not settings.eval.prompts:
+        raise ConfigError("nothing is evaluated without held-out prompts: give eval.prompts, or rows as eval_prompts")
+    by_program = settings.data.prompts == ROWS
+    if by_program:  # the prompts of training are not needed
+        settings = settings.changed({"data": {"prompts": settings.eval.prompts}})
+    rows = ProgramRows(held_out if by_program else None, held_out)
+    with exits_told(), prepare(settings, dry_run=True, rows=rows) as session:
+        return anyio.run(_evaluated, session)
+
+
+def _trained(directory: Path) -> Sequence[str]:
+    actor = directory / FINAL / "actor"
+    if not actor.is_dir():
+        raise ConfigError(f"{directory} has no trained policy in {actor}: name a run that has ended, or a file")
+    if not (actor / "adapter_config.json").exists():
+        return [f"models.policy={json.dumps(str(actor))}"]
+    anew = ["models.lora_rank=0", "models.lora_alpha=32", "models.lora_experts=false", "models.lora={}"]
+    return [f"models.adapter={json.dumps(str(actor))}", *anew]
+
+
+async def _evaluated(session: PreparedRun) -> Evaluated:
+    async with session.graph.open(session.prompts) as running:
+        await session.restore(running)
+        return await session.graph.stage(STAGE, Evaluate).evaluation.measure(BEFORE)
+
+
+def _named(rows: ProgramRows) -> list[str]:
+    given = {"data.prompts": rows.prompts, "eval.prompts": rows.held_out}
+    return [f"{key}={ROWS}" for key, found in given.items() if found is not None]
 
 
 def _settings(config: str | Path | Mapping[str, object] | Settings, overrides: Sequence[str]) -> Settings:
     if isinstance(config, str | Path):
-        path = Path(config)
-        return settings_of(path, overrides) if path.is_dir() else load(path, overrides)
+        if Path(config).is_dir():
+            raise ConfigError(f"{config} is a directory, and settings are a file: oppo.resume goes on with a run")
+        return load(Path(config), overrides)
     if isinstance(config, Settings):
         if not overrides:
             return config

@@ -1,17 +1,21 @@
-"""The arguments of vLLM's engine: those that users choose, those that oppo sets, and where they place its workers."""
+"""The keys of ``[vllm]``: an engine's arguments, chosen or set by oppo, where its workers are; or those of servers."""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import torch
+from annotated_types import Gt, MinLen
+from pydantic import TypeAdapter, ValidationError
 
-from oppo.errors import ConfigError, in_toml
+from oppo.declared import expectation, split_url
+from oppo.errors import ConfigError, did_you_mean, in_toml
 from oppo.hf.devices import require_sharable_memory
 from oppo.libraries import require
 
@@ -28,6 +32,7 @@ _ADAPTERS: Final = "models.lora_sync says how adapters are synced"
 _QUEUE: Final = "all rollouts of a step are given to the engine at once"
 _LOG: Final = "everything that the engine writes goes into one log"
 
+# Arguments that no engine of oppo takes, and why.
 OWNED: Final[Mapping[str, str]] = {
     argument: reason
     for arguments, reason in (
@@ -52,8 +57,8 @@ OWNED: Final[Mapping[str, str]] = {
     )
     for argument in arguments.split()
 }
-"""Arguments that no engine of oppo takes, and why."""
 
+# Arguments that a program may choose and a settings file may not, and why.
 SETTINGS: Final[Mapping[str, str]] = {
     "trust_remote_code": "models.trust_remote_code holds for every model of the run",
     "runner": "the policy generates",
@@ -61,58 +66,47 @@ SETTINGS: Final[Mapping[str, str]] = {
     "enable_return_routed_experts": "trainer.router_replay asks for routed experts",
     "aux_output_config": "trainer.router_replay asks for routed experts",
 }
-"""Arguments that a program may choose and a settings file may not, and why."""
 
-_REWARD: Final = "`source` names the reward model"
-
+# Of the engine of a reward in a settings file, of a reference or a teacher; some for another reason than in `OWNED`.
 OF_REWARDS: Final[Mapping[str, str]] = {
-    **dict.fromkeys([name for name, reason in OWNED.items() if reason == _MODEL], _REWARD),
+    **dict.fromkeys([name for name, reason in OWNED.items() if reason == _MODEL], "`source` names the reward model"),
     "trust_remote_code": SETTINGS["trust_remote_code"],
     "runner": "a reward model pools",
     "convert": "a reward model classifies",
     "pooler_config": "the score is the logit at the last token",
     "enable_prefix_caching": "what was read of a response is not to be read again",
 }
-"""Arguments that the engine of a reward in a settings file does not take, or not for the reason in :data:`OWNED`."""
-
-_LOGPROBS: Final = "models.reference or models.teacher names the model"
 
 OF_LOGPROBS: Final[Mapping[str, str]] = {
-    **dict.fromkeys([name for name, reason in OWNED.items() if reason == _MODEL], _LOGPROBS),
+    **dict.fromkeys(
+        [name for name, reason in OWNED.items() if reason == _MODEL],
+        "models.reference or models.teacher names the model",
+    ),
     "trust_remote_code": SETTINGS["trust_remote_code"],
     "runner": "log-probs are of a model that generates",
     "convert": "log-probs are of a model that generates",
     "worker_extension_cls": "it divides logits by the temperature",
     "enable_prefix_caching": OF_REWARDS["enable_prefix_caching"],
 }
-"""Arguments that the engine of a reference or a teacher does not take, or not for the reason in :data:`OWNED`."""
 
+# Arguments that take some values only, and why.
 VALUES: Final[Mapping[str, tuple[tuple[str | None, ...], str]]] = {
     "distributed_executor_backend": ((None, "mp", "uni"), _MACHINE),
     "data_parallel_backend": (("mp",), _MACHINE),
 }
-"""Arguments that take some values only, and why."""
-
-NOT_ROUTED: Final = (
-    "enable_prefix_caching",
-    "pipeline_parallel_size",
-    "decode_context_parallel_size",
-    "prefill_context_parallel_size",
-)
-"""Arguments with which vLLM gives no routed experts: the first if it is false, a size above 1."""
 
 GIB: Final = 1 << 30
 
-ON_CPU: Final[Mapping[str, object]] = {
+ON_CPU: Final[Mapping[str, object]] = {  # defaults there
     "enforce_eager": True,  # compilation takes longer than most runs there
     "kv_cache_memory_bytes": 1 * GIB,  # vLLM would take nearly all memory
     "enable_chunked_prefill": False,  # part of a prompt whose request has a seed: the engine dies
 }
-"""Defaults on a CPU."""
 
+# Tokens of a decode step at least; on a CPU also the longest sequence, since none is prefilled in parts.
 LEAST_BATCHED: Final = 2048
-"""Tokens of a decode step at least; on a CPU also the longest sequence, since none is prefilled in parts."""
 
+# Prefix caching may be turned off: a conversation is then read anew at each answer.
 ALWAYS: Final[Mapping[str, object]] = {
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
@@ -121,10 +115,8 @@ ALWAYS: Final[Mapping[str, object]] = {
     "disable_log_stats": True,
     "enable_prefix_caching": True,
 }
-"""Arguments that oppo sets. Prefix caching may be turned off: a conversation is then read anew at each answer."""
 
-RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM has room for; an adapter takes the next larger one."""
+RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; an adapter takes the next larger one
 
 
 def room_for(rank: int) -> int:
@@ -140,11 +132,7 @@ def lora_arguments(rank: int) -> dict[str, object]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for(rank)}
 
 
-def require_installed(asked: str = "models.engine = 'vllm'") -> None:
-    require("vllm", asked, install=INSTALL)
-
-
-def require_arguments(
+def check_arguments(
     arguments: Mapping[str, object], *, of: Mapping[str, str] = MappingProxyType({}), planned: bool = False
 ) -> None:
     """Check arguments of the engine before anything is loaded.
@@ -153,30 +141,15 @@ def require_arguments(
     vLLM, which alone knows their names, need not be installed here.
     """
     if not planned:
-        require_installed("models.engine = 'vllm'" if of in ({}, SETTINGS) else "engine = 'vllm'")
+        check_installed("models.engine = 'vllm'" if of in ({}, SETTINGS) else "engine = 'vllm'")
     owned, known = {**OWNED, **of}, None if planned else known_arguments()
     faults = [fault for name, value in arguments.items() if (fault := _fault(name, value, owned, known))]
     if faults:
         raise ConfigError("\n".join(faults))
 
 
-def require_routed_experts(arguments: Mapping[str, object], *, on_cpu: bool) -> None:
-    """Check that an engine of these arguments can give a mixture's experts: vLLM refuses at its start."""
-    if on_cpu:
-        raise ConfigError(
-            "vLLM gives no routed experts on a CPU: set trainer.router_replay = false, or models.engine = "
-            "'transformers'"
-        )
-    faults = [
-        f"vllm.{name} = {in_toml(value)}"
-        for name in NOT_ROUTED
-        if isinstance(value := arguments.get(name), int) and (value > 1 if name.endswith("_size") else not value)
-    ]
-    if faults:
-        raise ConfigError(
-            f"trainer.router_replay = true needs routed experts, which vLLM does not give with {', '.join(faults)}: "
-            "leave that out, or set trainer.router_replay = false"
-        )
+def check_installed(asked: str = "models.engine = 'vllm'") -> None:
+    require("vllm", asked, install=INSTALL)
 
 
 def computes_on_cpu() -> bool:
@@ -207,11 +180,21 @@ def _fault(name: str, value: object, owned: Mapping[str, str], known: frozenset[
     return f"vllm.{name}: the engine of the installed vLLM has no such argument{hint}"
 
 
-def check_sleep(*, on_cpu: bool) -> None:
-    if on_cpu:
+def check_on_cpu(given: Mapping[str, object], *, sleeps: bool, routed_experts: bool) -> None:
+    if sleeps:
         raise ConfigError(
             "vLLM does not sleep on a CPU, and an engine there takes no memory of the trainer's GPU: leave "
             "placement.share = 'sleep' out"
+        )
+    if given.get("enable_chunked_prefill"):
+        raise ConfigError(
+            "vllm.enable_chunked_prefill = true ends vLLM's engine on a CPU, when it reads a part of a prompt whose "
+            "request has a seed: leave it out"
+        )
+    if routed_experts:
+        raise ConfigError(
+            "vLLM gives no routed experts on a CPU: set trainer.router_replay = false, or models.engine = "
+            "'transformers'"
         )
 
 
@@ -219,15 +202,8 @@ def engine_arguments(
     model: str, given: Mapping[str, object], *, on_cpu: bool, backend: str, sleeps: bool = False
 ) -> dict[str, Any]:
     """Return all arguments of an engine; those that were chosen come before the defaults."""
-    if sleeps:
-        check_sleep(on_cpu=on_cpu)
-    if on_cpu and given.get("enable_chunked_prefill"):
-        raise ConfigError(
-            "vllm.enable_chunked_prefill = true ends vLLM's engine on a CPU, when it reads a part of a prompt whose "
-            "request has a seed: leave it out"
-        )
-    if given.get("enable_return_routed_experts"):
-        require_routed_experts(given, on_cpu=on_cpu)
+    if on_cpu:
+        check_on_cpu(given, sleeps=sleeps, routed_experts=bool(given.get("enable_return_routed_experts")))
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.config import WeightTransferConfig  # noqa: PLC0415
 
@@ -248,13 +224,8 @@ def engine_arguments(
 
 Backend: TypeAlias = Literal["file", "ipc", "nccl"]
 
-SIZES: Final = (
-    "data_parallel_size",
-    "pipeline_parallel_size",
-    "tensor_parallel_size",
-    "prefill_context_parallel_size",
-)
-"""The engine's arguments whose product is the number of its workers; each has a GPU."""
+# Arguments whose product is the number of an engine's workers; each has a GPU.
+SIZES: Final = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size", "prefill_context_parallel_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +250,7 @@ def placed(arguments: Mapping[str, object], device: torch.device) -> dict[str, o
 
 
 def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: bool, gpus: int | None = None) -> Route:
-    """Return the way of weights to an engine with these arguments; several workers need NCCL, which shares no GPU.
-
-    ``gpus``: how many the machine has that is meant; ``None``: this one.
-    """
+    # Several workers need NCCL, which shares no GPU. `gpus`: of the machine that is meant; None: of this one.
     workers = workers_of(arguments)
     used = () if on_cpu else gpus_of(arguments, gpus)
     if on_cpu or trainer.type != "cuda":
@@ -307,7 +275,7 @@ def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: 
 
 
 def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequence[int]:
-    """Return the numbers of an engine's GPUs among those that are visible."""
+    """Return the numbers of an engine's GPUs among those that are visible (``gpus`` of another machine)."""
     chosen, workers = arguments.get("device_ids"), workers_of(arguments)
     count = torch.cuda.device_count() if gpus is None else gpus
     if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
@@ -325,3 +293,81 @@ def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequenc
 
 def uuid_of(number: int) -> str:
     return str(torch.cuda.get_device_properties(number).uuid)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """The keys of ``[vllm]`` that are about servers; ``timeout`` is for each call that moves no weights."""
+
+    urls: Annotated[tuple[str, ...], MinLen(1)]
+    api_key_env: str = ""
+    weights_directory: str = ""
+    timeout: Annotated[float, Gt(0)] = 60.0
+
+    @classmethod
+    def of(cls, table: Mapping[str, object]) -> Self | None:
+        if "urls" not in table:
+            return None
+        own = [each.name for each in fields(cls)]
+        faults = [
+            f"vllm.{name}{did_you_mean(name, own)} is for an engine that the run starts, and vllm.urls names a server: "
+            f"give it to the server's command, as --{name.replace('_', '-')}, or leave urls out"
+            for name in table
+            if name not in own
+        ]
+        try:
+            found = TypeAdapter(cls).validate_python({name: table[name] for name in table if name in own})
+        except ValidationError as error:
+            faults += [f"vllm.{each['loc'][0]}: expected {expectation(each)}" for each in error.errors()]
+        else:
+            for url in found.urls:
+                try:
+                    address_of(url)
+                except ConfigError as error:
+                    faults.append(f"vllm.urls: {error}")
+            if len(set(found.urls)) < len(found.urls):
+                faults.append("vllm.urls names a server twice: name each once")
+        if faults:
+            raise ConfigError("\n".join(faults))
+        return found
+
+    def api_key(self) -> str | None:
+        if not self.api_key_env:
+            return None
+        if key := os.environ.get(self.api_key_env):
+            return key
+        raise ConfigError(
+            "vllm.api_key_env: expected the name of an environment variable that holds the server's key, and none of "
+            "this name is set"
+        )
+
+    def check_environment(self) -> None:
+        require("http", "vllm.urls", module="httpx")
+        self.api_key()
+
+    @staticmethod
+    def check_options(*, keeps_kv: bool, routed_experts: bool) -> None:
+        """Raise ``ConfigError`` where a policy is to do what a server cannot."""
+        if keeps_kv:
+            raise ConfigError(
+                "kv_on_sync = 'keep' has rollouts go on over a weight sync, and a vLLM server says only at the end of "
+                "a request which weights made its tokens: set step.kv_on_sync = 'recompute', or have one engine of "
+                "this machine decode, without vllm.urls, replicas and clusters"
+            )
+        if routed_experts:
+            raise ConfigError(
+                "a vLLM server tells the routed experts of a request when it ends, and the trainer needs them with "
+                "each token: set trainer.router_replay = false, or have one engine of this machine decode, without "
+                "vllm.urls, replicas and clusters"
+            )
+
+
+def address_of(url: str) -> str:
+    """Return the URL of a server, without a slash at its end."""
+    parts = split_url(url, "a vLLM server")
+    if parts.username or parts.password or parts.query:
+        raise ConfigError(
+            f"the URL of the vLLM server at {parts.hostname} holds more than its address, and URLs are shown: give its "
+            "key by api_key_env (in a program: api_key=)"
+        )
+    return url.rstrip("/")

@@ -14,17 +14,11 @@ from uuid import uuid4
 
 import torch
 
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, shortened
 from oppo.log import logger, with_route
 from oppo.observe import now
 from oppo.signals import SIGNALS
-from oppo.vllm.arguments import (
-    computes_on_cpu,
-    engine_arguments,
-    lora_arguments,
-    require_arguments,
-    route_of,
-)
+from oppo.vllm.arguments import check_arguments, computes_on_cpu, engine_arguments, lora_arguments, route_of
 from oppo.vllm.engine import Collector, Engine, NewTokens, ServedWeights, WeightSender
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import (
@@ -43,11 +37,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-TOLD_EVERY: Final = 10.0
-"""Seconds between two messages about an engine that is starting."""
-
-PATIENCE: Final = 10.0
-"""Seconds that an engine's processes have to end."""
+TOLD_EVERY: Final = 10.0  # seconds between two messages about an engine that is starting
+PATIENCE: Final = 10.0  # seconds that an engine's processes have to end
 
 
 class Collected:
@@ -64,15 +55,20 @@ class Collected:
         return self._new(await self._collector.get())
 
     def _new(self, output: Any) -> NewTokens:
-        (completion,) = output.outputs
-        logprobs = completion.logprobs or [{}] * len(completion.token_ids)
-        new = NewTokens(completion.token_ids, logprobs, completion.finish_reason)
-        new.routed = getattr(completion, "routed_experts", None)
-        # What is there of a request that goes on; one that has ended names all its versions.
-        if state := self._llm.output_processor.request_states.get(self._collector.request_id):
-            new.starts, new.steps = state.weight_version_starts, getattr(state, "routed_experts_chunks", ())
-        if spans := getattr(completion, "weight_versions", None):
-            new.starts = [(span.version, span.start) for span in spans]
+        try:
+            (completion,) = output.outputs
+            listed = completion.logprobs or ()
+            logprobs = [{token: float(each.logprob) for token, each in found.items()} for found in listed]
+            new = NewTokens(list(map(int, completion.token_ids)), logprobs, completion.finish_reason)
+            new.routed = getattr(completion, "routed_experts", None)
+            # What is there of a request that goes on; one that has ended names all its versions.
+            if state := self._llm.output_processor.request_states.get(self._collector.request_id):
+                new.starts, new.steps = state.weight_version_starts, getattr(state, "routed_experts_chunks", ())
+            if spans := getattr(completion, "weight_versions", None):
+                new.starts = [(span.version, span.start) for span in spans]
+        except (AttributeError, TypeError, ValueError) as error:
+            came = shortened(repr(output), 300)
+            raise TypeError(f"its output should be the new tokens of one completion, and is {came}: {error}") from error
         return new
 
 
@@ -80,9 +76,7 @@ class VllmEngine(Engine):
     """vLLM's ``AsyncLLM`` and its processes; a context manager that ends them.
 
     The processes take no signal from the terminal, write to a log, and end with this process however that ends.
-
-    Attributes:
-        config: vLLM's own.
+    ``config`` is vLLM's own.
 
     Example:
         >>> with VllmEngine.start("models/actor", arguments={"max_num_seqs": 64}) as engine:  # doctest: +SKIP
@@ -149,7 +143,7 @@ class VllmEngine(Engine):
             ConfigError: vLLM is not installed, an argument is unknown or refused, weights cannot go from the trainer to
                 the engine, or it could not be started.
         """
-        require_arguments(arguments or {})
+        check_arguments(arguments or {})
         on_cpu = computes_on_cpu()
         began = now()
         logger.info(f"starting vLLM with {Path(model).name}")
@@ -211,7 +205,7 @@ class VllmEngine(Engine):
         await self.llm.abort(requests)
 
     async def answers(self, prompts: Sequence[Mapping[str, object]], params: object) -> list[Any]:
-        """Return vLLM's output for each of these prompts; requests that nobody waits for any more are discarded."""
+        """Return vLLM's output for each prompt; requests that nobody waits for any more are discarded."""
         names = list(islice(self._names, len(prompts)))
         try:
             async with self.answered():
@@ -365,11 +359,6 @@ def _progress_logged(began: float, log: Path) -> Iterator[None]:
 class _Heard(BaseException):
     """A signal came; no ``KeyboardInterrupt``, so that nothing takes it for one."""
 
-    def __init__(self, number: int, frame: FrameType | None) -> None:
-        super().__init__(number)
-        self.number = number
-        self.frame = frame
-
 
 @contextmanager
 def heeded() -> Iterator[None]:
@@ -390,5 +379,6 @@ def heeded() -> Iterator[None]:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     except _Heard as heard:
-        handlers[signal.Signals(heard.number)](heard.number, heard.frame)
+        number, frame = heard.args
+        handlers[number](number, frame)
         raise KeyboardInterrupt from None

@@ -1,16 +1,19 @@
-"""The engine that a policy decodes on, in this process tree or over HTTP: its facts, its calls and its death."""
+"""The engine that a policy decodes on, in this process tree or over HTTP, and what it makes of rollouts: requests."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from asyncio import AbstractEventLoop
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
+from operator import contains
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias
 
 import anyio
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,42 +29,34 @@ from oppo.errors import (
     one_line,
     running_loop,
 )
+from oppo.events import UNROUTED, UNTRUNCATED, FinishReason, Prompt, Response, RoutedExperts, Support
+from oppo.models import PieceState, Sampling
 from oppo.placement.place import Closing
+from oppo.rollout_buffer import DecodedToken, DecodeEngine, RolloutBuffer
+from oppo.turns import StopCriteria, turn_ended
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-GRACE: Final = 20.0
-"""Seconds for which a cancellation waits while an engine takes weights."""
-
-LOOK: Final = 0.1
-"""Seconds between two looks at whether an engine is dead that owes an answer."""
-
-
-class Logprob(Protocol):
-    @property
-    def logprob(self) -> float:
-        """Natural logarithm of the probability."""
+GRACE: Final = 20.0  # seconds for which a cancellation waits while an engine takes weights
+LOOK: Final = 0.1  # seconds between two looks at whether an engine is dead that owes an answer
+SHOWN: Final = 3  # names that an error lists
 
 
 @dataclass(slots=True)
 class NewTokens:
-    """What is new of a request.
-
-    Attributes:
-        logprobs: of each token: log-probs by id, its own among them.
-        reason: what ended the request; ``None`` while it goes on.
-        starts: versions behind the request's tokens so far, each with the index of its first token.
-        steps: experts of each decode step of the request so far, [positions, layers, top_k].
-        routed: experts of the whole request, when it has ended.
-    """
+    """What is new of a request."""
 
     tokens: list[int]
-    logprobs: list[Mapping[int, Logprob]]
-    reason: str | None = None
-    starts: Sequence[tuple[str, int]] = ()
-    steps: Sequence[NDArray[Any]] = ()
-    routed: NDArray[Any] | None = None
+    logprobs: list[Mapping[int, float]]  # of each token, by id, its own among them
+    reason: str | None = None  # what ended the request
+    starts: Sequence[tuple[str, int]] = ()  # versions behind its tokens so far, each with the index of the first
+    steps: Sequence[NDArray[Any]] = ()  # experts of each of its decode steps so far, [positions, layers, top_k]
+    routed: NDArray[Any] | None = None  # experts of the whole request, when it has ended
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs) or not all(map(contains, self.logprobs, self.tokens)):
+            raise ValueError(f"expected the log-prob of each of the tokens {self.tokens}, and got {self.logprobs}")
 
 
 class Collector(Protocol):
@@ -77,30 +72,20 @@ class WeightSender(Protocol):
         """Have every worker serve ``tensors``, by their names in transformers; the engine is paused meanwhile."""
 
 
-SHOWN = 3
-"""Names that an error lists."""
-
-
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """Names and shapes of a model's weights.
-
-    Attributes:
-        needed: names of parameters; of those that are tied to one another, one is enough.
-        outline: transformers' model of the same config, without weights, if a checkpoint has them in another form.
-    """
+    """Names and shapes of a model's weights."""
 
     model: str
     shapes: Mapping[str, tuple[int, ...]]
-    needed: tuple[frozenset[str], ...]
-    outline: PreTrainedModel | None = None
+    needed: tuple[frozenset[str], ...]  # names of parameters; of tied ones, one is enough
+    outline: PreTrainedModel | None = None  # without weights, where a checkpoint has them in another form
 
     @classmethod
     def known(cls, model: str | Path, config: PretrainedConfig, trust_remote_code: bool) -> Self | None:
-        """Return them where transformers can train the model."""
         try:
             return cls.of(Path(model).name, config, trust_remote_code=trust_remote_code)
-        except (ModelRefused, ValueError):
+        except (ModelRefused, ValueError):  # transformers cannot train it
             return None
 
     @classmethod
@@ -126,7 +111,7 @@ class ServedWeights:
         outline = None if revert_weight_conversion(made, state).keys() == state.keys() else made
         return cls(model, shapes, tuple(frozenset(names) for names in tied.values()), outline)
 
-    def require(self, tensors: Mapping[str, Tensor]) -> None:
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
         missing = [min(names) for names in self.needed if not names & tensors.keys()]
         unknown = [name for name in tensors if name not in self.shapes]
         other = [
@@ -144,7 +129,7 @@ class ServedWeights:
             )
 
     def as_saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights in the form of checkpoints, which vLLM reads: experts, one tensor here, are many there."""
+        # vLLM reads the form of checkpoints: experts, one tensor here, are many there.
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - it takes seconds
 
         return dict(tensors) if self.outline is None else revert_weight_conversion(self.outline, dict(tensors))
@@ -155,35 +140,24 @@ def _some(names: Sequence[str]) -> str:
 
 
 class Engine(Closing):
-    """What a policy decodes on. Between two decodings it is paused; paused, it takes weights.
+    """What a policy decodes on. Between two decodings it is paused; paused, it takes weights."""
 
-    Attributes:
-        adapts: the weights of an update are adapters alone; ``adapter``: the label of the newest.
-        vocabulary: upper bound of token ids; ``longest``: of prompt and response together.
-        dtype_chosen: its arguments say so; else the model does.
-        kv_tokens: the tokens for which its KV cache has room; ``None`` where it does not say.
-        requests: ids of the requests that policies have open.
-        weights: names and shapes; ``None`` for a model that transformers cannot train, or that pools.
-        sleeps: while nothing is decoded, so that others have its GPUs' memory.
-        asleep: the parts that have no memory now, in the order in which they wake.
-    """
-
-    sleeps: bool = False
-    asleep: tuple[str, ...] = ()
-    adapts: bool = False
-    adapter: str = ""
+    sleeps: bool = False  # while nothing is decoded, so that others have its GPUs' memory
+    asleep: tuple[str, ...] = ()  # the parts without memory, in the order in which they wake
+    adapts: bool = False  # the weights of an update are adapters alone
+    adapter: str = ""  # the label of the newest
     defers: Literal["with the same tokens", "with other tokens"] = "with the same tokens"
     sender: WeightSender
     name: str
-    vocabulary: int
-    longest: int
+    vocabulary: int  # upper bound of token ids
+    longest: int  # prompt and response together
     dtype: torch.dtype
-    dtype_chosen: bool
-    kv_tokens: int | None
-    weights: ServedWeights | None
+    dtype_chosen: bool  # by its arguments, not by the model
+    kv_tokens: int | None  # for which its KV cache has room, where it says so
+    weights: ServedWeights | None  # None: of a model that transformers cannot train, or that pools
 
     def __init__(self) -> None:
-        self.requests: set[str] = set()
+        self.requests: set[str] = set()  # that policies have open
         self._closed = False
         self._loop: AbstractEventLoop | None = None
         with suppress(OppoError):  # vLLM takes the loop that runs now, or else the one of the first call
@@ -264,7 +238,7 @@ class Engine(Closing):
     async def wake(self, *parts: str) -> None:
         """Take the memory of parts again; with the last that is asleep the engine goes on, as if it were resumed."""
 
-    def require_usable(self) -> None:
+    def _check_usable(self) -> None:
         if self._closed:
             raise ProtocolError(f"the engine of {self.name} was closed, so nothing can use it: start another one")
         loop = running_loop()
@@ -277,7 +251,6 @@ class Engine(Closing):
 
     @contextmanager
     def as_lost(self) -> Iterator[None]:
-        """Turn whatever a call of vLLM raises into ``ModelLost``, with what to do."""
         try:
             yield
         except OppoError:
@@ -289,11 +262,8 @@ class Engine(Closing):
 
     @asynccontextmanager
     async def answered(self, *, shield: bool = False) -> AsyncIterator[None]:
-        """Give up the body, calls of the engine, when the engine dies: it would never answer them.
-
-        ``shield``: a cancellation from outside waits for the end of the body.
-        """
-        self.require_usable()
+        """Give up the body, calls of the engine, when it dies. ``shield``: a cancellation waits for the body's end."""
+        self._check_usable()
         died = False
 
         async def watch() -> None:
@@ -328,3 +298,196 @@ async def cancelled_after(seconds: float) -> AsyncIterator[None]:
                 tasks.start_soon(outside, name="watch for a cancellation")
                 yield
             tasks.cancel_scope.cancel()
+
+
+class RequestRoutes:
+    # A request's routed experts, a row for each position that it reads; tokens have the first ``known`` rows.
+    def __init__(self, known: int) -> None:
+        self.known = known
+        self.restart()
+
+    def restart(self) -> None:
+        self._rows: list[NDArray[Any]] = []
+        self._steps = self._received = 0
+
+    def receive(self, steps: Sequence[NDArray[Any]], whole: NDArray[Any] | None) -> None:
+        # Those of the steps of a request that goes on, or of the whole that ends it.
+        new = list(steps[self._steps :]) if whole is None else [whole[self._received :]]
+        self._steps = len(steps)
+        self._received += sum(map(len, new))
+        self._rows += new
+
+    def before(self, position: int) -> RoutedExperts:
+        count = position - self.known
+        rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 0, 0), np.uint8)
+        if len(rows) < count:
+            raise ProtocolError(
+                f"vLLM gave the routed experts of {len(rows)} positions for a token that it read {count} for"
+            )
+        self._rows, self.known = [rows[count:]], position
+        return RoutedExperts(rows[:count], np.array([count], np.int32))
+
+
+class Request:
+    """What the engine makes of a rollout: one request, and another one after each turn and each time it is resumed."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine[Request],
+        key: int,
+        response: Response,
+        limit: int,
+        *,
+        sampling: Sampling,
+        stopping: StopCriteria,
+        turns: bool,
+        routed_experts: bool = False,
+    ) -> None:
+        ended = turn_ended(response, stopping, limit) if turns else None
+        self.rollout = RolloutBuffer(engine, key, self, response, limit, turns=turns, ended=ended)
+        self.prompt = response.prompt
+        self.sampling = sampling
+        self.id = ""  # in the engine; empty when there is none
+        self.collector: Collector | None = None
+        self.error: Exception | None = None  # which ends its decoding
+        self.routes = RequestRoutes(response.routed) if routed_experts else None
+        self._stopping = stopping
+        self._tokens = response.tokens.tolist()
+        self._made = 0  # tokens of the request
+        self._last: list[DecodedToken] = []
+        self._reason: FinishReason | None = None
+
+    @property
+    def written(self) -> int:
+        return len(self._tokens)  # some may not be read yet
+
+    @property
+    def finished(self) -> bool:
+        return self._reason is not None or self.rollout.ending or self.rollout.ended
+
+    @property
+    def idle(self) -> bool:
+        return self.finished or self.rollout.unanswered
+
+    @property
+    def withheld(self) -> bool:
+        return self.finished and not self.rollout.ended  # the end has not been reported
+
+    def params(self, vocabulary: int) -> dict[str, object]:
+        # vLLM adds at least -100 to a logit: ids that are never sampled become so improbable that, in float32, no
+        # log-prob of another id tells.
+        sampling, start, truncated = self.sampling, self.written, truncates(self.sampling)
+        padding = range(sampling.vocabulary or vocabulary, vocabulary)
+        return {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k if truncated else 0,
+            "top_p": sampling.top_p if truncated else 1.0,
+            "seed": seed_of(sampling.seed, self.prompt, start),
+            "max_tokens": self.rollout.limit - start,
+            "min_tokens": max(0, sampling.min_new_tokens - start) if sampling.stop else 0,
+            "stop_token_ids": list(sampling.stop),
+            "ignore_eos": True,
+            "logprobs": sampling.top_k if truncated else 0,
+            "detokenize": False,
+            **({"logit_bias": dict.fromkeys(padding, -100.0)} if padding else {}),
+            **({} if self.routes is None else {"routed_experts_prompt_start": self.routes.known}),
+        }
+
+    @property
+    def sequence(self) -> list[int]:
+        return [*self.prompt.tokens.tolist(), *self._tokens]
+
+    def submitted(self, collector: Collector) -> None:
+        self.collector, self._made = collector, 0
+        if self.routes is not None:
+            self.routes.restart()
+
+    def answered(self) -> None:
+        self.collector = None  # what the engine made after a turn is not of the response
+        self._tokens += self.rollout.pop_answer()
+
+    def take(self, new: NewTokens, version_at: Callable[[int], int]) -> bool:
+        """Take what is new, maybe late, after a deferral, and return whether the engine has ended the request.
+
+        All that is new of a response that ends is withheld until :meth:`release`. ``version_at``: of an index in it.
+        """
+        if self.routes is not None:
+            self.routes.receive(new.steps, new.routed)
+        fresh = []
+        for token, found in zip(new.tokens, new.logprobs, strict=True):
+            position = len(self.prompt.tokens) + self.written
+            experts = UNROUTED if self.routes is None else self.routes.before(position)
+            support = _support(found, token, self.sampling, self.written)
+            fresh.append(DecodedToken(token, _checked(token, found[token]), version_at(self._made), support, experts))
+            self._tokens.append(token)
+            self._made += 1
+            self._reason = self._stopping.reason(self._tokens, self.rollout.limit)
+            if self.finished:
+                break
+        turn = self._reason if self.rollout.turns and self._reason != "length" else None
+        over = new.reason is not None
+        if over and not self.finished:
+            raise ProtocolError(
+                f"vLLM ended rollout {self.prompt.rollout} with reason {new.reason!r} after "
+                f"{self.written} of {self.rollout.limit} tokens, and none of them ends a response"
+            )
+        if turn is not None:
+            self._reason = None
+        elif self.finished:
+            self._last = fresh
+            return over
+        going: PieceState = "live" if self.rollout.live else "cut"
+        for at, made in enumerate(fresh, 1):
+            self.rollout.put(made, turn if turn and at == len(fresh) else going)
+        return over
+
+    def release(self) -> None:
+        if self.rollout.ending:
+            self.rollout.end()
+            return
+        if self._reason is None:
+            raise ProtocolError(f"rollout {self.prompt.rollout} has not ended")
+        last, self._last = self._last, []
+        for at, made in enumerate(last, 1):
+            self.rollout.put(made, self._reason if at == len(last) else "live")
+
+
+VllmDecode: TypeAlias = RolloutBuffer[Request]
+"""One rollout of a :class:`oppo.vllm.VllmPolicy`."""
+
+
+def reports_supports(sampling: Sampling) -> bool:
+    # Under top_p vLLM can tell if top_k bounds the ids: it reports the log-probs of so many, and minus infinity of
+    # those that top_p excludes.
+    return not truncates(sampling) or sampling.top_k > 0
+
+
+def truncates(sampling: Sampling) -> bool:
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+
+
+def seed_of(seed: int, prompt: Prompt, start: int) -> int:
+    return digest_of(f"{seed} {prompt.admission} {prompt.stream} {start}")
+
+
+def digest_of(key: str) -> int:
+    """Return a seed of 63 bits; a request that continues a response has another, so that no noise is used twice."""
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _checked(token: int, logprob: float) -> float:
+    if not np.isfinite(logprob):
+        raise ModelError(
+            f"vLLM gave token {token} the log-prob {logprob}, which is not finite: the weights have diverged or "
+            "overflow their dtype"
+        )
+    return min(0.0, logprob)
+
+
+def _support(found: Mapping[int, float], token: int, sampling: Sampling, position: int) -> Support:
+    if truncates(sampling) and sampling.top_k:
+        ids = sorted({token, *(each for each, logprob in found.items() if np.isfinite(logprob))})
+        return Support(np.array(ids, np.int32), np.array([len(ids)], np.int32))
+    if position < sampling.min_new_tokens and sampling.stop:
+        return Support(np.array(sampling.stop, np.int32), np.array([-len(sampling.stop)], np.int32))
+    return UNTRUNCATED

@@ -10,31 +10,22 @@ import multiprocessing
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from oppo.placement.worker import die_with
 
-PARENT: Final = "OPPO_VLLM_PARENT"
-"""Environment variable: id of the process that started the engine."""
+if TYPE_CHECKING:
+    import torch
 
-LOG: Final = "OPPO_VLLM_LOG"
-"""Environment variable: the file for what the engine's processes write."""
+PARENT: Final = "OPPO_VLLM_PARENT"  # environment variable: id of the process that started the engine
+LOG: Final = "OPPO_VLLM_LOG"  # environment variable: the file for what the engine's processes write
+LIFELINE: Final = "OPPO_VLLM_LIFELINE"  # environment variable of a server: the pipe whose writer it does not outlive
 
-LIFELINE: Final = "OPPO_VLLM_LIFELINE"
-"""Environment variable of a server: the pipe whose writer it does not outlive."""
+# In :mod:`oppo.vllm.transfer`.
+TRANSFERS: Final[Mapping[str, str]] = {"file": "FileTransfer", "ipc": "HandleTransfer", "nccl": "BroadcastTransfer"}
 
-TRANSFERS: Final[Mapping[str, str]] = {
-    "file": "FileTransfer",
-    "ipc": "HandleTransfer",
-    "nccl": "BroadcastTransfer",
-}
-"""Our weight transfers by backend, in :mod:`oppo.vllm.transfer`."""
-
-SPIN: Final = 0.002
-"""Seconds for which a reader spins before it sleeps: most messages come sooner."""
-
-RECHECK: Final = 5
-"""Milliseconds after which a reader that waits for a message looks again."""
+SPIN: Final = 0.002  # seconds for which a reader spins before it sleeps: most messages come sooner
+RECHECK: Final = 5  # milliseconds after which a reader that waits for a message looks again
 
 
 def register() -> None:
@@ -73,10 +64,9 @@ def register_transfers() -> None:
 
 
 def spin_briefly() -> None:
-    """Let the engine's processes sleep while they wait for one another, after a short spin."""
-    # As shipped they spin for a second, on a core that the trainer may need. Without any spin decoding with a small
-    # model takes a half longer, since waking up takes milliseconds. A sleeping reader can also miss the notice of a
-    # message, and would look again after five seconds.
+    # As shipped the engine's processes spin for a second while they wait for one another, on a core that the trainer
+    # may need. Without any spin decoding with a small model takes a half longer, since waking up takes milliseconds. A
+    # sleeping reader can also miss the notice of a message, and would look again after five seconds.
     from vllm.distributed.device_communicators import shm_broadcast  # noqa: PLC0415 - an extra
 
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = RECHECK
@@ -91,7 +81,7 @@ def spin_briefly() -> None:
 
 
 def leave_terminal() -> None:
-    """Take no signal from the terminal: a Ctrl-C is for the run, which ends the engine. Write to the log."""
+    # A Ctrl-C of the terminal is for the run, which ends the engine.
     with suppress(PermissionError):  # it leads a session already
         os.setsid()
     if log := os.environ.get(LOG):
@@ -107,3 +97,24 @@ def end_with_parent() -> None:
     started = multiprocessing.parent_process()
     if started is not None and isinstance(lifeline := started.sentinel, int):
         die_with(lifeline)
+
+
+class LogitsOfPrompts:
+    """An extension of vLLM's workers: logits of the ids that may be sampled, at a temperature."""
+
+    model_runner: Any
+
+    def oppo_temper(self, temperature: float, vocabulary: int) -> None:
+        """Divide logits by a temperature, and leave out the ids from ``vocabulary`` on, from now on."""
+        model = self.model_runner.model
+        plain = getattr(model, "oppo_plain_logits", model.compute_logits)
+        model.oppo_plain_logits = plain
+
+        def compute_logits(*given: Any, **named: Any) -> torch.Tensor | None:
+            logits: torch.Tensor | None = plain(*given, **named)
+            if logits is not None:  # which one worker of several has
+                logits[..., vocabulary:] = -float("inf")
+                logits = logits / temperature
+            return logits
+
+        model.compute_logits = compute_logits

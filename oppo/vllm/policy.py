@@ -37,12 +37,10 @@ from oppo.models import Capabilities, Cut, Decode, Decoding, Detokenize, Samplin
 from oppo.observe import Reporter
 from oppo.rollout_buffer import raise_first, response_to, unfinished
 from oppo.turns import StopCriteria
-from oppo.vllm.engine import GRACE, Engine, NewTokens, cancelled_after
-from oppo.vllm.requests import Request, VllmDecode, reports_supports
+from oppo.vllm.engine import GRACE, Engine, NewTokens, Request, VllmDecode, cancelled_after, reports_supports
 from oppo.vllm.sync import untied
 
-TOLERATED: Final = 0.01
-"""The share of what adapters add that rounding may take away without a warning."""
+TOLERATED: Final = 0.01  # the share of what adapters add that rounding may take away without a warning
 
 
 class VllmPolicy:
@@ -102,7 +100,7 @@ class VllmPolicy:
         self._recompute = kv_on_sync == "recompute"
         self._nonce = uuid4().hex[:12]
         self._numbers = itertools.count()
-        self._gate = anyio.Lock()
+        self.gate = anyio.Lock()  # of the engine's pauses
         self._paused = self._prepared = False
         self._synced = dict[str, float]()
         self._warned = False
@@ -112,7 +110,6 @@ class VllmPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Its capabilities under its sampling."""
         return Capabilities(
             supports=reports_supports(self.sampling),
             resumes="with other tokens",
@@ -126,7 +123,6 @@ class VllmPolicy:
 
     @property
     def progress(self) -> int:
-        """A number that grows while it decodes."""
         return self.tokens
 
     @property
@@ -167,7 +163,6 @@ class VllmPolicy:
     def opened(
         self, rollout: Prompt | Response, sampling: Sampling, stopping: StopCriteria, *, turns: bool = False
     ) -> VllmDecode:
-        """Return the decode of a rollout that is sampled so."""
         engine = self.engine
         response = response_to(rollout, engine.name, vocabulary=engine.vocabulary, longest=engine.longest)
         room = engine.longest - len(response.prompt.tokens)
@@ -208,16 +203,15 @@ class VllmPolicy:
             finally:
                 self._loop = None
         if self.engine.sleeps and "weights" not in self.engine.asleep:
-            async with self._gate:
+            async with self.gate:
                 if self.engine.asleep:  # in part, and vLLM falls asleep as a whole
                     await self.engine.wake("kv_cache")
                     self._paused = False
-                await self._pause()
+                await self.pause()
                 with self.reporter.reported("sleep"):
                     await self.engine.fall_asleep()
 
     def unfinished(self, live: Sequence[Decode]) -> list[Request]:
-        """Return the requests of rollouts that have not ended."""
         return [rollout.row for rollout in unfinished(live, self)]
 
     async def submit(self, requests: Sequence[Request]) -> None:
@@ -228,7 +222,6 @@ class VllmPolicy:
                 await self.request(request)
 
     async def request(self, request: Request) -> None:
-        """Have the engine go on with a response."""
         request.id = f"{self._nonce}-{next(self._numbers)}"
         self._submitted[request] = None
         self.engine.requests.add(request.id)
@@ -240,27 +233,24 @@ class VllmPolicy:
         """Do nothing: pumps put tokens into the buffers as they come."""
 
     def note_answer(self, rollout: VllmDecode) -> None:
-        """Have a rollout whose turn was answered join the others, or end."""
         rollout.row.answered()
         if self._loop is not None:
             self._loop.note_answer(rollout.row)
 
     async def discard(self, rollout: VllmDecode) -> None:
-        """Abort the request of a rollout that was closed."""
         self.notice()
         await self.abort([rollout.row])
 
     def notice(self) -> None:
-        """Have decoding look at the rollouts: one has ended, has failed or was closed."""
+        # Decoding looks at the rollouts: one has ended, has failed or was closed.
         if self._loop is not None:
             self._loop.notice()
 
     async def abort(self, requests: Sequence[Request]) -> None:
-        """Discard requests; an engine that is dead or closed has none."""
         ids = [request.id for request in requests if request.id]
         for request in requests:
             self._forget(request)
-        if ids and not self.engine.closed and not self.engine.errored:
+        if ids and not self.engine.closed and not self.engine.errored:  # else it has none
             async with self.engine.answered(shield=True):
                 await self.engine.discard(ids)
 
@@ -271,13 +261,9 @@ class VllmPolicy:
 
     async def prepare(self) -> None:
         """Pause the engine; before its first use, discard what an earlier policy has left in it."""
-        async with self._gate:
-            await self._prepare()
-
-    async def _prepare(self) -> None:
         if self._lost is not None:
             raise ModelLost(f"nothing is decoded any more: {self._lost}")
-        await self._pause()
+        await self.pause()
         if self._prepared:
             return
         async with self.engine.answered(shield=True):
@@ -289,22 +275,13 @@ class VllmPolicy:
 
     async def pause(self) -> None:
         """Stop the engine between two decode steps, and drain what it made; it may be paused already."""
-        async with self._gate:
-            await self._pause()
-
-    async def resume(self) -> None:
-        """Let the engine go on, unless decoding has ended meanwhile."""
-        async with self._gate:
-            await self._resume()
-
-    async def _pause(self) -> None:
         if not self._paused:
             async with self.engine.answered(shield=True):
                 await self.engine.pause()
             self._paused = True
         self._drain()
 
-    async def _resume(self) -> None:
+    async def resume(self) -> None:
         if self._lost or self._loop is None or not self._loop.wants_tokens or not self._paused:
             return
         await self.abort([request for request in self._submitted if request.idle])
@@ -327,7 +304,6 @@ class VllmPolicy:
                     self.notice()
 
     def take(self, request: Request, new: NewTokens) -> None:
-        """Take what is new of a rollout, which may come when other weights are served already."""
         before = request.written
         try:
             if request.take(new, partial(self._version_at, new.starts)):
@@ -353,19 +329,19 @@ class VllmPolicy:
             actor = await anyio.to_thread.run_sync(self._adapted, weights) if adapted else weights.actor
             tensors = cast("Mapping[str, Tensor]", actor)
             if tensors and self.engine.weights is not None and not self.engine.adapts:
-                self.engine.weights.require(tensors)
+                self.engine.weights.check(tensors)
                 if self.engine.weights.outline is not None:
                     tensors = await anyio.to_thread.run_sync(self.engine.weights.as_saved, tensors)
             self._synced["sync/bytes"] = float(sum(each.nbytes for each in untied(tensors).values()))
-            async with self._gate:
+            async with self.gate:
                 try:
-                    await self._prepare()
+                    await self.prepare()
                     if tensors:
                         await self.engine.wake("weights")
                     async with cancelled_after(GRACE):
                         await self._send(tensors, weights.version)
                 finally:
-                    await self._resume()
+                    await self.resume()
 
     def _adapted(self, weights: Weights) -> Mapping[str, object]:
         # What is sent of weights with adapters; transformers takes seconds to import.
@@ -444,13 +420,12 @@ class VllmPolicy:
         return f"{self._nonce}-{version}"
 
     def number_of(self, label: str) -> int | None:
-        """Return the version with this label; ``None`` for a label of another policy."""
         nonce, _, number = label.rpartition("-")
-        return int(number) if nonce == self._nonce and number.isdecimal() else None
+        return int(number) if nonce == self._nonce and number.isdecimal() else None  # of another policy
 
 
 class VllmSampling:
-    """A :class:`VllmPolicy` that draws in another way; made by its ``with_sampling``."""
+    """A :class:`VllmPolicy` that draws in another way."""
 
     def __init__(self, policy: VllmPolicy, sampling: Sampling, stopping: StopCriteria) -> None:
         self._policy = policy
@@ -480,14 +455,11 @@ class VllmSampling:
 
 
 class DecodingLoop:
-    """Decodes rollouts until the cut returns true or its context is left.
-
-    The engine may have finished some of ``requests`` in the overrun of an earlier cut.
-    """
+    """Decodes rollouts until the cut returns true or its context is left."""
 
     def __init__(self, policy: VllmPolicy, requests: Sequence[Request], cut: Cut) -> None:
         self._policy = policy
-        self._begun = requests
+        self._begun = requests  # some may have ended in the overrun of an earlier cut
         self._requests = list(requests)  # with those that join
         self._cut: Cut | None = cut
         self._errors: list[Exception] = []
@@ -517,7 +489,8 @@ class DecodingLoop:
 
     async def _run(self) -> None:
         try:
-            await self._policy.prepare()
+            async with self._policy.gate:
+                await self._policy.prepare()
             self._require_sound()
             await self._policy.submit(self._begun)
             if self._report():
@@ -525,7 +498,7 @@ class DecodingLoop:
                     for request in self._begun:
                         if not request.idle:
                             pumps.start_soon(self._pump, request, name=f"pump of rollout {request.prompt.rollout}")
-                    await self._policy.resume()
+                    await self._resume()
                     await self._umpire(pumps)
                     pumps.cancel_scope.cancel()
             await self._stop()
@@ -562,7 +535,6 @@ class DecodingLoop:
         self.notice()
 
     def note_answer(self, request: Request) -> None:
-        """Have a decode that was added, or whose turn was answered, join the others, or end."""
         self._answered.append(request)
         self.notice()
 
@@ -582,12 +554,15 @@ class DecodingLoop:
                     await self._policy.request(request)
                     pumps.start_soon(self._pump, request, name=f"pump of rollout {request.prompt.rollout}")
             if answered:
-                await self._policy.resume()
+                await self._resume()
+
+    async def _resume(self) -> None:
+        async with self._policy.gate:
+            await self._policy.resume()
 
     def _report(self) -> bool:
-        withheld = [each for each in self._requests if each.withheld and each.rollout.live]
+        withheld = [each for each in self._requests if each.withheld and each.rollout.live and not each.rollout.closed]
         ended = sorted(withheld, key=lambda each: each.rollout.order)
-        ended = [request for request in ended if not request.rollout.closed]
         if ended and self._cut is not None:
             if self._cut([request.prompt.rollout for request in ended]):
                 self._cut = None
@@ -608,7 +583,8 @@ class DecodingLoop:
     async def _stop(self) -> None:
         try:
             if any(request.id and not request.idle for request in self._requests):
-                await self._policy.pause()
+                async with self._policy.gate:
+                    await self._policy.pause()
         except Exception as error:  # noqa: BLE001 - raised when the context is left
             self._collect(error)
         self._collect()

@@ -31,36 +31,29 @@ from oppo.errors import ConfigError, one_line
 from oppo.vllm.plugin import LIFELINE, LOG, PARENT, transfer_of
 from oppo.vllm.sync import WeightFiles, free_port
 
-DEFAULTS: Final = {
+DEFAULTS: Final = {  # set for an engine's processes unless the user's environment has another value
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would inherit threads' locks, and torch's thread pool
     "VLLM_LOGGING_COLOR": "0",
 }
-"""Set for an engine's processes unless the user's environment has another value."""
 
 ON_CPU: Final = {
     # Each weight sync packs the weights anew: in huge pages, and in the memory that the packed ones before have left.
     "GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}",
 }
-"""Likewise, for an engine on a CPU."""
 
+# Characters that a folder's path may have: one of a socket in it has 37 more, and no system takes more than 103.
 SOCKETS: Final = 64
-"""Characters that a folder's path may have: one of a socket in it has 37 more, and no system takes more than 103."""
-
 LOOPBACK: Final = "127.0.0.1"
 
-HEALTH: Final = 5.0
-"""Seconds that a server has to say whether it is ready."""
-
-POLL: Final = 0.2
-"""Seconds until it is asked again."""
-
+HEALTH: Final = 5.0  # seconds that a server has to say whether it is ready
+POLL: Final = 0.2  # seconds until it is asked again
 FORMAT: Final = "%(levelname)s %(asctime)s [%(processName)s] %(message)s"
 
 
 @contextmanager
 def environment(files: EngineFiles, cores: Sequence[int] | None, *, on_cpu: bool) -> Iterator[None]:
-    """Set the environment that the processes of an engine inherit, in the context."""
+    # What the processes of an engine inherit.
     file, folder, cache = str(files.log), str(files.folder), f"{gettempdir()}/torchinductor_{os.getuid()}"
     config = files.folder / "logging.json"
     config.write_text(json.dumps(logging_config(file)), encoding="utf-8")
@@ -82,11 +75,10 @@ def environment(files: EngineFiles, cores: Sequence[int] | None, *, on_cpu: bool
                 os.environ[name] = value
 
 
+# In the command of a process that removes the shared memory of those that have ended, and then ends itself.
 TRACKER: Final = b"multiprocessing.resource_tracker"
-"""In the command of a process that removes the shared memory of those that have ended, and then ends itself."""
 
-_ROUNDS: Final = 100
-
+# Ends an engine's processes if its standard input ends without a word.
 GUARD: Final = f"""
 import os, signal, sys
 TRACKER = {TRACKER!r}
@@ -103,7 +95,6 @@ if not sys.stdin.buffer.read():
         except (OSError, ValueError):
             pass
 """
-"""Ends an engine's processes if its standard input ends without a word."""
 
 
 def kill_group(leader: int) -> None:
@@ -112,7 +103,7 @@ def kill_group(leader: int) -> None:
         with suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
         return
-    for _ in range(_ROUNDS):  # they may start others meanwhile
+    for _ in range(100):  # they may start others meanwhile
         found = [int(each.name) for each in Path("/proc").glob("[0-9]*") if _works_for(leader, int(each.name))]
         if not found:
             return
@@ -132,8 +123,8 @@ def _works_for(leader: int, pid: int) -> bool:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """End the processes of an engine that starts if this process is killed meanwhile; on Linux."""
-    # They watch their parent themselves once vLLM has loaded its plugins, and before that they wait for it for minutes.
+    # If this process is killed while an engine starts, the engine's end too, on Linux. They watch their parent
+    # themselves once vLLM has loaded its plugins, and before that they wait for it for minutes.
     if sys.platform != "linux":
         yield
         return
@@ -158,7 +149,7 @@ def logging_config(file: str) -> dict[str, object]:
 
 @contextmanager
 def logging_to(log: Path) -> Iterator[None]:
-    """Have vLLM's own logger in this process write to ``log`` alone, in the context."""
+    # vLLM's own logger in this process writes to the log alone.
     logger = logging.getLogger("vllm")
     handler = logging.FileHandler(log)
     handler.setFormatter(logging.Formatter(FORMAT))
@@ -187,7 +178,7 @@ class EngineFiles:
         return self._log or self.folder / "vllm.log"
 
     def keep(self) -> None:
-        """Leave a temporary log, which says why an engine failed, until this process has ended."""
+        # A temporary log, which says why an engine failed, stays until this process has ended.
         self._keeps = self._log is None
 
     def __enter__(self) -> Self:
@@ -234,11 +225,10 @@ class Children:
 
 
 def cores_of(chosen: int | slice | None) -> list[int] | None:
-    """Return the first ``chosen`` cores that this process may use, or a slice of them; all where that is empty."""
     if chosen is None or sys.platform != "linux":
         return None
     available = sorted(os.sched_getaffinity(0))
-    return available[slice(chosen) if isinstance(chosen, int) else chosen] or available
+    return available[slice(chosen) if isinstance(chosen, int) else chosen] or available  # all where that is empty
 
 
 def last_line(log: Path, containing: str = "") -> str:
@@ -260,15 +250,8 @@ def failure(model: str | Path, error: BaseException, log: Path) -> str:
 class ServerProcess:
     """A vLLM server that this process starts, waits for, and takes along when it ends, however it ends.
 
-    It is made where it should decode, by a place: another process, or an actor on another machine.
-
-    Args:
-        model: a directory or hub name, as transformers loads it.
-        given: arguments of its engine.
-        address: returns the address of this machine at which the server is to be reached.
-        key: that its requests must have.
-        adapters: rank of the adapters that will be synced; 0: all weights are.
-        log: the file for what it writes; ``None``: a temporary one, which stays if it does not start.
+    A place makes it where it should decode: in another process, or in an actor on another machine. ``address`` returns
+    that machine's, as the server is reached.
     """
 
     def __init__(
@@ -336,7 +319,6 @@ class ServerProcess:
                 raise ConfigError(failure(model, error, files.log)) from error
 
     def whereabouts(self, *, writes: bool) -> tuple[str, Path | None]:
-        """Return its URL and, if :meth:`write` is to be called, where that writes."""
         if writes:
             self._written = WeightFiles(adapters=self._adapts)
         return self.url, None if self._written is None else self._written.path
@@ -366,12 +348,6 @@ class ServerProcess:
 
 
 def as_flags(arguments: Mapping[str, object]) -> Iterator[str]:
-    """Return arguments of vLLM's engine as its command line has them.
-
-    Example:
-        >>> " ".join(as_flags({"max_num_seqs": 8, "enforce_eager": False, "device_ids": [0, 1], "revision": None}))
-        '--max-num-seqs 8 --no-enforce-eager --device-ids 0,1'
-    """
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -23,11 +23,11 @@ import os
 import socket
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from zlib import crc32
 
 import anyio
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from oppo.vllm.engine import Engine
 
 
-DTYPES: Final[Mapping[torch.dtype, str]] = {
+DTYPES: Final[Mapping[torch.dtype, str]] = {  # as a safetensors file names them
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -60,14 +60,12 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of dtypes in a safetensors file."""
 
 
 class MemoryFile:
     """A file of tensors in memory, which every process of this user reads by ``path`` while this object lives."""
 
     # `save_file` of safetensors cannot write it, since that renames a file beside it.
-
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("oppo-weights")
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
@@ -99,25 +97,19 @@ class MemoryFile:
             ) from error
 
 
-FILES: Final = {False: "model.safetensors", True: "adapter_model.safetensors"}
-"""The file of the weights; of an adapter."""
+FILES: Final = {False: "model.safetensors", True: "adapter_model.safetensors"}  # the file of the weights; of an adapter
 
 
 class WeightFiles:
     """Carries weights to the workers: a directory for each version, with a file of the weights or of an adapter.
 
-    No two versions have the same name: a file system of several machines may go on reading what a name once held, and
-    vLLM caches adapters by name and path. The directories go with this object; the next one removes what killed
-    processes have left.
-
-    Args:
-        directory: in which they are; ``None``: they name memory, of which nothing is left when this process ends.
-        adapters: they are of adapters, and the one before the newest stays, which is served meanwhile.
-
-    Attributes:
-        path: of the directory of all versions.
-        probe: which every worker has to be able to open, as it will the weights.
+    The directories are below ``path`` and go with this object; the next one removes what killed processes have left.
+    Every worker has to be able to open ``probe``. Without a ``directory`` the files name memory, of which nothing is
+    left when this process ends.
     """
+
+    # No two versions have the same name: a file system of several machines may go on reading what a name once held,
+    # and vLLM caches adapters by name and path.
 
     def __init__(self, directory: Path | None = None, *, adapters: bool = False) -> None:
         self._adapters = adapters
@@ -161,7 +153,9 @@ class WeightFiles:
                 f"the weights could not be written to {path}, and vLLM goes on serving the old ones ({one_line(error)})"
             ) from error
         self._versions[path] = memory
-        for old in list(self._versions)[: -2 if self._adapters else -1]:
+        for old in list(self._versions)[
+            : -2 if self._adapters else -1
+        ]:  # an adapter is served until the next is loaded
             rmtree(old, ignore_errors=True)
             del self._versions[old]
         return path
@@ -186,20 +180,20 @@ class HostedFiles:
         self._load = load
 
     def write(self, tensors: Mapping[str, Tensor], version: str) -> Path:
-        """Send these tensors, of tied ones the first, and return where they lie; not called on the event loop."""
+        """Send these tensors, and return where they lie; not called on the event loop."""
         anyio.from_thread.run(self._load, SentWeights(untied(tensors)), version)
         return self.path / version
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the first of tied tensors, each contiguous."""
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     for name, tensor in tensors.items():
         first.setdefault((tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())), name)
     return {name: tensors[name].detach().contiguous() for name in first.values()}
 
 
-SAMPLED: Final = 256
-"""Elements of a tensor that its fingerprint is of, at most."""
+SAMPLED: Final = 256  # elements of a tensor that its fingerprint is of, at most
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -229,8 +223,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-DEADLINE: Final = 600.0
-"""Seconds after which an engine that takes no weights counts as lost."""
+DEADLINE: Final = 600.0  # seconds after which an engine that takes no weights counts as lost
 
 
 class FileSender:
@@ -326,14 +319,13 @@ class BlockingClient:
 
 _TYPES: Final = (torch.Tensor, torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
-_NAMED: Final[Mapping[str, object]] = {
+_NAMED: Final[Mapping[str, object]] = {  # what the handle of a GPU's memory holds besides numbers and bytes
     **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in _TYPES},
     **{str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
 }
-"""What the handle of a GPU's memory holds besides numbers and bytes."""
 
+# Of each tensor, by the UUID of its GPU, the arguments of torch's ``rebuild_cuda_tensor``.
 Handles: TypeAlias = Sequence[Mapping[str, Sequence[object]]]
-"""Of each tensor, by the UUID of its GPU, the arguments of torch's ``rebuild_cuda_tensor``."""
 
 
 def plain(handles: Handles) -> list[dict[str, list[object]]]:
@@ -357,13 +349,6 @@ def restored(handles: Handles) -> list[dict[str, list[object]]]:
     return [{gpu: [meant(each) for each in arguments] for gpu, arguments in handle.items()} for handle in handles]
 
 
-class TrainerSide(Protocol):
-    """vLLM's ``TrainerWeightTransferEngine``."""
-
-    def send_weights(self) -> None:
-        """Send what the source holds, and wait until the workers have it."""
-
-
 class DeviceSender:
     """Sends weights from the trainer's GPU to the GPUs of vLLM's workers, by CUDA IPC or NCCL."""
 
@@ -372,15 +357,17 @@ class DeviceSender:
         self._deadline = deadline
         self._source = Sent()
         self._client: BlockingClient | None = None
-        self._trainer: TrainerSide | None = None
+        self._trainer: Any = None  # vLLM's TrainerWeightTransferEngine
 
     async def send(self, engine: Engine, tensors: Mapping[str, Tensor], version: str) -> None:
-        self._require_local(tensors)
+        self._check_local(tensors)
         self._source.tensors = untied(tensors)
-        client = self._client = self._client or BlockingClient(engine)
+        client, device = self._client or BlockingClient(engine), self._route.trainer
+        self._client = client
 
         def transfer() -> None:
-            with current(self._route.trainer):
+            with torch.cuda.device(device):
+                torch.cuda.synchronize(device)  # other threads have given it work
                 self._trainer = self._trainer or self._joined(client)
                 self._trainer.send_weights()
 
@@ -394,7 +381,7 @@ class DeviceSender:
             client.portal = None
             self._source.tensors = {}  # a mixture's are copies
 
-    def _require_local(self, tensors: Mapping[str, Tensor]) -> None:
+    def _check_local(self, tensors: Mapping[str, Tensor]) -> None:
         expected = self._route.trainer
         for name, tensor in tensors.items():
             if tensor.device != expected:
@@ -403,32 +390,19 @@ class DeviceSender:
                     f"for a trainer on {expected}: start the engine with trainer='{tensor.device}'"
                 )
 
-    def _joined(self, client: BlockingClient) -> TrainerSide:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: PLC0415
+    def _joined(self, client: BlockingClient) -> Any:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory  # noqa: PLC0415 - an extra
 
-        init = init_info(self._route)
-        trainer: TrainerSide = WeightTransferTrainerFactory.trainer_init(init, client=client, source=self._source)
-        return trainer
+        if self._route.backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
 
+            init = IPCTrainerInitInfo(rank=0)
+        else:
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
 
-@contextmanager
-def current(device: torch.device) -> Iterator[None]:
-    """Make a GPU the one that the thread works on, when it has finished what other threads gave it to do."""
-    with torch.cuda.device(device):
-        torch.cuda.synchronize(device)
-        yield
-
-
-def init_info(route: Route) -> Any:
-    if route.backend == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # noqa: PLC0415
-
-        return IPCTrainerInitInfo(rank=0)
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: PLC0415
-
-    return NCCLTrainerInitInfo(
-        master_address=route.address, master_port=free_port(), world_size=1 + route.workers, rank=0
-    )
+            address, size = self._route.address, 1 + self._route.workers
+            init = NCCLTrainerInitInfo(master_address=address, master_port=free_port(), world_size=size, rank=0)
+        return WeightTransferTrainerFactory.trainer_init(init, client=client, source=self._source)
 
 
 def free_port() -> int:

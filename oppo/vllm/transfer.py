@@ -37,24 +37,17 @@ class Unpacked(UnquantizedEmbeddingMethod):
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """What is agreed on.
+    """What is agreed on."""
 
-    Attributes:
-        path: a file that has to be there; empty: none.
-        model: what the config of the served model has to say.
-        adapter: the file of an adapter that vLLM has loaded; empty: none.
-        prints: the fingerprints that the trainer sent of it.
-    """
-
-    path: str = ""
-    model: dict[str, Any] = field(default_factory=dict)
-    adapter: str = ""
-    prints: dict[str, str] = field(default_factory=dict)
+    path: str = ""  # has to be there, if any
+    model: dict[str, Any] = field(default_factory=dict)  # what the config of the served model has to say
+    adapter: str = ""  # the file of an adapter that vLLM has loaded
+    prints: dict[str, str] = field(default_factory=dict)  # of it, as the trainer sent them
 
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
-    """A safetensors file of one update, and the fingerprints that the trainer sent."""
+    """A safetensors file of one update, with the fingerprints that the trainer sent."""
 
     path: str
     prints: dict[str, str]
@@ -65,7 +58,7 @@ def layers_of(model: torch.nn.Module) -> frozenset[str]:
 
 
 def check_taken(model: torch.nn.Module, layers: frozenset[str]) -> None:
-    """Check, before a reload is finished, that each of some layers took weights."""
+    # Before a reload is finished: each of some layers took weights.
     # A model's loader passes over names that it does not know, or writes past the reload, and vLLM then goes on with
     # the layer's old weights. A layer that took a part of its weights is not noticed.
     infos = {name: get_layerwise_info(layer) for name, layer in model.named_modules() if name in layers}
@@ -83,8 +76,7 @@ def check_delivered(weights: Mapping[str, torch.Tensor], sent: Mapping[str, str]
 
 
 def check_adapter(model: torch.nn.Module, sent: Mapping[str, torch.Tensor]) -> None:
-    """Check that an adapter that is in use has these matrices, each in the dtype in which vLLM holds adapters."""
-    # vLLM joins the matrices of joined layers, so they are compared as they are, without their names.
+    # vLLM joins the matrices of joined layers, so they are compared as they are, without their names, in its dtype.
     manager: Any = model.lora_manager
     dtype = manager.lora_config.lora_dtype
     active = [manager.get_adapter(each) for each in manager.lora_index_to_id if each is not None]
@@ -167,9 +159,8 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
         """Do nothing: the file has not been read."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load the weights of a file, and wait until a GPU has them; on a CPU the base class would fail at that."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
+        if self.device.type != "cpu":  # where the base class would fail
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdate) -> None:

@@ -20,7 +20,7 @@ from oppo.errors import AdmissionError
 from oppo.events import Chunk, Defer, Finish, Prompt
 from oppo.stages.ledger import Ledger
 from oppo.testing import FakeScorer, prompts, run_virtual
-from tests.pipelines import Pipeline, Setting, same_batches, settings
+from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
 
 
 def told(controller: SlopeAdaptive, *scores: float) -> list[int]:

@@ -29,7 +29,7 @@ from oppo.simulate.policy import FakeDecode
 from oppo.stages import GroupRelative, InParts, Selection
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.test_agents import tokenizer
-from tests.pipelines import Tap
+from tests.kit.pipelines import Tap
 
 pytestmark = pytest.mark.usefixtures("numbers")
 

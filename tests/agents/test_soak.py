@@ -30,7 +30,7 @@ from tests.agents.test_agents import tokenizer
 from tests.agents.test_server import connected, received, request
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.pools import Fate, Mortal
+from tests.kit.pools import Fate, Mortal
 
 Post: TypeAlias = Callable[[object], Any]
 Does: TypeAlias = Literal["fails", "hangs", "answers at length", "works"]

@@ -34,8 +34,8 @@ from oppo.stages.batch import ScoredRollout, ScoredRollouts, scored_rollout
 from oppo.training import Aggregation, TrainerSettings
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING as TRAINED, rollouts
-from tests.known import known
-from tests.responses import VOCABULARY, responses, stream
+from tests.kit.known import known
+from tests.kit.responses import VOCABULARY, responses, stream
 
 SAMPLING: Final = Sampling(temperature=0.7)
 BETAS: Final = (0.0, 0.1, 0.5, 1.0)

@@ -16,7 +16,7 @@ from oppo.events import Finish, Prompt, Response
 from oppo.losses import ClippedLoss, Input, Inputs, PPOLoss, Whole
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
-from tests.known import known
+from tests.kit.known import known
 
 
 def by_hand(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:

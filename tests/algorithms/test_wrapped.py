@@ -17,7 +17,7 @@ from oppo.events import Batch, Scored
 from oppo.stages.batch import ScoredRollouts
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
 from oppo.training import FunctionTrainer
-from tests.pipelines import Tap
+from tests.kit.pipelines import Tap
 
 example = import_module("examples.06_existing_loop")
 

@@ -14,7 +14,7 @@ from oppo.config.convert import Converted, convert
 from oppo.config.load import resolve
 from oppo.config.peers import Kind, ours, peers
 from oppo.errors import ConfigError
-from tests.workplace import furnish
+from tests.kit.workplace import furnish
 
 FOREIGN = Path(__file__).with_name("foreign")
 FILES = ["trl_ppo.sh", "trl_grpo.py", "trl_grpo.yaml", "verl_ppo.sh", "verl_grpo.yaml"]

@@ -19,11 +19,11 @@ from oppo.events import Batch, StepReport
 from oppo.graph import Graph
 from oppo.report import RunDirectory
 from oppo.run.checkpoint import CHECKPOINTS
-from oppo.run.train import FINAL, train
+from oppo.run.train import FINAL, resume, train
 from oppo.stages import Generate
 from oppo.turns import Answer, Turn
-from tests.forked import Program
-from tests.workplace import furnish, records
+from tests.kit.forked import Program
+from tests.kit.workplace import furnish, records
 
 TRAINER = '''
 """A trainer of a user: plain policy gradient by SGD with momentum, on a copy of the actor."""
@@ -37,7 +37,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from oppo.algorithms.group import grpo
-from oppo.run.train import train
+from oppo.run.train import resume, train
 from oppo.placement.trainer import HostedTrainer, TrainerCounts
 from oppo.models import Trained, Weights
 from oppo.placement import Thread
@@ -92,7 +92,7 @@ def carry_out(folder, config, *overrides):
                 trainer=HostedTrainer(partial(Reinforce, folder / "actor"), place),
             )
 
-        return train(config, overrides, graph=graph)
+        return (resume if config.is_dir() else train)(config, overrides, graph=graph)
 '''
 
 SETTINGS = (
@@ -145,7 +145,7 @@ def test_a_trainer_of_the_graph_is_checkpointed_saved_and_resumed_after_a_kill(f
 def test_a_run_of_another_trainer_is_not_resumed_without_it(folder: Path) -> None:
     directory = carry_out(folder, folder / "config.toml", *SETTINGS, "run.name=other", "run.steps=2")
     with pytest.raises(CheckpointError, match=r"trained by Reinforce, and would go on with HfTrainer: .* program that"):
-        train(directory.path, ["run.steps=3"])
+        resume(directory.path, ["run.steps=3"])
 
 
 def test_a_trainer_that_cannot_be_resumed_is_refused_by_name(folder: Path) -> None:

@@ -17,9 +17,9 @@ from oppo.config.settings import Settings
 from oppo.errors import ConfigError, GraphError
 from oppo.events import StepReport
 from oppo.graph import Graph
-from oppo.run.train import FINAL, train
+from oppo.run.train import FINAL, resume, train
 from oppo.stages import GAE
-from tests.workplace import furnish, oppo, records
+from tests.kit.workplace import furnish, oppo, records
 
 OWN = '''
 """Algorithms of a user."""
@@ -281,7 +281,7 @@ def test_a_program_trains_with_a_graph_of_its_own(folder: Path, messages: list[s
     assert [step["objective/kl_coef"] for step in records(folder, "first", "metrics.jsonl")] == [0.25, 0.25]
     assert (directory.path / FINAL / "actor").is_dir()
     assert any("loading the policy" in message for message in messages)
-    train(directory.path, ["run.steps=3"], graph=undiscounted)
+    resume(directory.path, ["run.steps=3"], graph=undiscounted)
     assert len(records(folder, "first", "metrics.jsonl")) == 3
     assert len(made) == 2
 

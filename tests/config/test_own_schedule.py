@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from oppo import train
+from oppo import resume, train
 from oppo.algorithms.group import RLOO
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load, resolve
 from oppo.run.train import FINAL
-from tests.workplace import furnish, oppo, records
+from tests.kit.workplace import furnish, oppo, records
 
 OWN = '''
 """An admission and losses of a user."""
@@ -166,5 +166,5 @@ def test_a_program_trains_from_a_mapping_or_from_settings_as_from_a_file(
         (folder / "runs" / name / FINAL / "actor" / "model.safetensors").read_bytes() for name in ("mapped", "kept")
     }
     assert made == {(folder / "runs" / "checked" / FINAL / "actor" / "model.safetensors").read_bytes()}
-    assert train(str(directory.path), ["run.steps=3"]).path == directory.path
+    assert resume(str(directory.path), ["run.steps=3"]).path == directory.path
     assert len(records(folder, "mapped", "metrics.jsonl")) == 3

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from oppo.cli import main
 from oppo.demo import language
 from oppo.demo.assets import COMPLETE, AssetRecipe, Assets, cache_directory, made_once, make_assets
-from tests.forked import Program
+from tests.kit.forked import Program
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from oppo.log import routed
 from oppo.observe import Role, Span
 from oppo.report.trace import TimedStep
 from tests.hf import tiny
-from tests.workplace import furnish
+from tests.kit.workplace import furnish
 
 ROLES: dict[str, Role] = {
     "policy": "decode", "reference": "score", "reward model": "score", "critic": "score", "trainer": "update",

@@ -16,8 +16,8 @@ from oppo.cli import DONE
 from oppo.evaluation.evaluate import PREFIX as HELD_OUT
 from oppo.report.metrics import METRICS, MFU, SHARE, in_own_names, metric, renamed
 from oppo.testing import run_virtual
-from tests.pipelines import Pipeline, Setting
-from tests.workplace import furnish, oppo, records
+from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.workplace import furnish, oppo, records
 
 PACKAGE = Path(__file__).parents[2] / "oppo"
 NAME = re.compile(r"[a-z_]+(/[\w{}]+)+")

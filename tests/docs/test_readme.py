@@ -38,11 +38,11 @@ from oppo.testing import (
     run_virtual,
 )
 from oppo.turns import Turn
-from tests.forked import Program
 from tests.hf import tiny
 from tests.hf.as_text.test_whole import classifier, sentence_encoder
 from tests.hf.spot_tokenizers import byte_tokenizer, spot
-from tests.workplace import furnish, oppo as oppo_train, records, run as oppo_run, tokenizer
+from tests.kit.forked import Program
+from tests.kit.workplace import furnish, oppo as oppo_train, records, run as oppo_run, tokenizer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -36,8 +36,8 @@ from oppo.observe import WorkContext, work_context
 from oppo.stages import ScoredRollout, Update
 from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
 from oppo.turns import Answer, Turn
-from tests.known import known
-from tests.pipelines import Pipeline, Setting, same_batches, settings
+from tests.kit.known import known
+from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
 
 HELD_OUT = [Prompt(i, i, np.array([7 + i, 3], np.int32)) for i in range(5)]
 

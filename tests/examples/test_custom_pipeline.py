@@ -10,7 +10,7 @@ import pytest
 
 from oppo import Drop, Graph, Policy, Scorer, StepReport, Trainer
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, prompts, run_virtual
-from tests.known import known
+from tests.kit.known import known
 
 rloo: Callable[[Policy, Scorer[float | Drop], Trainer], Graph[StepReport]] = import_module(
     "examples.02_custom_pipeline"

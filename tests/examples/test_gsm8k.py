@@ -11,7 +11,7 @@ import pytest
 from examples.gsm8k import learn
 from oppo.cli import DONE
 from tests.hf import tiny
-from tests.workplace import tokenizer_of
+from tests.kit.workplace import tokenizer_of
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.reasoning_gym import learn, make_model
-from tests import gym_stand_in
+from tests.kit import gym_stand_in
 
 EXAMPLE = Path(learn.__file__).parent
 

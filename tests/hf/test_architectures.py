@@ -38,8 +38,8 @@ from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.known import known
-from tests.pipelines import Tap
+from tests.kit.known import known
+from tests.kit.pipelines import Tap
 
 SAMPLING = Sampling(max_new_tokens=40, temperature=0.7, stop=(2, 3, 4), seed=3)
 PROMPTS = (3, 45, 11, 58, 30)

@@ -39,9 +39,9 @@ from oppo.hf.train.ranks import Replicas
 from oppo.hf.weights import copies
 from oppo.placement import Process, Thread
 from oppo.scheduling import GPU_TIME_SLICE
-from tests.forked import Program
 from tests.hf import tiny
-from tests.workplace import furnish, run
+from tests.kit.forked import Program
+from tests.kit.workplace import furnish, run
 
 
 class Cuda:

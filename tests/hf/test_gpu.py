@@ -26,7 +26,7 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.workplace import furnish, records, run
+from tests.kit.workplace import furnish, records, run
 
 pytestmark = pytest.mark.gpu
 

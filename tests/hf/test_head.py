@@ -50,8 +50,8 @@ from tests.hf.child import ONE
 from tests.hf.serve.test_scorers import expected_values
 from tests.hf.train.test_actor_critic import Twisted
 from tests.hf.train.test_routers import batch_of
-from tests.responses import responses, stream
-from tests.workplace import furnish, oppo, resume, tokenizer
+from tests.kit.responses import responses, stream
+from tests.kit.workplace import furnish, oppo, resume, tokenizer
 
 SAMPLING = Sampling(max_new_tokens=120, seed=1)
 

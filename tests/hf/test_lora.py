@@ -48,7 +48,7 @@ from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.train.test_trainer import SAMPLING, restored_between_updates, rollouts
 from tests.invariants import test_equivalence as equivalence
-from tests.known import known
+from tests.kit.known import known
 
 pytestmark = pytest.mark.adapters
 IDS = torch.arange(3, 23).reshape(2, 10)

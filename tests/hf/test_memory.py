@@ -38,7 +38,7 @@ from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.known import deep
+from tests.kit.known import deep
 
 LOAD = Load(rollouts=6, prompt=20, response=40, chunk=16)
 SHORT = Load(rollouts=6, prompt=2, response=3, chunk=3)

@@ -33,7 +33,7 @@ from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import AT, ONE, deadly
-from tests.responses import chunk, responses, stream
+from tests.kit.responses import chunk, responses, stream
 
 
 def test_a_digest_sees_one_bit_in_any_type() -> None:

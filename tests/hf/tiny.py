@@ -53,7 +53,7 @@ from oppo.hf.introspection import only_whole
 from oppo.hf.model_files import SCALAR
 from oppo.hf.probe import probe
 from oppo.log import with_route
-from tests.known import known
+from tests.kit.known import known
 
 P = ParamSpec("P")
 R = TypeVar("R")

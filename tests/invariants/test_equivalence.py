@@ -29,8 +29,8 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.golden.make_schedules import CASES, PATH, RESUMED, digests
-from tests.known import known
-from tests.pipelines import Tap
+from tests.kit.known import known
+from tests.kit.pipelines import Tap
 
 SAMPLING = Sampling(max_new_tokens=40, temperature=0.9, stop=(1, 2, 3, 4, 5), seed=3)
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=2, minibatches=2)

@@ -31,10 +31,10 @@ from oppo.testing import (
     fake_scalar,
 )
 from oppo.testing.faulty import FaultKind, Method
-from tests.faulty import Case, FaultyPipeline, Kind, stage_of
 from tests.kit.faults import SPOILT, Garbage, HalfSynced, LoseSessions
-from tests.known import known
-from tests.pipelines import Setting, paces, same_batches
+from tests.kit.faulty import Case, FaultyPipeline, Kind, stage_of
+from tests.kit.known import known
+from tests.kit.pipelines import Setting, paces, same_batches
 
 pytestmark = pytest.mark.schedules
 

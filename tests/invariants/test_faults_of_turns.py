@@ -34,7 +34,7 @@ from oppo.testing import (
 from oppo.testing.faulty import FaultKind
 from oppo.turns import Answered, turns_answered
 from tests.kit.faults import Garbage
-from tests.pipelines import Pipeline, Setting, settings
+from tests.kit.pipelines import Pipeline, Setting, settings
 from tests.stages.test_conversations import Tool, some_turns
 
 pytestmark = pytest.mark.schedules

@@ -16,8 +16,8 @@ from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.stages import Generate, GroupRelative
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
-from tests.known import known
-from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
+from tests.kit.known import known
+from tests.kit.pipelines import Pipeline, Setting, on_policy, same_batches, settings
 
 CARRIED = Setting(lengths=(5, 9, 3, 30, 21, 7, 8, 60), extra=2, steps=4, samples=2)
 

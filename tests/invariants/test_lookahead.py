@@ -14,8 +14,8 @@ from oppo.graph import Graph
 from oppo.models import SyncedModel
 from oppo.stages import Score, Update
 from oppo.testing import FakeCritic, run_virtual
-from tests.known import known
-from tests.pipelines import Pipeline, Setting, same_batches, settings
+from tests.kit.known import known
+from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
 
 pytestmark = pytest.mark.schedules
 

@@ -16,8 +16,8 @@ from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, ro
 from oppo.models import Cut, Decode, Decoding
 from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
-from tests.known import known
-from tests.pipelines import Pipeline, Setting, on_policy, same_batches, settings
+from tests.kit.known import known
+from tests.kit.pipelines import Pipeline, Setting, on_policy, same_batches, settings
 
 pytestmark = pytest.mark.schedules
 

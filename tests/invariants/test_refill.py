@@ -20,8 +20,8 @@ from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, prompts, run_virtual
 from tests.invariants.test_ppo import assert_grammatical
-from tests.known import known
-from tests.pipelines import Pipeline, Setting, motions
+from tests.kit.known import known
+from tests.kit.pipelines import Pipeline, Setting, motions
 
 LENGTHS = (5, 9, 3, 30, 12, 7, 22, 4, 40, 6, 18)
 KEPT = Setting(LENGTHS, batch=6, extra=6, steps=6, refill=True)

@@ -20,7 +20,7 @@ from oppo.config.load import load
 from oppo.hf.loading import load_causal
 from oppo.hf.weights import weights_digest
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, tokenizer_of
+from tests.kit.workplace import furnish, oppo, records, tokenizer_of
 
 ROOT = Path(__file__).parents[2]
 

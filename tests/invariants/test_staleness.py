@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from oppo.testing import run_virtual
-from tests.pipelines import Pipeline, Setting, motions
+from tests.kit.pipelines import Pipeline, Setting, motions
 from tests.stages.test_selection import CARRIED, Selected
 
 SCHEDULES = int(os.environ["OPPO_SCHEDULES"])

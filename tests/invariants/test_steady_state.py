@@ -23,7 +23,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.models import Capabilities
 from oppo.stages import GAE, Update
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
-from tests.pipelines import Tap
+from tests.kit.pipelines import Tap
 
 pytestmark = pytest.mark.schedules
 

@@ -5,10 +5,11 @@
 - :mod:`tests.kit.pairs`: covering arrays: few rows in which any two values of different axes meet.
 - :mod:`tests.kit.faults`: what a fault does to the answer of a model.
 - :mod:`tests.kit.imported`: what whole runs import late, for processes that are forked when it is there.
-- :mod:`tests.workplace`: such a folder with words for tokens, and ``oppo train`` in this process or another.
-- :mod:`tests.forked`: programs and children forked from a warm server, in place of new interpreters.
-- :mod:`tests.pipelines`, :mod:`tests.pools`, :mod:`tests.faulty`: graphs of fakes in virtual time, and faults in them.
-- :mod:`tests.responses`, :mod:`tests.dialogues`: responses for scorers, scripted turns.
+- :mod:`tests.kit.workplace`: such a folder with words for tokens, and ``oppo train`` in this process or another.
+- :mod:`tests.kit.forked`: programs and children forked from a warm server, in place of new interpreters.
+- :mod:`tests.kit.pipelines`, :mod:`tests.kit.pools`, :mod:`tests.kit.faulty`: graphs of fakes in virtual time, with
+  faults.
+- :mod:`tests.kit.responses`, :mod:`tests.kit.dialogues`: responses for scorers, scripted turns.
 - :mod:`tests.hf.tiny`, :mod:`tests.hf.spot_tokenizers`: tiny models and tokenizers, made on the spot.
 
 A new setting of runs is a value of an axis in :mod:`tests.run.matrix`, which then tries it with all others.

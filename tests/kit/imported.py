@@ -13,4 +13,4 @@ import transformers.models.mixtral.modeling_mixtral
 import uvicorn
 
 import tests.kit.assets
-import tests.workplace
+import tests.kit.workplace

@@ -39,7 +39,7 @@ from oppo.returns import Correction
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, backward, critic_of, rollouts
-from tests.known import known
+from tests.kit.known import known
 
 LOW, HIGH = 0.05, 0.2
 KL, LEAST, MOST = 0.3, 0.99, 1.02

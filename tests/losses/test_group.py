@@ -21,7 +21,7 @@ from oppo.returns import AdaptiveKL, GroupAdvantage, ScoreShaping, group_advanta
 from oppo.stages import GAE, GroupRelative, ScoredRollout
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.training import Aggregation
-from tests.known import known
+from tests.kit.known import known
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "groups.json").read_text(encoding="utf-8"))
 SAMPLES: int = GOLDEN["samples"]

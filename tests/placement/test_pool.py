@@ -22,7 +22,7 @@ from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, Fault, FaultyPolicy, Hang, Raise, check_policy, prompts, run_virtual
 from tests.kit.faults import Garbage
-from tests.pools import Fate, Mortal
+from tests.kit.pools import Fate, Mortal
 from tests.testing.test_conformance import some_turns
 
 pytestmark = pytest.mark.virtual

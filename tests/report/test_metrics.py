@@ -14,8 +14,8 @@ from oppo.report.metrics import metric, metrics_of
 from oppo.run.train import train
 from oppo.simulate.calibrate import RunRecord
 from oppo.testing import Recorder
+from tests.kit.workplace import furnish, oppo, resume
 from tests.report.tracked import board
-from tests.workplace import furnish, oppo, resume
 
 GROUPS = (
     "step.algorithm=grpo", "algorithm.samples=2", "step.batch=2", "step.overcommit=1", "run.steps=2", "run.panel=off",

@@ -21,8 +21,8 @@ from oppo.durable import put
 from oppo.errors import ConfigError
 from oppo.report import RunDirectory, RunLog
 from oppo.report.records import LOCK, Lock, Writer, gaps, is_locked, read, require_unused, rewind, taken
+from tests.kit.workplace import read_lines
 from tests.report.synthetic import play
-from tests.workplace import read_lines
 
 
 def records(count: int, text: str = "") -> list[dict[str, object]]:

@@ -24,8 +24,8 @@ from oppo.rewards.function import DOES_NOT_APPLY
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.scorers import ScorerCapabilities
 from oppo.testing import FakeScorer, check_scorer, fake_scalar, run_virtual
-from tests.pipelines import Pipeline, Setting, same_batches
-from tests.responses import responses
+from tests.kit.pipelines import Pipeline, Setting, same_batches
+from tests.kit.responses import responses
 
 MIXED = Setting(lengths=(5, 9, 3, 30), extra=1, steps=3)
 

@@ -37,7 +37,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from tests.pipelines import Pipeline, Setting
+from tests.kit.pipelines import Pipeline, Setting
 from tests.rewards.test_combined import finished
 
 

@@ -12,7 +12,7 @@ from oppo.errors import DataError
 from oppo.events import Chunk, Finish, Prompt, Response
 from oppo.rewards import RewardInputs
 from oppo.rewards.tasks import INSTRUCTION, _verifier, task_rows, verify
-from tests import gym_stand_in
+from tests.kit import gym_stand_in
 
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

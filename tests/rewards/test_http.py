@@ -24,7 +24,7 @@ from oppo.rewards import FunctionReward, RewardFailure, Rewards
 from oppo.rewards.http import HttpReward, ServiceFailure
 from oppo.rewards.judge import columns_of, judge, key_of, reading_of
 from oppo.testing import run_virtual
-from tests.pipelines import Pipeline, Setting
+from tests.kit.pipelines import Pipeline, Setting
 from tests.rewards.test_combined import finished
 
 URL = "http://me:hunter2@judge.example:8000/score?key=canary"

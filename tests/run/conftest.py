@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workplace import furnish
+from tests.kit.workplace import furnish
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,10 @@ from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.observe import Observer
 from oppo.run.train import train
-from tests.forked import Program, preload
 from tests.kit.assets import furnish
+from tests.kit.forked import Program, preload
 from tests.kit.pairs import Row, covering
-from tests.workplace import read_lines
+from tests.kit.workplace import read_lines
 
 STEPS = 3
 RUN = Path("runs", "r")

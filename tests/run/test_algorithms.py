@@ -27,7 +27,7 @@ from oppo.stages.advantage import OF_THE_REFERENCE
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar
 from tests.config.test_refusals import entries
 from tests.hf import tiny
-from tests.workplace import CONFIG, furnish, oppo, records, tokenizer, weights
+from tests.kit.workplace import CONFIG, furnish, oppo, records, tokenizer, weights
 
 OWN: Final[Mapping[str, Sequence[str]]] = {
     "dapo": ["algorithm.samples=3", "algorithm.max_rounds=50"],

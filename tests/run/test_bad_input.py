@@ -25,7 +25,7 @@ from oppo.liveness import StallLimits
 from oppo.report.records import Lock
 from tests.config.test_refusals import entries
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, run, tokenizer
+from tests.kit.workplace import furnish, oppo, records, run, tokenizer
 
 
 @pytest.fixture(scope="module")

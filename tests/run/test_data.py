@@ -17,14 +17,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from oppo import train
+from oppo import resume as go_on, train
 from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.config.load import load
 from oppo.errors import ConfigError, DataError
 from oppo.run.checkpoint import CHECKPOINTS, read_state
 from tests.config.test_refusals import entries
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, resume, tokenizer, tokenizer_of, weights
+from tests.kit.workplace import furnish, oppo, records, resume, tokenizer, tokenizer_of, weights
 
 QUIET = (
     "run.deterministic=true",
@@ -120,11 +120,11 @@ def test_rows_of_a_program_are_served_like_a_file_and_the_run_goes_on_with_the_s
     chosen = [*QUIET, "step.overcommit=0"]  # the last step of a run takes nothing for a later one
     train(folder / "config.toml", [*chosen, "run.name=file", "run.steps=4"])
     run = train(folder / "config.toml", [*chosen, "run.name=rows"], prompts=given).path
-    with pytest.raises(ConfigError, match=r"prompts of the run are rows of a program: .* oppo.train\(directory"):
-        train(run, ["run.steps=4"])
+    with pytest.raises(ConfigError, match=r"its prompts are rows of a program: .* oppo.resume\(directory"):
+        go_on(run, ["run.steps=4"])
     with pytest.raises(DataError, match=r"what data.prompts names is not what it was when the run began"):
-        train(run, ["run.steps=4"], prompts=given[1:])
-    train(run, ["run.steps=4"], prompts=given)
+        go_on(run, ["run.steps=4"], prompts=given[1:])
+    go_on(run, ["run.steps=4"], prompts=given)
     assert weights(folder, "rows") == weights(folder, "file")
     assert main(["resume", str(run), "--set", "run.steps=5"]) == UNUSABLE
 
@@ -154,7 +154,7 @@ def test_rows_that_come_one_by_one_end_the_run_with_their_end_and_are_resumed(
 
     parts = train(folder / "config.toml", [*chosen, "run.name=parts", "run.steps=2"], prompts=synchronous())
     assert read_state(parts.path / CHECKPOINTS / "step-000002")["prompts"]["rows"] >= 8
-    train(parts.path, ["run.steps=100"], prompts=coming(given))
+    go_on(parts.path, ["run.steps=100"], prompts=coming(given))
     if not extra:
         assert weights(folder, "parts") == weights(folder, "whole")
     trained = [each["rollout"] for each in records(folder, "parts", "journal.jsonl") if each["event"] == "trained"]

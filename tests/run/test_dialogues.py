@@ -32,7 +32,7 @@ from oppo.turns import Answer, Turn
 from tests.config.test_refusals import entries
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.workplace import furnish, oppo, records, resume, run, tokenizer, weights
+from tests.kit.workplace import furnish, oppo, records, resume, run, tokenizer, weights
 
 TEMPLATES = Path(__file__).parents[1] / "hf" / "templates"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "</tool_call>")

@@ -33,13 +33,12 @@ from oppo.placement import Thread
 from oppo.run.checkpoint import fingerprints, require_same
 from oppo.run.train import PreparedRun, prepare
 from oppo.vllm.arguments import OF_LOGPROBS, OF_REWARDS, SETTINGS
-from oppo.vllm.logprobs import LogprobServer
-from oppo.vllm.reward import RewardServer
+from oppo.vllm.scorers import LogprobServer, RewardServer
 from tests.hf import tiny
-from tests.responses import VOCABULARY
+from tests.kit.responses import VOCABULARY
+from tests.kit.workplace import oppo, records, tokenizer
 from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
 from tests.vllm.fake_server import FakeServer
-from tests.workplace import oppo, records, tokenizer
 
 
 @dataclass
@@ -115,7 +114,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StandIn]]:
     StandIn.started.clear()
     monkeypatch.setattr("oppo.run.engines.VllmEngine", StandIn)
     monkeypatch.setattr("oppo.run.engines.VllmPolicy", StandInPolicy)
-    monkeypatch.setattr("oppo.run.engines.require_arguments", require)
+    monkeypatch.setattr("oppo.run.engines.check_arguments", require)
     monkeypatch.setattr("oppo.run.engines.computes_on_cpu", lambda: True)
     yield StandIn.started
     assert all(engine.closed for engine in StandIn.started)
@@ -370,7 +369,7 @@ def scoring(stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> list[St
         return kind.start(model, arguments=arguments, **given)
 
     monkeypatch.setattr("oppo.run.engines.VllmEngine", SimpleNamespace(start=start))
-    monkeypatch.setattr("oppo.run.engines.require_arguments", require)
+    monkeypatch.setattr("oppo.run.engines.check_arguments", require)
     return stand_in
 
 
@@ -495,7 +494,7 @@ def test_the_reference_has_an_engine_of_its_own_which_ends_with_the_run(folder: 
     assert engine.closed
     assert (engine.directory, repr(engine.cores)) == (folder / "actor", "slice(1, 2, None)")
     assert engine.arguments == {
-        "worker_extension_cls": "oppo.vllm.logprobs.LogitsOfPrompts",
+        "worker_extension_cls": "oppo.vllm.plugin.LogitsOfPrompts",
         "dtype": "float32",
         "trust_remote_code": False,
         "max_model_len": 512,

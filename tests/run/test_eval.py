@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 
-from oppo import train
+from oppo import evaluate, train
 from oppo.cli import DONE, FAILED, main
+from oppo.errors import ConfigError
 from oppo.report.metrics import metric
 from oppo.run.checkpoint import CHECKPOINTS, verified
+from tests.docs.test_readme import ROOT, fenced
+from tests.kit.workplace import furnish, oppo, records, start
 from tests.report.tracked import board
 from tests.run.test_resume import stable
-from tests.workplace import furnish, oppo, records, start
 
 EXACT = ("run.deterministic=true", "run.panel=off", "run.trace=0", "run.steps=4", "run.checkpoint_every=2")
 EVAL = ("eval.prompts=held_out.jsonl", "eval.every=2")
@@ -216,6 +220,43 @@ def test_held_out_prompts_may_change_when_a_run_goes_on_and_come_from_a_program(
     run = train(folder / "config.toml", [*EXACT, "run.name=rows", "eval.every=4"], eval_prompts=rows)
     found = [json.loads(line) for line in (run.path / "eval.jsonl").read_text().splitlines()]
     assert [each["step"] for each in found] == [0, 4]
+
+
+def test_a_policy_is_evaluated_as_in_its_run_by_settings_by_rows_and_by_the_directory_of_the_run(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    chosen = [*EXACT, "run.name=apart", "eval.samples=2", "step.overcommit=0"]
+    run = train(folder / "config.toml", chosen, eval_prompts=rows, prompts=rows).path
+    first, *_, last = records(folder, "apart", "eval.jsonl")
+    trained = evaluate(run, eval_prompts=rows)
+    file = evaluate(folder / "config.toml", [*chosen, *EVAL])
+    for found, line in ((trained, last), (file, first)):
+        expected = {name: value for name, value in line.items() if name in found.metrics and name != "eval/seconds"}
+        assert found.metrics == expected | {"eval/seconds": found.metrics["eval/seconds"]}
+        assert found.score == np.mean([each.score for each in found.answers])
+    assert evaluate(run, ["eval.prompts=../../held_out.jsonl"]).metrics["eval/score"] == trained.score
+    with pytest.raises(ConfigError, match="nothing is evaluated without held-out prompts"):
+        evaluate(folder / "config.toml")
+    with pytest.raises(ConfigError, match=r"is a directory, and settings are a file: oppo\.resume goes on"):
+        train(run)
+    with pytest.raises(ConfigError, match="has no trained policy"):
+        evaluate(folder, eval_prompts=rows)
+
+
+@pytest.mark.adapters
+def test_trained_adapters_are_evaluated_on_their_base(folder: Path) -> None:
+    run = train(folder / "config.toml", [*EXACT, *EVAL, "run.name=lora", "models.lora_rank=2"]).path
+    assert evaluate(run).score == records(folder, "lora", "eval.jsonl")[-1]["eval/score"]
+
+
+def test_the_program_of_the_page_trains_goes_on_and_evaluates(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = [block for block in fenced(ROOT / "docs" / "runs.md", "python") if "oppo.evaluate" in block]
+    (folder / "program.py").write_text(program.replace("run.steps=20", "run.steps=2").replace("=40", "=3"))
+    monkeypatch.chdir(folder)
+    runpy.run_path("program.py", run_name="__main__")
+    scores = [records(folder, "first", "eval.jsonl")[at]["eval/score"] for at in (0, -1)]
+    assert capsys.readouterr().out.endswith(f"{scores[0]} {scores[1]}\n")
 
 
 def test_a_reward_that_fails_on_held_out_prompts_fails_as_in_training(

@@ -32,7 +32,7 @@ from oppo.returns import AdaptiveKL, ScoreShaping
 from oppo.run.checkpoint import read_state, write_state
 from oppo.stages import GAE, Generate, GroupRelative, Update
 from oppo.testing import FakePolicy, FakeTrainer, prompts, run_virtual
-from tests.pipelines import Pipeline, Setting, same_batches, settings
+from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
 
 FAST = Setting(
     lengths=(2, 3, 8, 1, 4, 2, 12, 3, 1, 2, 6),

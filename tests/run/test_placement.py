@@ -45,8 +45,8 @@ from oppo.run.memory import (
 from oppo.run.train import FINAL
 from oppo.vllm.arguments import placed, route_of
 from tests.hf import tiny
+from tests.kit.workplace import killed_and_replaced, oppo, records, resume, start, tokenizer
 from tests.placement.instances import gone
-from tests.workplace import killed_and_replaced, oppo, records, resume, start, tokenizer
 
 BOTH = 'placement.trainer=["cpu", "cpu"]'
 

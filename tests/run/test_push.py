@@ -18,7 +18,7 @@ from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load
 from oppo.errors import ConfigError
 from oppo.run.push import CARD, card, push
-from tests.workplace import furnish, oppo
+from tests.kit.workplace import furnish, oppo
 
 
 class Hub(BaseHTTPRequestHandler):

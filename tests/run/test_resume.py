@@ -25,9 +25,9 @@ from oppo.report import observations
 from oppo.report.records import JOURNAL, OBSERVED, SUMMARY, ended, is_locked, rewind
 from oppo.run.checkpoint import COMPLETE, _seal as seal, fingerprints, settings_of, verified
 from oppo.run.train import FINAL, prepare
-from tests.forked import Program
 from tests.hf import tiny
-from tests.workplace import furnish, oppo, records, resume, start, tokenizer, weights
+from tests.kit.forked import Program
+from tests.kit.workplace import furnish, oppo, records, resume, start, tokenizer, weights
 
 STEPS = 6
 EXACT = (f"run.steps={STEPS}", "run.deterministic=true", "run.checkpoint_every=2", "step.chunk=3", "run.trace=0")

@@ -24,7 +24,7 @@ from tests.config.test_refusals import entries
 from tests.hf import tiny
 from tests.hf.as_text.test_whole import classifier, sentence_encoder
 from tests.hf.spot_tokenizers import TEMPLATE, spot
-from tests.workplace import furnish, oppo, records, tokenizer
+from tests.kit.workplace import furnish, oppo, records, tokenizer
 
 JUDGES = """
 import os

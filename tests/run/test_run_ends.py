@@ -30,9 +30,9 @@ from oppo.run.checkpoint import CHECKPOINTS
 from oppo.run.observers import EVENTS
 from oppo.run.train import FINAL, prepare, run
 from oppo.signals import Stopped
-from tests.forked import Program
+from tests.kit.forked import Program
+from tests.kit.workplace import furnish, oppo, records, resume, start
 from tests.report.tracked import board, history, logs, texts, trackio_history
-from tests.workplace import furnish, oppo, records, resume, start
 
 MISCHIEF = """
 import asyncio, os, sys, threading, time

@@ -32,9 +32,9 @@ from oppo.run.graph import admission_of, chunks_of
 from oppo.run.train import FINAL, prepare, run
 from oppo.testing import Recorder
 from tests.hf import tiny
+from tests.kit.workplace import oppo, records, require_bounded_staleness, resume, tokenizer, weights
 from tests.report.synthetic import all_nested
 from tests.run.test_placement import resting
-from tests.workplace import oppo, records, require_bounded_staleness, resume, tokenizer, weights
 
 
 @pytest.mark.parametrize(

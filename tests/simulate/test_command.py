@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oppo.cli import main
-from tests.workplace import furnish, oppo, records
+from tests.kit.workplace import furnish, oppo, records
 
 SCHEDULES = (
     "serial",

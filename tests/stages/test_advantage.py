@@ -34,8 +34,8 @@ from oppo.stages import GAE, GroupRelative, ScoredRollout
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.batch import scored_rollout
 from oppo.testing import FakeScorer, fake_scalar, run_virtual
-from tests.known import known
-from tests.pipelines import Pipeline, Setting, same_batches
+from tests.kit.known import known
+from tests.kit.pipelines import Pipeline, Setting, same_batches
 
 
 def finish(rollout: int) -> Finish:

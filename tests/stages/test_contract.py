@@ -43,7 +43,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from tests.pipelines import Pipeline, Setting
+from tests.kit.pipelines import Pipeline, Setting
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)
 

@@ -22,8 +22,8 @@ from oppo.stages import Generate
 from oppo.stages.ledger import RolloutSnapshot
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
 from oppo.turns import Answer, Answered, Turn, turns_answered
-from tests.known import known
-from tests.pipelines import Pipeline, Setting, same_batches, settings
+from tests.kit.known import known
+from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
 
 TurnOutcome = Answer | Drop | None
 

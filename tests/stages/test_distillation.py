@@ -21,7 +21,7 @@ from oppo.stages import GAE, Distillation, GroupRelative, InParts, Score
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.batch import ScoredRollout
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
-from tests.known import known
+from tests.kit.known import known
 
 SCORED = (FakeScorer(fake_scalar), FakeTrainer())
 

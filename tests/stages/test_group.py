@@ -38,8 +38,8 @@ from oppo.returns import GROUP_EPSILON, AdaptiveKL, GroupAdvantage, NamedScores,
 from oppo.rewards import Rewards
 from oppo.stages import GAE, Generate, GroupRelative, InParts, Score, ScoredRollout, Update
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, Fault, FaultyTrainer, Raise, fake_scalar, run_virtual
-from tests.known import known
-from tests.pipelines import Tap
+from tests.kit.known import known
+from tests.kit.pipelines import Tap
 
 SAMPLES = 3
 

@@ -26,7 +26,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from tests.pipelines import Tap, same_batches
+from tests.kit.pipelines import Tap, same_batches
 
 
 class Kept:

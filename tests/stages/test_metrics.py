@@ -49,7 +49,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from tests.pipelines import Pipeline, Setting
+from tests.kit.pipelines import Pipeline, Setting
 
 
 def in_flight(rollout: int, unit: int, length: int = 0, reason: FinishReason | None = None) -> InFlightRollout:

@@ -19,7 +19,7 @@ from oppo.scorers import ScorerCapabilities
 from oppo.stages import Score
 from oppo.stages.score import Backlog
 from oppo.testing import FakeCritic, FakeScorer, fake_scalar, run_virtual
-from tests.pipelines import Pipeline, Setting, same_batches
+from tests.kit.pipelines import Pipeline, Setting, same_batches
 
 
 def prompt(rollout: int) -> Prompt:

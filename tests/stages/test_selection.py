@@ -19,7 +19,7 @@ from oppo.stages import Generate, GroupRelative, Selection, Update
 from oppo.stages.selection import REJECTED, Round, Rounds, differ
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, run_virtual
 from tests.invariants.test_groups import Grouped, groups
-from tests.pipelines import Setting, motions, on_policy, same_batches
+from tests.kit.pipelines import Setting, motions, on_policy, same_batches
 
 CARRIED = Setting(lengths=(5, 9, 3, 30, 21, 7, 8, 60), extra=2, steps=4, samples=2, reward=0.03)
 

@@ -22,7 +22,7 @@ from oppo.stages import Score, Update, synced_models
 from oppo.stages.sync import WeightSync
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
 from oppo.weight_sync import ServesByReference, sync
-from tests.pipelines import Pipeline, Setting, settings
+from tests.kit.pipelines import Pipeline, Setting, settings
 
 AT_ONCE = Capabilities(turns=True, loads_while_decoding="between decode steps")
 

@@ -21,8 +21,8 @@ from oppo.report.log import dump_batch
 from oppo.stages import GAE, Generate, Update
 from oppo.stages.update import composition
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, run_virtual
-from tests.known import deep
-from tests.pipelines import Pipeline, Setting
+from tests.kit.known import deep
+from tests.kit.pipelines import Pipeline, Setting
 from tests.report.synthetic import batch, finish
 
 

@@ -33,9 +33,9 @@ from oppo.testing import (
     run_virtual,
 )
 from oppo.testing.faulty import FaultKind, Method
-from tests.faulty import Case, FaultyPipeline, stage_of
 from tests.kit.faults import SPOILT, Garbage, HalfSynced, LoseSessions, Spoilt
-from tests.pipelines import Setting, same_batches
+from tests.kit.faulty import Case, FaultyPipeline, stage_of
+from tests.kit.pipelines import Setting, same_batches
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=4)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Program
+from tests.kit.forked import Program
 
 pytest_plugins = ["pytester"]
 

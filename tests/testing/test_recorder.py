@@ -35,8 +35,8 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from tests.known import known
-from tests.pipelines import Pipeline, Setting, settings
+from tests.kit.known import known
+from tests.kit.pipelines import Pipeline, Setting, settings
 
 
 def recorded(setting: Setting, steps: int | None = None) -> Recorder:

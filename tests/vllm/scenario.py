@@ -11,8 +11,7 @@ import pytest
 
 from oppo.vllm import VllmEngine
 from oppo.vllm.engine import Collector, Engine, NewTokens
-from oppo.vllm.logprobs import READING
-from oppo.vllm.reward import QUESTION
+from oppo.vllm.scorers import QUESTION, READING
 
 MADE = 200
 """Tokens of a long request: so many that an engine is still at it when a busy machine comes to pause it."""
@@ -62,7 +61,7 @@ class Reading:
                 continue
             self.news.append(await self.collector.get())
             for token, found in zip(self.news[-1].tokens, self.news[-1].logprobs, strict=True):
-                assert found[token].logprob <= 0
+                assert found[token] <= 0
 
 
 async def begun(engine: Engine, name: str, prompt: Sequence[int], tokens: int, **settings: object) -> Reading:

@@ -36,9 +36,8 @@ from oppo.vllm.arguments import (
     OWNED,
     SETTINGS,
     VALUES,
+    check_arguments,
     engine_arguments,
-    require_arguments,
-    require_routed_experts,
 )
 from oppo.vllm.async_llm import heeded
 from oppo.vllm.engine import LOOK, ServedWeights
@@ -65,7 +64,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(of: Mapping[str, str] = SETTINGS, **arguments: object) -> str:
     with pytest.raises(ConfigError) as caught:
-        require_arguments(arguments, of=of)
+        check_arguments(arguments, of=of)
     return str(caught.value)
 
 
@@ -79,9 +78,9 @@ def test_what_oppo_sets_is_refused_with_the_reason_and_what_users_choose_passes(
     for name, reason in table.items():
         assert refused(of, **{name: "x"}) == f"vllm.{name} is set by oppo, since {reason}: leave it out"
     for name in SETTINGS:
-        require_arguments({name: "x"})
+        check_arguments({name: "x"})
     chosen = {"dtype": "bfloat16", "load_format": "safetensors", "quantization": None, "max_num_seqs": 4}
-    require_arguments({**chosen, "distributed_executor_backend": "mp"}, of=of)
+    check_arguments({**chosen, "distributed_executor_backend": "mp"}, of=of)
 
 
 @pytest.mark.usefixtures("vllm")
@@ -95,23 +94,6 @@ def test_values_that_cannot_work_are_refused() -> None:
         engine_arguments("model", {"enable_chunked_prefill": True}, on_cpu=True, backend="oppo-file")
     with pytest.raises(ConfigError, match=r"no routed experts on a CPU.*trainer\.router_replay = false"):
         engine_arguments("model", {"enable_return_routed_experts": True}, on_cpu=True, backend="oppo-file")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "shown"),
-    [
-        ("enable_prefix_caching", False, "false"),
-        ("pipeline_parallel_size", 2, "2"),
-        ("decode_context_parallel_size", 2, "2"),
-        ("prefill_context_parallel_size", 2, "2"),
-    ],
-)
-def test_experts_are_not_replayed_where_vllm_gives_none(name: str, value: int, shown: str) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.router_replay = true .*vllm\.{name} = {shown}:"):
-        require_routed_experts({name: value}, on_cpu=False)
-    with pytest.raises(ConfigError, match=rf"vllm\.{name} = {shown}"):
-        engine_arguments("model", {"enable_return_routed_experts": True, name: value}, on_cpu=False, backend="nccl")
-    require_routed_experts({name: 1}, on_cpu=False)
 
 
 @pytest.mark.usefixtures("vllm")
@@ -450,8 +432,8 @@ def weights(**changes: Any) -> dict[str, Tensor]:
 def test_a_models_own_weights_pass_whether_tied_ones_come_once_or_twice(tied: bool) -> None:
     served = ServedWeights.of("actor", config(tie_word_embeddings=tied))
     model = LlamaForCausalLM(config(tie_word_embeddings=tied))
-    served.require(model.state_dict())
-    served.require(dict(model.named_parameters()))
+    served.check(model.state_dict())
+    served.check(dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize(
@@ -465,14 +447,14 @@ def test_a_models_own_weights_pass_whether_tied_ones_come_once_or_twice(tied: bo
 )
 def test_those_of_another_model_are_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ServedWeights.of("actor", config()).require(weights(**changes))
+        ServedWeights.of("actor", config()).check(weights(**changes))
 
 
 def test_an_output_layer_of_its_own_is_missed_where_it_is_not_tied() -> None:
     without = {name: tensor for name, tensor in weights().items() if name != "lm_head.weight"}
     with pytest.raises(ModelError, match=r"1 missing \(lm_head\.weight\)"):
-        ServedWeights.of("actor", config()).require(without)
-    ServedWeights.of("actor", config(tie_word_embeddings=True)).require(without)
+        ServedWeights.of("actor", config()).check(without)
+    ServedWeights.of("actor", config(tie_word_embeddings=True)).check(without)
 
 
 def test_it_takes_no_memory() -> None:

@@ -19,7 +19,7 @@ from oppo.run.checkpoint import write_state
 from oppo.stages import Update
 from oppo.testing import FakePolicy, FakeTrainer, check_policy, run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
-from tests.pipelines import Pipeline, Setting
+from tests.kit.pipelines import Pipeline, Setting
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, engine_of, running
 

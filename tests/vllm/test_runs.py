@@ -31,11 +31,11 @@ from oppo.turns import turns_answered
 from oppo.vllm import VllmPolicy
 from oppo.vllm.arguments import engine_arguments
 from oppo.weight_sync import sync
-from tests.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue
-from tests.pipelines import Pipeline, Setting
+from tests.kit.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue
+from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.workplace import furnish
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, experts_of, running
-from tests.workplace import furnish
 
 TALKING = Sampling(max_new_tokens=60, stop=(2, 3), seed=5)
 

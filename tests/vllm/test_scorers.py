@@ -19,9 +19,9 @@ from oppo.models import Sampling
 from oppo.observe import Span
 from oppo.returns import TopLogprobs
 from oppo.testing import check_scorer, run_virtual
-from oppo.vllm.logprobs import LogitsOfPrompts, LogprobServer, VllmLogprobs
-from oppo.vllm.reward import RewardServer, VllmReward
-from tests.responses import EOS, PADDING, VOCABULARY, answered, chunk, endings, responses, stream
+from oppo.vllm.plugin import LogitsOfPrompts
+from oppo.vllm.scorers import LogprobServer, RewardServer, VllmLogprobs, VllmReward
+from tests.kit.responses import EOS, PADDING, VOCABULARY, answered, chunk, endings, responses, stream
 from tests.vllm.fake_engine import BLOCK, FakeAsyncLLM, engine_of, logprobs_after, score
 from tests.vllm.fake_server import FakeServer
 

@@ -23,9 +23,9 @@ from oppo.log import routed
 from oppo.models import Sampling, Weights
 from oppo.testing import check_policy, run_virtual
 from oppo.vllm import VllmPolicy, VllmServer
+from oppo.vllm.arguments import ServerSettings
 from oppo.vllm.engine import NewTokens
-from oppo.vllm.http import Inbox, ServedLogprob
-from oppo.vllm.server import ServerSettings
+from oppo.vllm.server import Inbox
 from oppo.vllm.sync import FILES, FileSender, WeightFiles
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, Request, running
@@ -392,8 +392,8 @@ def test_a_closed_server_is_left_to_others() -> None:
 def test_an_error_waits_behind_the_tokens_before_it() -> None:
     async def main() -> None:
         inbox = Inbox()
-        inbox.put(NewTokens([1], [{1: ServedLogprob(-1.0)}]))
-        inbox.put(NewTokens([2], [{2: ServedLogprob(-1.0)}], "stop"))
+        inbox.put(NewTokens([1], [{1: -1.0}]))
+        inbox.put(NewTokens([2], [{2: -1.0}], "stop"))
         inbox.fail(ValueError("gone"))
         new = await inbox.get()
         assert (new.tokens, new.reason) == ([1, 2], "stop")
@@ -565,7 +565,7 @@ def test_a_shared_file_has_a_new_name_each_time_and_is_removed_in_the_end(tmp_pa
 def test_a_server_that_takes_weights_by_nccl_needs_a_trainer_on_a_gpu(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oppo.vllm.http.require", lambda *given, **more: None)
+    monkeypatch.setattr("oppo.vllm.server.require", lambda *given, **more: None)
     fake = FakeServer(instead={"/get_world_size": httpx.Response(200, json={"world_size": 4})})
     fake.config["weight_transfer_config"]["backend"] = "oppo-nccl"
     if device == "cpu":

@@ -42,7 +42,7 @@ from oppo.testing import FakePolicy, FakeTrainer, check_scorer, prompts
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.spot_tokenizers import CORPUS, MAKES, TEMPLATE, TRIMMING, byte_tokenizer, spot
-from tests.responses import chunk, stream
+from tests.kit.responses import chunk, stream
 
 WORDS = " ".join(CORPUS[:6]).split(" ")
 

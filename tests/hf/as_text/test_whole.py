@@ -34,7 +34,7 @@ from oppo.testing import check_scorer
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.spot_tokenizers import CORPUS, TEMPLATE, spot
-from tests.responses import chunk, stream
+from tests.kit.responses import chunk, stream
 
 POLICY = spot("byte-level")
 load_encoder = tiny.apart(load_here)

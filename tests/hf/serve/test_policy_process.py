@@ -32,12 +32,12 @@ from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Process, Thread
 from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
-from tests.dialogues import ANSWER
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, serving, told
-from tests.pipelines import Tap
-from tests.workplace import tokenizer
+from tests.kit.dialogues import ANSWER
+from tests.kit.pipelines import Tap
+from tests.kit.workplace import tokenizer
 
 DRAWN = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
 

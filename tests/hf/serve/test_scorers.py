@@ -44,9 +44,9 @@ from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.serve.test_whole import causal as only_whole
 from tests.hf.stories import Story, allowed, full_logprobs, prompts, serving, told
-from tests.known import known
-from tests.responses import EOS, PADDING, chunk, endings, responses, stream
-from tests.workplace import tokenizer
+from tests.kit.known import known
+from tests.kit.responses import EOS, PADDING, chunk, endings, responses, stream
+from tests.kit.workplace import tokenizer
 
 TEMPERATURE = 0.7
 

@@ -46,9 +46,9 @@ from oppo.vllm import VllmPolicy
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.stories import full_logprobs, prompts
-from tests.known import known
-from tests.pipelines import Tap
-from tests.responses import responses, stream
+from tests.kit.known import known
+from tests.kit.pipelines import Tap
+from tests.kit.responses import responses, stream
 from tests.test_returns import EVERY
 from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, engine_of, running
 

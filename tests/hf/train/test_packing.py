@@ -28,7 +28,7 @@ from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, rollouts
-from tests.known import known
+from tests.kit.known import known
 
 LENGTHS = ((3, 5), (9, 1), (1, 4))
 """Tokens of each row's prompt and response."""

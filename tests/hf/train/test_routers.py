@@ -33,11 +33,11 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from oppo.turns import turns_answered
-from tests.dialogues import at_once, dialogue
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, restored_between_updates, rollouts, trainer_of
 from tests.invariants import test_equivalence as equivalence
-from tests.known import known
+from tests.kit.dialogues import at_once, dialogue
+from tests.kit.known import known
 
 NAMES = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
 """Routers that choose by probabilities, by probabilities not renormalised, by logits, and by biased groups."""

@@ -44,7 +44,7 @@ from oppo.training import TrainerSettings
 from tests.golden import fixed
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.known import known
+from tests.kit.known import known
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SAMPLING = Sampling(max_new_tokens=16, stop=(2,))

@@ -31,8 +31,8 @@ from oppo.scheduling import Preemptible
 from oppo.testing import check_scorer
 from oppo.training import TrainerSettings
 from tests.hf import child, tiny
+from tests.kit.responses import responses, stream
 from tests.placement.ray.machines import Machine, Machines
-from tests.responses import responses, stream
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

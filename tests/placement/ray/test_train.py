@@ -15,8 +15,8 @@ from oppo.demo.assets import cache_directory, make_assets
 from oppo.demo.run import SHORT, settings_of
 from oppo.report.records import read
 from oppo.run.train import FINAL, train
+from tests.kit.workplace import furnish, killed_and_replaced, oppo, records, resume, start
 from tests.placement.ray.machines import MARK, Machines
-from tests.workplace import furnish, killed_and_replaced, oppo, records, resume, start
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

@@ -16,8 +16,8 @@ from uuid import uuid4
 from transformers import LlamaConfig
 
 from oppo.vllm.processes import TRACKER
-from tests import workplace
 from tests.hf import tiny
+from tests.kit import workplace
 
 MARK = "OPPO_TEST_PROGRAM"
 

@@ -17,11 +17,11 @@ from oppo.placement import Thread
 from oppo.returns import TopLogprobs
 from oppo.testing import check_scorer
 from oppo.vllm import VllmEngine, VllmLogprobs
-from oppo.vllm.logprobs import LOGPROBS, LogprobServer
-from tests.responses import VOCABULARY as SAMPLED, answered, finishes, responses, stream
+from oppo.vllm.scorers import LOGPROBS, LogprobServer
+from tests.kit.responses import VOCABULARY as SAMPLED, answered, finishes, responses, stream
+from tests.kit.workplace import tokenizer
 from tests.vllm import scenario
 from tests.vllm.real.conftest import VOCABULARY, scoring_server, tiny_actor
-from tests.workplace import tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 

@@ -20,10 +20,9 @@ from oppo.testing import check_policy
 from oppo.turns import turns_answered
 from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
 from oppo.vllm.async_llm import Collected
-from oppo.vllm.engine import NewTokens
-from oppo.vllm.requests import Request
+from oppo.vllm.engine import NewTokens, Request
 from oppo.vllm.sync import FILES, WeightFiles, fingerprints, untied
-from tests.dialogues import ANSWER, dialogue
+from tests.kit.dialogues import ANSWER, dialogue
 from tests.vllm import scenario
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor

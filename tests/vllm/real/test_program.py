@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.workplace import records
 from tests.vllm.real.conftest import blocks_of, left_behind, require_swept
 from tests.vllm.real.program import Program, furnish
-from tests.workplace import records
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

@@ -18,6 +18,7 @@ from oppo.models import Sampling
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.processes import ServerProcess
 from oppo.vllm.sync import FILES, HostedFiles
+from tests.kit.workplace import records
 from tests.placement.ray.machines import MARK, Machines, machines
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import tiny_actor
@@ -25,7 +26,6 @@ from tests.vllm.real.program import furnish
 from tests.vllm.real.test_adapters import TOLERANCE, adapted, respond, weights
 from tests.vllm.real.test_policy import logprobs_of, some
 from tests.vllm.real.test_program import ENGINE, train
-from tests.workplace import records
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 

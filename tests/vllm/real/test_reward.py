@@ -16,11 +16,11 @@ from oppo.hf.serve.scorers import RewardModel
 from oppo.placement import Thread
 from oppo.testing import check_scorer
 from oppo.vllm import VllmEngine, VllmReward
-from oppo.vllm.reward import SCALAR, RewardServer
-from tests.responses import EOS, PADDING, VOCABULARY, answered, endings, finishes, responses, stream
+from oppo.vllm.scorers import SCALAR, RewardServer
+from tests.kit.responses import EOS, PADDING, VOCABULARY, answered, endings, finishes, responses, stream
+from tests.kit.workplace import tokenizer
 from tests.vllm import scenario
 from tests.vllm.real.conftest import scoring_server
-from tests.workplace import tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 

@@ -23,10 +23,10 @@ from benchmarks.ladder.pipeline import Seat, Seats, pipeline
 from benchmarks.ladder.workloads import MODES, SMOKE
 from benchmarks.vllm.learning import SEEDS, measure
 from tests.hf import tiny
+from tests.kit.workplace import furnish, oppo, records, tokenizer
 from tests.vllm.real.conftest import engine_processes, tiny_actor
 from tests.vllm.real.program import Program
 from tests.vllm.real.test_reward import BLOCK, TOLERANCE, saved
-from tests.workplace import furnish, oppo, records, tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

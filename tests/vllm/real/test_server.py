@@ -26,11 +26,11 @@ from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.processes import kill_group
 from oppo.vllm.server import start_command
 from oppo.vllm.sync import free_port
+from tests.kit.workplace import furnish, oppo, records
 from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor, wait_until_healthy
 from tests.vllm.real.test_adapters import adapted, respond, weights
 from tests.vllm.real.test_policy import logprobs_of, read, some, tokens_of, until, whole
-from tests.workplace import furnish, oppo, records
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -137,8 +137,8 @@ async def test_it_keeps_the_contract_of_a_policy(server: VllmServer) -> None:
 
 async def test_tokens_have_the_log_probs_of_the_weights_that_they_name_across_deferrals(server: VllmServer) -> None:
     models = [tiny_actor(seed) for seed in range(3)]
-    sampling = Sampling(max_new_tokens=200, top_k=VOCABULARY - 1, seed=1)
-    policy = VllmPolicy(server, sampling=sampling, limit=lambda prompt: 8 + 90 * prompt.rollout)
+    sampling = Sampling(max_new_tokens=700, top_k=VOCABULARY - 1, seed=1)
+    policy = VllmPolicy(server, sampling=sampling, limit=lambda prompt: 8 + 300 * prompt.rollout)
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(3)
     decodes = await policy.open(prompts)
@@ -150,7 +150,7 @@ async def test_tokens_have_the_log_probs_of_the_weights_that_they_name_across_de
                 readers.start_soon(read, decode, pieces[decode.prompt.rollout])
         if version < 2:
             await policy.load(Weights(version + 1, models[version + 1].state_dict()))
-    assert [len(tokens_of(each)) for each in pieces] == [8, 98, 188]
+    assert [len(tokens_of(each)) for each in pieces] == [8, 308, 608]
     assert set(np.concatenate([piece.versions for piece in pieces[2]]).tolist()) == {0, 1, 2}
     for prompt, each in zip(prompts, pieces, strict=True):
         wanted = await reference.logprobs(models, prompt, each)

@@ -11,7 +11,7 @@ import pytest
 from oppo.durable import temporary
 from oppo.errors import ConfigError
 from oppo.vllm import VllmEngine
-from oppo.vllm.arguments import OWNED, SETTINGS, VALUES, known_arguments, require_arguments
+from oppo.vllm.arguments import OWNED, SETTINGS, VALUES, check_arguments, known_arguments
 from tests.vllm.real.conftest import engine_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -34,9 +34,9 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def test_arguments_are_those_of_the_installed_version() -> None:
-    require_arguments({"max_num_seqs": 4, "tensor_parallel_size": 1, "quantization": None})
+    check_arguments({"max_num_seqs": 4, "tensor_parallel_size": 1, "quantization": None})
     with pytest.raises(ConfigError, match=r"vllm\.max_num_seq: .* did you mean vllm\.max_num_seqs\?"):
-        require_arguments({"max_num_seq": 4})
+        check_arguments({"max_num_seq": 4})
     assert known_arguments() >= OWNED.keys() | SETTINGS.keys() | VALUES.keys(), "nothing is refused that is no more"
 
 

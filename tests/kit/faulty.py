@@ -27,7 +27,7 @@ from oppo.testing import (
     faulty_reward,
     run_virtual,
 )
-from tests.pipelines import Pipeline, Setting, Tap
+from tests.kit.pipelines import Pipeline, Setting, Tap
 
 Kind = Literal["overcommit", "adaptive", "batched"]
 

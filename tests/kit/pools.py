@@ -31,7 +31,7 @@ from oppo.testing import (
     run_virtual,
 )
 from oppo.turns import Environment
-from tests.pipelines import Pipeline
+from tests.kit.pipelines import Pipeline
 
 How: TypeAlias = Literal["raises", "falls silent", "hangs"]
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from oppo.cli import main
 from oppo.report.metrics import in_own_names, metrics_of
 from oppo.run.train import FINAL
-from tests.forked import Program
 from tests.hf import tiny
+from tests.kit.forked import Program
 
 CONFIG = """
 [run]
