@@ -407,11 +407,11 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
             f"run; what may change is {', '.join(sorted(free if deterministic else free | rounding))}"
             + ", and what [vllm] holds"
-            * (settings.models.engine == "vllm")
+            * bool(settings.vllm)
         )
     if fingerprint("") not in (before.get(CLUSTER), now[CLUSTER]):
         changed -= {CLUSTER}
-    if deterministic and (refused := sorted(changed & rounding)):
+    if deterministic and (refused := sorted(key for key in changed if of_rewards(key) in rounding)):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed that is deterministic{where}: sums would be "
             "rounded in another order, and every bit is to be that of an uninterrupted run; start a new run for that"
@@ -431,18 +431,6 @@ def of_rewards(key: str) -> str:
         ('rewards.N.timeout', 'run.steps')
     """
     return re.sub(r"^rewards\.\d+\.", "rewards.N.", key)
-
-
-def require_same_run(
-    checkpoint: Checkpoint,
-    settings: Settings,
-    now: Provenance,
-    *,
-    accept_changed_code: bool,
-) -> None:
-    before = Provenance.restored(checkpoint.state())
-    require_same(before.settings, settings, of="its checkpoint")
-    require_continued(before, now, settings.files, accept_changed_code=accept_changed_code)
 
 
 def locked(directory: Path) -> Lock:

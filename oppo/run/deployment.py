@@ -24,7 +24,7 @@ from oppo.hf.devices import (
     require_sharable_memory,
     use_cores,
 )
-from oppo.hf.memory import Hardware
+from oppo.hf.memory import Hardware, Load
 from oppo.log import logger
 from oppo.placement import Place, Process
 from oppo.training import TrainerSettings
@@ -73,6 +73,13 @@ class Deployment:
         """Return the deployment of a run whose learning-rate schedule spans ``steps``."""
         settings = self.settings.spanning(steps)
         return replace(self, settings=settings, trainer=settings.trainer)
+
+    def load(self, prompt: int) -> Load:
+        """Return what the models hold at once, with prompts of so many tokens."""
+        step, response = self.settings.step, self.settings.sampling.max_new_tokens
+        # a stage has one step at a time, however many are alive: a model holds the rollouts of one, and the deferred
+        rollouts = (step.batch + step.most_overcommit) * self.settings.algorithm.responses
+        return Load(rollouts, prompt, response, step.chunk if isinstance(step.chunk, int) else response)
 
     @property
     def gpus(self) -> int | None:

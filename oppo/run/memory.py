@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from oppo.config.rewards import ModelRewardSection, VllmRewardSection
 from oppo.config.scorers import OnVllm
 from oppo.config.sections import SamplingSection
-from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.hf.as_text.whole import transformer_of
@@ -184,17 +183,10 @@ class Outlines:
             raise type(error)(f"{key}: {error}") from error
 
 
-def load_of(settings: Settings, prompt: int) -> Load:
-    response, chunk = settings.sampling.max_new_tokens, settings.step.chunk
-    # A stage has one step at a time, however many are alive: each model holds the rollouts of one, and the deferred.
-    rollouts = (settings.step.batch + settings.step.most_overcommit) * settings.algorithm.responses
-    return Load(rollouts, prompt, response, chunk if isinstance(chunk, int) else response)
-
-
 def fitted(deployment: Deployment) -> Deployment:
     """Check that the models fit, and choose what memory decides: tokens of a micro-batch, the share of an engine."""
     _require_memory(deployment)
-    load = load_of(deployment.settings, deployment.settings.data.max_prompt_tokens)
+    load = deployment.load(deployment.settings.data.max_prompt_tokens)
     if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
         logger.info("counting memory, for trainer.micro_batch_tokens")
     with routed(), suppress(ConfigError, ModelError):  # loading says what is wrong
@@ -385,7 +377,7 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
         return replace(load, rollouts=-(-groups // deployment.devices.replicas) * responses)
 
     if load is None:
-        return of_shortest(made.actor, share(load_of(settings, 1)).rollouts)
+        return of_shortest(made.actor, share(deployment.load(1)).rollouts)
     return of_policy(made.actor, share(load), _sampling(settings.sampling), prefill_tokens=PREFILL_TOKENS)
 
 

@@ -21,7 +21,7 @@ from oppo.algorithms.group import DAPO
 from oppo.cli import DONE, UNUSABLE
 from oppo.config.load import load
 from oppo.run.deployment import Deployment
-from oppo.run.memory import Expected, expected, load_of
+from oppo.run.memory import Expected, expected
 from oppo.run.train import FINAL
 from oppo.stages.advantage import OF_THE_REFERENCE
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar
@@ -300,7 +300,8 @@ def _needs(folder: Path, *chosen: str) -> list[Expected]:
 def test_the_teacher_is_counted_and_placed_like_the_reference(taught: Path) -> None:
     settings = load(taught / "config.toml", [*ALONE, "models.reference=actor", "placement.teacher=cpu"])
     assert Deployment.of(settings).scored == ["reference", "reward", "teacher"]
-    needs = {each.model: each for each in expected(Deployment.of(settings), load_of(settings, 6))}
+    deployment = Deployment.of(settings)
+    needs = {each.model: each for each in expected(deployment, deployment.load(6))}
     assert needs["teacher"].bytes == needs["reference"].bytes
     assert "teacher" in settings.can_be_remote
     assert load(taught / "config.toml", ALONE).toml() == load(taught / "config.toml", ALONE).changed({}).toml()

@@ -18,15 +18,16 @@ from transformers import PreTrainedModel
 
 from oppo.cli import DONE, FAILED, UNUSABLE
 from oppo.config.load import resolve
+from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.events import Prompt
 from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.hf.kv.reader import Incremental
-from oppo.placement import Thread
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.run.checkpoint import settings_of
 from oppo.run.models import policy_tokenizer
-from oppo.run.rewards import UserCode
+from oppo.run.rewards import AnyEnvironment, environment_of
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
 from tests.config.test_refusals import entries
@@ -59,6 +60,10 @@ def document(**data: object) -> dict[str, Any]:
     return {"models": {"policy": "actor"}, "rewards": [{"source": "reward.py:short"}], "data": given}
 
 
+def environment(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment | None:
+    return environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
+
+
 def rendered(folder: Path, **data: object) -> str:
     found = policy_tokenizer(resolve(document(**data), folder))
     return found.decode_whole(found.encode_chat([{"role": "user", "content": "hello"}]))
@@ -88,11 +93,8 @@ def test_a_class_of_environments_is_refused_where_a_function_is_expected(folder:
     (folder / "reward.py").write_text("def short(prompts, completions): return [0.0 for _ in completions]\n")
     (folder / "game.py").write_text("class Game:\n    def reset(self): ...\n    def play(self): ...\n")
     settings = resolve({**document(), "environment": {"source": "game.py:Game"}}, folder)
-    with (
-        Thread("scorers") as place,
-        pytest.raises(ConfigError, match=r"game.py:Game' is a class .* environment.factory"),
-    ):
-        UserCode.of(settings, policy_tokenizer(settings), place)
+    with pytest.raises(ConfigError, match=r"game.py:Game' is a class .* environment.factory"):
+        environment(settings, policy_tokenizer(settings))
 
 
 @pytest.mark.parametrize(
@@ -655,10 +657,9 @@ def test_special_tokens_that_an_answer_spells_are_ordinary_text_unless_they_are_
         "environment": {"source": "tools.py:forging", "keep_special_tokens": keeps},
     }
     tokenizer, tokens = byte_tokenizer(), np.array([70, 71], np.int32)
-    with Thread("scorers") as place:
-        environment = UserCode.of(resolve(document, turning), tokenizer, place).environment
-    assert environment is not None
-    answer = run_virtual(environment.answer, Turn(Prompt(0, 0, tokens), 0, tokens))
+    made = environment(resolve(document, turning), tokenizer)
+    assert made is not None
+    answer = run_virtual(made.answer, Turn(Prompt(0, 0, tokens), 0, tokens))
     assert isinstance(answer, Answer)
     assert (answer.tokens.tolist() == [3]) is keeps
     assert tokenizer.decode_whole(answer.tokens.tolist()) == "<|end|>"

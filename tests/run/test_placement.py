@@ -39,7 +39,6 @@ from oppo.run.memory import (
     crowded,
     engine_share,
     expected,
-    load_of,
     with_micro_batches,
 )
 from oppo.run.train import FINAL
@@ -149,7 +148,8 @@ def test_memory_is_counted_of_each_replica_of_a_policy(folder: Path) -> None:
 
     def counted(*overrides: str) -> dict[str, Expected]:
         settings = load(folder / "config.toml", overrides)
-        needs = expected(Deployment.of(settings, assumed), load_of(settings, 6))
+        deployment = Deployment.of(settings, assumed)
+        needs = expected(deployment, deployment.load(6))
         return {each.model: each for each in needs}
 
     one, two = counted(), counted("placement.policy_replicas=2", "placement.policy=cuda:2")
@@ -261,7 +261,9 @@ def test_adapters_alone_go_to_an_engine_of_several_gpus_also_from_one_of_these(f
 
 def micro_batch(folder: Path, chosen: Sequence[str], assumed: Hardware) -> int | None:
     settings = load(folder / "config.toml", chosen)
-    return with_micro_batches(Deployment.of(settings, assumed), load_of(settings, 64)).trainer.micro_batch_tokens
+    return with_micro_batches(
+        deployment := Deployment.of(settings, assumed), deployment.load(64)
+    ).trainer.micro_batch_tokens
 
 
 def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(folder: Path) -> None:
@@ -270,7 +272,8 @@ def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(fold
     assert micro_batch(folder, ["trainer.micro_batch_tokens=512"], roomy) == 512
     assert micro_batch(folder, ["models.device=cpu"], roomy) == 2048
     settings = load(folder / "config.toml", ["trainer.micro_batch_tokens=4096"])
-    needs = expected(Deployment.of(settings, roomy), load_of(settings, 64))
+    deployment = Deployment.of(settings, roomy)
+    needs = expected(deployment, deployment.load(64))
     least = sum(each.bytes.total for each in needs)
     once = sum(each.bytes.activations for each in needs if each.model == "trainer")
     sizes = [micro_batch(folder, [], replace(roomy, bytes=least + times * once)) for times in (0, 1, 3, 6, 7)]
@@ -282,10 +285,11 @@ def test_memory_is_counted_of_sequences_that_the_models_read(folder: Path) -> No
     roomy = Hardware.assumed("1xH100-80GB")
     settings = load(folder / "config.toml")
     longest = positions_of(ModelRecipe(path=settings.models.policy))
-    deployment, most = Deployment.of(settings, roomy), load_of(settings, settings.data.max_prompt_tokens)
+    deployment = Deployment.of(settings, roomy)
+    most = deployment.load(settings.data.max_prompt_tokens)
     assert most.sequence > longest
     assert with_micro_batches(deployment, most).trainer.micro_batch_tokens == 32768
-    fits = load_of(settings, longest - settings.sampling.max_new_tokens)
+    fits = deployment.load(longest - settings.sampling.max_new_tokens)
     assert expected(deployment, most) == expected(deployment, fits)
 
 
@@ -347,6 +351,14 @@ def test_an_exact_run_goes_on_with_another_cluster_and_not_without(
         require_same(
             begun, settings(folder, f"placement.cluster={after}", "placement.spread=true", "run.deterministic=true")
         )
+
+
+def test_an_exact_run_does_not_go_on_with_another_engine_of_a_reward(folder: Path) -> None:
+    exact = settings(folder, "run.deterministic=true")
+    begun = fingerprints(exact) | {"rewards.0.engine": "another"}
+    with pytest.raises(ConfigError, match=r"rewards\.0\.engine cannot change when a run is resumed that is determ"):
+        require_same(begun, exact)
+    require_same(begun, settings(folder))
 
 
 def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) -> None:
@@ -422,7 +434,8 @@ MIB = 1 << 20
 @cache  # what is done under load takes a second
 def needs(folder: Path, *overrides: str, at_rest: bool = False) -> dict[str, Bytes]:
     settings = load(folder / "config.toml", overrides)
-    found = expected(Deployment.of(settings), None if at_rest else load_of(settings, 6))
+    deployment = Deployment.of(settings)
+    found = expected(deployment, None if at_rest else deployment.load(6))
     return {each.model: each.bytes for each in found}
 
 

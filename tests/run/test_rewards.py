@@ -19,7 +19,7 @@ from oppo.config.load import load
 from oppo.errors import ConfigError
 from oppo.run.checkpoint import settings_of
 from oppo.run.deployment import Deployment
-from oppo.run.memory import expected, load_of
+from oppo.run.memory import expected
 from tests.config.test_refusals import entries
 from tests.hf import tiny
 from tests.hf.as_text.test_whole import classifier, sentence_encoder
@@ -309,7 +309,8 @@ def test_a_critic_starts_from_the_first_reward_model_that_can_be_one(
 
 def test_the_doctor_knows_what_reward_models_of_every_kind_need(workplace: Path) -> None:
     settings = load(workplace / "config.toml", [EVERY_KIND.replace("\n", " ")])
-    worst = {each.model: each.bytes for each in expected(Deployment.of(settings), load_of(settings, 6))}
+    deployment = Deployment.of(settings)
+    worst = {each.model: each.bytes for each in expected(deployment, deployment.load(6))}
     names = ["plain", "bridged", "stepwise", "judged", "alike"]
     assert [name for name in worst if name.startswith("reward.")] == [f"reward.{name}" for name in names]
     assert all(worst[f"reward.{name}"].weights > 0 for name in names)
