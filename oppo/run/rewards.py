@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from oppo.agents import Agents
+from oppo.config.environment import AgentsSection, EnvironmentSection
 from oppo.config.own import naming
 from oppo.config.rewards import (
     EnvironmentRewardSection,
@@ -16,15 +17,7 @@ from oppo.config.rewards import (
     ModelRewardSection,
     RewardSection,
 )
-from oppo.config.sections import (
-    OPENENV,
-    VERIFIERS,
-    AgentsSection,
-    DataSection,
-    EnvironmentSection,
-    RunSection,
-    SamplingSection,
-)
+from oppo.config.sections import OPENENV, VERIFIERS, DataSection, RunSection, SamplingSection
 from oppo.data.prompts import Begin
 from oppo.environments import (
     EnvironmentClass,
