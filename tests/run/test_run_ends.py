@@ -311,7 +311,7 @@ oppo.run.observers.StallLimits = functools.partial(oppo.run.observers.StallLimit
 
 @pytest.mark.deep
 def test_a_run_whose_trainer_hangs_ends(folder: Path) -> None:
-    overrides = ("run.name=hung", "run.steps=100000", "run.trainer=process", "run.scorers=thread")
+    overrides = ("run.name=trainer-hung", "run.steps=100000", "run.trainer=process", "run.scorers=thread")
     limits = ("run.watchdog_seconds=2", "run.call_timeout=2", "run.checkpoint_every=1")
     with start(folder, *overrides, *limits, before=IMPATIENT) as process:
         child = child_of_begun(process)

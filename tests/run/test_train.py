@@ -171,8 +171,8 @@ def test_a_policy_that_cannot_attend_in_parts_is_trained_and_what_serving_it_cos
     tiny.of(tiny.WHOLE["diffllama"]()).save_pretrained(folder / "whole")
     tokenizer().save_pretrained(folder / "whole")
     overrides = (f"models.policy={folder / 'whole'}", "rewards.0.source=reward.py:short", "models.critic=reward")
-    assert oppo(folder, "", "run.name=whole", "run.panel=lines", *overrides) == 0
-    metrics(folder, "whole")
+    assert oppo(folder, "", "run.name=padded", "run.panel=lines", *overrides) == 0
+    metrics(folder, "padded")
     assert f"{folder / 'whole'} is served with attention 'padded': each row" in capsys.readouterr().err
     assert oppo(folder, "", "run.name=refused", "models.attention=segmented", *overrides) == 2
     refusal = capsys.readouterr().err
