@@ -37,16 +37,6 @@ def test_every_epoch_holds_every_prompt_once_under_consecutive_numbers(count: in
         assert sorted(int(prompt.tokens[0]) for prompt in part) == list(range(count))
 
 
-@given(count=st.integers(1, 9), seed=st.integers(0, 2**32), position=st.integers(0, 40))
-def test_a_stream_goes_on_from_its_position(count: int, seed: int, position: int) -> None:
-    first = PromptStream(pool(count), seed=seed)
-    before = list(islice(first, position))
-    assert len(before) == position
-    second = PromptStream(pool(count), seed=seed)
-    second.load_state_dict(first.state_dict())
-    assert [p.tokens.tolist() for p in islice(second, 5)] == [p.tokens.tolist() for p in islice(first, 5)]
-
-
 Mixture: TypeAlias = Sequence[tuple[int, list[Prompt]]]
 
 seeds = st.integers(0, 2**32)
