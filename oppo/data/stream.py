@@ -165,13 +165,12 @@ class Cycle:
         self._numbers = {place: number for number, place in enumerate(self._places)}
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the source of the prompt with this number, and how many of that source come before it."""
+        # its source, and how many of that source come before it
         cycles, at = divmod(number, len(self._places))
         source, turn = self._places[at]
         return source, cycles * self._weights[source] + turn
 
     def number(self, source: int, ordinal: int) -> int:
-        """Return the number of a source's prompt that comes after ``ordinal`` others of it."""
         cycles, turn = divmod(ordinal, self._weights[source])
         return cycles * len(self._places) + self._numbers[source, turn]
 

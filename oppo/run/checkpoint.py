@@ -121,12 +121,12 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether a checkpoint has ever been named here, whole or not."""
+        # whole or not
         return bool(self._paths())
 
     @property
     def sealed(self) -> bool:
-        """Whether a checkpoint was completed here; its digests are not compared."""
+        # digests are not compared
         return any(_sealed(path) for path in self._paths())
 
     def _discard_damaged(self, path: Path) -> None:
@@ -181,7 +181,6 @@ def read_state(directory: Path) -> State:
 
 
 def verified(path: Path) -> Checkpoint:
-    """Return the checkpoint at ``path`` after comparing every file with its digest."""
     sealed = _sealed(path)
     if sealed is None:
         raise CheckpointError(
@@ -315,7 +314,6 @@ class Provenance:
 def require_continued(
     before: Provenance, now: Provenance, files: Mapping[str, Path], *, accept_changed_code: bool
 ) -> None:
-    """Check that a resumed run has the files it began with; log the differences that are accepted."""
     for name, digest_now in now.files.items():
         if before.files.get(name) == digest_now:
             continue
@@ -423,12 +421,7 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
 
 
 def of_rewards(key: str) -> str:
-    """Return the setting of a reward without its number.
-
-    Example:
-        >>> of_rewards("rewards.0.timeout"), of_rewards("run.steps")
-        ('rewards.N.timeout', 'run.steps')
-    """
+    # the key without the number of its reward, as declarations name it
     return re.sub(r"^rewards\.\d+\.", "rewards.N.", key)
 
 
@@ -440,7 +433,7 @@ def locked(directory: Path) -> Lock:
 
 
 def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew."""
+    # None: the run was killed before its first checkpoint and begins anew
     checkpoint = checkpoints.newest()
     if checkpoint is None:
         if not checkpoints.begun and is_young(directory, run.checkpoint_every):

@@ -64,13 +64,11 @@ class Deployment:
         return cls(settings, _with_types(settings.models, devices, assumed), settings.trainer, devices, assumed)
 
     def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Self:
-        """Return the deployment of changed settings, on the same devices."""
         settings = self.settings.changed(changes)
         models = _with_types(settings.models, self.devices, self.assumed)
         return replace(self, settings=settings, models=models, trainer=settings.trainer)
 
     def spanning(self, steps: int) -> Self:
-        """Return the deployment of a run whose learning-rate schedule spans ``steps``."""
         settings = self.settings.spanning(steps)
         return replace(self, settings=settings, trainer=settings.trainer)
 
@@ -83,12 +81,10 @@ class Deployment:
 
     @property
     def gpus(self) -> int | None:
-        """GPUs of the machine that is assumed."""
         return None if self.assumed is None else self.assumed.gpus
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine besides transformers decodes."""
         return self.models.engine != "transformers"
 
     @property
@@ -110,7 +106,6 @@ class Deployment:
 
     @property
     def teachers(self) -> Sequence[str]:
-        """The teachers that transformers serves."""
         return [name for name in self.models.teachers if name not in self.settings.on_vllm]
 
     @property
@@ -119,7 +114,6 @@ class Deployment:
 
     @property
     def trains_elsewhere(self) -> bool:
-        """Whether training ranks are on other machines."""
         return "trainer" in self.devices.remote
 
     @property
@@ -143,7 +137,6 @@ def _with_types(models: ModelsSection, devices: Devices, assumed: Hardware | Non
 
 
 def places_of(deployment: Deployment) -> DeviceLayout:
-    """Start the places of a run, in this process, beside it, and in a Ray cluster."""
     devices, run, cores = deployment.devices, deployment.settings.run, deployment.cores
     if cores > (available := available_cores()):
         logger.warning(

@@ -46,7 +46,7 @@ def compose(
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
-    """Return the graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
+    """The graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
     chunks = chunks_of(settings.step, settings.sampling.max_new_tokens)
     roles = roles_of(assembly, settings.own_admission() or admission_of(settings.step), chunks)
     graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
@@ -105,7 +105,7 @@ def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
 
 
 def kind_of(trainer: ResumableTrainer) -> str:
-    """Return the class that checkpoints record: of the trainer, or of what it hosts."""
+    # which checkpoints record
     return type(trainer.core if type(trainer) is HostedTrainer else trainer).__name__
 
 
@@ -180,7 +180,6 @@ def with_evaluations(
     batch: int,
     by_rule: bool,
 ) -> Graph[StepReport]:
-    """Return the graph with evaluations after steps that are ``due``; without held-out prompts as it is."""
     if not held_out:
         return graph
     generate = graph.stage("generate", Generate)
@@ -230,7 +229,6 @@ async def evaluate_first(graph: Graph[StepReport], running: Run[StepReport]) -> 
 
 
 def judged(section: EvalSection, provenance: Provenance, report: StepReport) -> tuple[float, str]:
-    """Return the score of a step by which the best checkpoint is chosen, and what it is a score of."""
     # scores of other held-out prompts are of something else; a step without an evaluation has NaN
     if not section.prompts:
         return report.score, "score"

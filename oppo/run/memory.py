@@ -200,7 +200,6 @@ def expected(deployment: Deployment, load: Load | None) -> list[Expected]:
 
 
 def with_micro_batches(deployment: Deployment, load: Load) -> Deployment:
-    """Choose the tokens of a micro-batch by the trainer's device, where the settings do not."""
     if deployment.trainer.micro_batch_tokens is not None:
         return deployment
     on_cpu = deployment.devices.trainer[0].type == "cpu"
@@ -351,10 +350,7 @@ def _workers(
 
 
 def engine_share(deployment: Deployment, others: Sequence[Expected]) -> float | None:
-    """Return the share of a GPU's memory that the policy's engine takes: the one chosen, or what ``others`` leave.
-
-    ``None`` where the size of its cache is chosen, or it computes on a CPU.
-    """
+    """Return the share of a GPU's memory for the policy's engine; ``None``: its cache has a size, or it is on a CPU."""
     chosen, on = deployment.settings.vllm, deployment.devices.policy
     if on.type == "cpu" or "policy" in deployment.devices.remote or chosen.get(CACHE):
         return None
@@ -446,7 +442,6 @@ def at_worst(models: Sequence[Expected]) -> int:
 
 
 def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, spread: bool = False) -> list[str]:
-    """Return a message about each device that has less memory than its models need."""
     messages = []
     for device, models in by_device(needs).items():
         total, memory = at_worst(models), memory_of(device, assumed)

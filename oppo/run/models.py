@@ -131,7 +131,6 @@ class Assembly:
         return tuple(filter(None, calls))
 
     def wired(self, trainer: ResumableTrainer, environment: Environment | None) -> Assembly:
-        """Return these models with the trainer and the environment of the run's graph: they are watched and saved."""
         return replace(self, trainer=trainer, environment=environment, saving=self.saving.of(trainer))
 
     def abort(self) -> None:
@@ -596,8 +595,6 @@ class Saving:
         return Saving(trainer, self._tokenizer, self._models, self._thread)
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: tuple[float, str], state: State) -> None:
-        """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer."""
-
         def write() -> None:
             with checkpoints.writing(step, *score) as path, quiet():
                 write_state(path, state)

@@ -38,8 +38,6 @@ HANG_REPORT = "hang-report.json"
 
 @dataclass(slots=True, eq=False)
 class RunObservers:
-    """The observers of a run."""
-
     console: Console
     log: RunLog
     panel: Panel
@@ -146,7 +144,6 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 def tracking(
     run: RunSection, path: Path, config: Mapping[str, Mapping[str, object]], first: int, decode: Detokenize
 ) -> Iterator[Sequence[Observer]]:
-    """Yield the trackers of a run whose first step here is ``first``, and complete them."""
     with ExitStack() as stack:
         trackers = list[Tracker]()
         for name in dict.fromkeys(run.track):

@@ -138,7 +138,6 @@ class UserCode:
                 )
 
     def reward(self, models: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
-        """Return the reward, with the reward models: zeros where the settings name none."""
         if isinstance(self.environment, Agents):
             return self.environment.reward
         if not self.settings:
@@ -309,7 +308,7 @@ def track_of(reward: RewardSection) -> str:
 
 
 def kind_of(key: str, reward: ModelRewardSection, kind: RewardKind) -> RewardKind:
-    """Return the kind that a model is served as, which its settings may change from what its architecture says."""
+    # its settings may change what its architecture says
     if kind == "scalar" and (reward.reading == "whole" or reward.label):
         kind = "classifier"
     if kind != "similarity" and reward.column:
