@@ -108,8 +108,7 @@ def _require_distinct(names: Sequence[str], path: Path) -> None:
 
 
 def as_written(row: Row) -> Row:
-    # without the nulls that a format of columns puts into chat messages for keys of other messages
-    # All values of a column have the keys of each there. A message's own ``content`` may be null.
+    # A format of columns gives all messages the keys of each: those nulls go. A message's own ``content`` may be null.
     return {
         name: [_message_as_written(part) for part in value] if _is_chat(value) else value for name, value in row.items()
     }

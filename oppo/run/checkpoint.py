@@ -121,12 +121,12 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        # whole or not
+        # a damaged checkpoint counts too
         return bool(self._paths())
 
     @property
     def sealed(self) -> bool:
-        # digests are not compared
+        # without the digests of its files, which take time
         return any(_sealed(path) for path in self._paths())
 
     def _discard_damaged(self, path: Path) -> None:
@@ -421,7 +421,6 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
 
 
 def of_rewards(key: str) -> str:
-    # the key without the number of its reward, as declarations name it
     return re.sub(r"^rewards\.\d+\.", "rewards.N.", key)
 
 

@@ -105,7 +105,7 @@ def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
 
 
 def kind_of(trainer: ResumableTrainer) -> str:
-    # which checkpoints record
+    # checkpoints record it, so that a run goes on with the trainer that began it
     return type(trainer.core if type(trainer) is HostedTrainer else trainer).__name__
 
 
