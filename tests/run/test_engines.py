@@ -374,31 +374,33 @@ def scoring(stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> list[St
 
 
 REWARD_ON_VLLM = ("rewards.0.engine=vllm", "run.panel=off")
+READ_ON_VLLM = ("scorers.reference.engine=vllm", "run.panel=off", "run.cores=2")
 
 
-def test_a_reward_model_has_an_engine_of_its_own_which_ends_with_the_run(folder: Path, scoring: list[StandIn]) -> None:
-    name = "scored-beside"
-    chosen = (f"run.name={name}", "models.engine=vllm", "rewards.0.vllm.block_size=8", "run.cores=2")
-    assert oppo(folder, "", *REWARD_ON_VLLM, *chosen) == 0
-    assert [line["trained"] for line in records(folder, name, "metrics.jsonl")] == [4, 4]
-    engine = scoring[0]
-    assert isinstance(engine, ScoringStandIn)
-    assert len(scoring) == 2
-    assert (engine.directory, str(engine.trainer)) == (folder / "reward", "cpu")
-    assert repr(engine.cores) == "slice(1, 2, None)"
-    assert engine.log == folder / "runs" / name / "vllm.log"
-    assert engine.arguments == {
-        "runner": "pooling",
-        "convert": "classify",
-        "dtype": "float32",
-        "trust_remote_code": False,
-        "max_model_len": 512,
-        "block_size": 8,
+def test_reward_model_and_reference_have_an_engine_each_which_ends_with_the_run(
+    folder: Path, scoring: list[StandIn]
+) -> None:
+    sized = ("models.engine=vllm", "rewards.0.vllm.block_size=8", "scorers.reference.vllm.block_size=8")
+    assert oppo(folder, "", *REWARD_ON_VLLM, *READ_ON_VLLM, *sized, "run.name=scored") == 0
+    steps = records(folder, "scored", "metrics.jsonl")
+    assert [step["trained"] for step in steps] == [4, 4]
+    assert all(math.isfinite(step["objective/kl"]) and step["objective/kl"] for step in steps)
+    common = {"dtype": "float32", "trust_remote_code": False, "max_model_len": 512, "block_size": 8}
+    own = {
+        "reward": {"runner": "pooling", "convert": "classify"},
+        "actor": {"worker_extension_cls": "oppo.vllm.plugin.LogitsOfPrompts"},
     }
-    assert len(engine.llm.sequences) > 8, "prefixes were read while responses were written"
-    assert not engine.llm.asking
-    saved = load(folder / "runs" / name / "config.toml").reward_engines["rewards.0"]
-    assert saved.vllm == {"block_size": 8}
+    engines = {engine.directory.name: engine for engine in scoring if isinstance(engine, ScoringStandIn)}
+    assert (engines.keys(), len(scoring)) == (own.keys(), 3)
+    for name, engine in engines.items():
+        assert (engine.directory, str(engine.trainer)) == (folder / name, "cpu")
+        assert repr(engine.cores) == "slice(1, 2, None)"
+        assert engine.log == folder / "runs" / "scored" / "vllm.log"
+        assert engine.arguments == common | own[name]
+        assert len(engine.llm.sequences) > 8, "prefixes were read while responses were written"
+        assert not engine.llm.asking
+    saved = load(folder / "runs" / "scored" / "config.toml")
+    assert saved.reward_engines["rewards.0"].vllm == saved.on_vllm["reference"].vllm == {"block_size": 8}
 
 
 def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(folder: Path, scoring: list[StandIn]) -> None:
@@ -409,9 +411,6 @@ def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(folder: Path, sco
         session.assembly.abort()
         assert scoring[0].closed
     assert session.assembly.positions == LONGEST
-
-
-READ_ON_VLLM = ("scorers.reference.engine=vllm", "run.panel=off", "run.cores=2")
 
 
 @pytest.mark.parametrize(
@@ -483,26 +482,6 @@ def test_a_reward_model_is_asked_by_its_url(
     assert len(fake.bodies) > 2
     assert "calls its model 'fake', and it is to be" in capsys.readouterr().err
     assert "canary" not in (folder / "runs" / "by-url" / "config.toml").read_text()
-
-
-def test_the_reference_has_an_engine_of_its_own_which_ends_with_the_run(folder: Path, scoring: list[StandIn]) -> None:
-    assert oppo(folder, "", *READ_ON_VLLM, "run.name=referred", "scorers.reference.vllm.block_size=8") == 0
-    steps = records(folder, "referred", "metrics.jsonl")
-    assert all(math.isfinite(step["objective/kl"]) and step["objective/kl"] for step in steps)
-    (engine,) = scoring
-    assert isinstance(engine, ScoringStandIn)
-    assert engine.closed
-    assert (engine.directory, repr(engine.cores)) == (folder / "actor", "slice(1, 2, None)")
-    assert engine.arguments == {
-        "worker_extension_cls": "oppo.vllm.plugin.LogitsOfPrompts",
-        "dtype": "float32",
-        "trust_remote_code": False,
-        "max_model_len": 512,
-        "block_size": 8,
-    }
-    assert len(engine.llm.sequences) > 8, "prefixes were read while responses were written"
-    saved = load(folder / "runs" / "referred" / "config.toml")
-    assert saved.on_vllm["reference"].vllm == {"block_size": 8}
 
 
 def test_several_teachers_are_on_vllm_on_a_server_and_on_transformers(
