@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oppo.config.load import load
 from oppo.config.sections import PromptSource, sources
 from oppo.config.settings import Settings
-from oppo.data.datasets_library import is_hub_name
+from oppo.data.rows import is_hub_name
 from oppo.durable import put
 from oppo.errors import ConfigError, one_line
 from oppo.log import logger
