@@ -253,6 +253,10 @@ def mean_staleness(standings: Sequence[Standing]) -> float:
     return float(np.mean([each.staleness for each in standings]))
 
 
+def longest(standings: Sequence[Standing]) -> str:
+    return str(max(each.outcome.longest_staleness for each in standings))
+
+
 def mean_worth(standings: Sequence[Standing]) -> float:
     """Return the geometric mean of speed / (1 + staleness): the speed at a price of 1 for a step of staleness."""
     return float(np.exp(np.mean([np.log(each.speed / (1 + each.staleness)) for each in standings])))
@@ -264,6 +268,7 @@ COLOURS = {"tail": "#dc2626", "text": "#2563eb", "algorithm 1": "#7c3aed", "tail
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 190, 130, 44, 40, 62
 
 BEGIN = "<!-- python -m benchmarks.controllers -->\n"
+FIXED_8 = ("speed, fixed 8", "staleness, fixed 8")
 
 
 def write(results: Results) -> None:
@@ -278,16 +283,7 @@ def page(results: Results) -> str:
 
 def seeds(results: Results) -> Iterator[str]:
     yield "## `TailAdaptive` with other lengths, and on both engines\n"
-    head = [
-        "engine",
-        "seed",
-        "speed, fixed 8",
-        "staleness, fixed 8",
-        "speed",
-        "staleness",
-        "worth, best fixed Delta",
-        "worth",
-    ]
+    head = ["engine", "seed", *FIXED_8, "speed", "staleness", "worth, best fixed Delta", "worth"]
     rows = []
     for engine in ENGINES:
         for seed in SEEDS:
@@ -309,27 +305,10 @@ def tables(results: Results, engine: str) -> Iterator[str]:
     yield f"## In the mean of the eight regimes, engine `{engine}`\n"
     yield markdown(
         ["controller", "speed (geometric mean)", "staleness (mean)", "largest"],
-        [
-            [
-                name,
-                f"{mean_speed(of):.3f}",
-                f"{mean_staleness(of):.3f}",
-                f"{max(one.outcome.longest_staleness for one in of)}",
-            ]
-            for name, of in standings.items()
-        ],
+        [[name, f"{mean_speed(of):.3f}", f"{mean_staleness(of):.3f}", longest(of)] for name, of in standings.items()],
     )
     yield f"\n## `TailAdaptive` by regime, engine `{engine}`\n"
-    head = [
-        "regime",
-        "speed, fixed 8",
-        "staleness, fixed 8",
-        "speed",
-        "staleness",
-        "mean Delta",
-        "frontier",
-        "predicted / realised",
-    ]
+    head = ["regime", *FIXED_8, "speed", "staleness", "mean Delta", "frontier", "predicted / realised"]
     rows = []
     for fixed, tail in zip(standings["fixed 8"], standings["tail"], strict=True):
         out = tail.outcome
@@ -338,14 +317,9 @@ def tables(results: Results, engine: str) -> Iterator[str]:
         rows.append([tail.regime, *figures, f"{out.extra:.1f}", *told])
     yield markdown([*head, "error of one prediction"], rows)
     yield f"\n## `TailBatched` by regime, engine `{engine}`\n"
+    costs = ("tokens of aborted rollouts, for each trained", "swing of the batches' mean length")
     yield markdown(
-        [
-            "regime",
-            "speed",
-            "staleness",
-            "tokens of aborted rollouts, for each trained",
-            "swing of the batches' mean length",
-        ],
+        ["regime", "speed", "staleness", *costs],
         [
             [one.regime, f"{one.speed:.3f}", f"{one.staleness:.3f}", f"{cost.waste:.0%}", f"{cost.swing:.0%}"]
             for one in standings["tail batched"]

@@ -270,18 +270,8 @@ class Found:
         ]
 
     def table(self) -> str:
-        head = [
-            "task",
-            "lag",
-            "staleness",
-            "before",
-            "after",
-            "against lag 0",
-            "KL, nats",
-            "samples",
-            "seconds",
-            "s a run",
-        ]
+        head = ["task", "lag", "staleness", "before", "after", "against lag 0", "KL, nats"]
+        head += ["samples", "seconds", "s a run"]
         return markdown(head, [self.row(task, lag) for task in self.outcomes for lag in LAGS])
 
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from oppo.events import Prompt
+from oppo.events import Chunk, Prompt
 from oppo.hf.lora import adapter_matrices, add_lora, merged
-from oppo.models import Piece, Sampling, Weights
+from oppo.models import Sampling, Weights
 from oppo.vllm import VllmEngine, VllmPolicy
 
 PROMPTS, LENGTH, RANK = 16, 128, 16
@@ -46,19 +46,19 @@ def learned(base: PreTrainedModel, steps: int, rate: float) -> PreTrainedModel:
     return found
 
 
-async def decoded(policy: VllmPolicy, prompts: list[Prompt]) -> list[list[Piece]]:
-    decodes, pieces = await policy.open(prompts), list[list[Piece]]()
+async def decoded(policy: VllmPolicy, prompts: list[Prompt]) -> list[list[Chunk]]:
+    decodes, pieces = await policy.open(prompts), list[list[Chunk]]()
     async with policy.decoding(decodes, lambda ended: False):
         for decode in decodes:
             read = [await decode.read(LENGTH)]
             while read[-1].state == "live":
                 read.append(await decode.read(LENGTH))
-            pieces.append(read)
+            pieces.append([chunk for chunk in read if isinstance(chunk, Chunk)])
     return pieces
 
 
 @torch.no_grad()
-def kl(model: PreTrainedModel, prompts: list[Prompt], pieces: list[list[Piece]]) -> tuple[float, float]:
+def kl(model: PreTrainedModel, prompts: list[Prompt], pieces: list[list[Chunk]]) -> tuple[float, float]:
     """Return the mean of k3 over all tokens, and its standard error."""
     terms = []
     for prompt, read in zip(prompts, pieces, strict=True):

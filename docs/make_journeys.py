@@ -33,7 +33,7 @@ from oppo.vllm import VllmPolicy
 from oppo.vllm.sync import FileSender
 from tests.hf import tiny
 from tests.kit.workplace import furnish, oppo as run
-from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
+from tests.vllm.fakes import FakeAsyncLLM, engine_of, running
 
 PAGE: Final = Path(__file__).with_name("architecture.md")
 BEGIN, END = "<!-- made by docs/make_journeys.py -->", "<!-- until here -->"

@@ -40,9 +40,9 @@ async def generate(policy: HfPolicy, prompts: Sequence[Prompt]) -> list[Finish]:
     decodes = await policy.open(prompts)
     async with policy.decoding(decodes, lambda _ended: False):
         for prompt, decode in zip(prompts, decodes, strict=True):
-            piece = await decode.read(sys.maxsize)
-            response = Response.empty(prompt).then(piece.chunk(prompt.rollout, 0))
-            finished.append(Finish(prompt.rollout, response, cast("FinishReason", piece.state)))
+            chunk = await decode.read(sys.maxsize)
+            response = Response.empty(prompt).then(chunk)
+            finished.append(Finish(prompt.rollout, response, cast("FinishReason", chunk.state)))
     for decode in decodes:
         await decode.aclose()
     return finished

@@ -21,7 +21,7 @@ from oppo import FunctionReward, Overcommit, Prompt, Sampling, StepReport, Threa
 from oppo.errors import ConfigError
 from oppo.hf import HfTrainer, RecomputedLogprobs, ReferenceLogprobs
 from oppo.losses import ClippedLoss
-from oppo.returns import Correction
+from oppo.returns import ImportanceCorrection
 from oppo.vllm import VllmEngine, VllmPolicy
 
 SAMPLES = 8
@@ -58,7 +58,7 @@ async def train(engine: VllmEngine, steps: int = 12) -> list[StepReport]:
     actor, reference = model(), model()
     sampling = Sampling(max_new_tokens=16, stop=(1, 2), seed=1)
     settings = TrainerSettings(learning_rate=2e-2, epochs=2)
-    loss = ClippedLoss(kl=0.01, kl_estimator="k3", correction=Correction(weight="truncated"))
+    loss = ClippedLoss(kl=0.01, kl_estimator="k3", correction=ImportanceCorrection(weight="truncated"))
     prompts = [Prompt(n, n, np.arange(3 + n % 50, 8 + n % 50, dtype=np.int32)) for n in range(200)]
 
     with Thread("reference") as scoring, Thread("trainer") as training:

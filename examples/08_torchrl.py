@@ -168,10 +168,8 @@ async def generate(policy: HfPolicy, asked: Sequence[Prompt]) -> list[Finish]:
     """Return the responses when all of them have ended."""
     decodes = await policy.open(asked)
     async with policy.decoding(decodes, lambda _ended: False):
-        pieces = [await decode.read(sys.maxsize) for decode in decodes]
-    made = [
-        Response.empty(prompt).then(piece.chunk(prompt.rollout, 0)) for prompt, piece in zip(asked, pieces, strict=True)
-    ]
+        chunks = [await decode.read(sys.maxsize) for decode in decodes]
+    made = [Response.empty(prompt).then(chunk) for prompt, chunk in zip(asked, chunks, strict=True)]
     return [Finish(response.prompt.rollout, response, "stop") for response in made]
 
 

@@ -46,7 +46,6 @@ DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of ``oppo`` and return its exit code."""
     app = program("oppo", "PPO-style RLHF as a streaming graph of async stages.")
     app.command(train)
     app.command(resume)
@@ -60,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def program(name: str, about: str) -> App:
-    """Return a program without commands, whose errors :func:`call` handles."""
     return App(
         name=name,
         help=about,
@@ -101,17 +99,12 @@ def train(
 ) -> int:
     """Train as a TOML file says; docs/settings.md of the repository has every key of it, with its default.
 
-    Parameters
-    ----------
-    config
-        The settings; relative paths in them are relative to the file.
-    override
-        Change one setting: section.key=value, the value as in TOML. Can be repeated.
-    ray
-        A Ray cluster for the models that can be on other machines: auto, or host:port. Sets placement.cluster.
-    dry_run
-        Load and check everything, print the resolved settings, the graph, a prompt as the policy reads it, and what the
-        reward says of a short response to it; train nothing.
+    Args:
+        config: The settings; relative paths in them are relative to the file.
+        override: Change one setting: section.key=value, the value as in TOML. Can be repeated.
+        ray: A Ray cluster for the models that can be on other machines: auto, or host:port. Sets placement.cluster.
+        dry_run: Load and check everything, print the resolved settings, the graph, a prompt as the policy reads it, and
+            what the reward says of a short response to it; train nothing.
     """
     from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.config.sections import sources  # noqa: PLC0415 - likewise
@@ -134,17 +127,12 @@ def resume(
 ) -> int:
     """Go on with a run from its newest checkpoint, half-written responses included.
 
-    Parameters
-    ----------
-    run
-        The run directory.
-    override
-        Change one setting of those that may change: section.key=value. Can be repeated.
-    ray
-        The Ray cluster, if its address is another one now, or, unless the run is deterministic, there was none. Sets
-        placement.cluster.
-    accept_changed_code
-        Go on with the file of the reward function as it is now, though the run began with another.
+    Args:
+        run: The run directory.
+        override: Change one setting of those that may change: section.key=value. Can be repeated.
+        ray: The Ray cluster, if its address is another one now, or, unless the run is deterministic, there was none.
+            Sets placement.cluster.
+        accept_changed_code: Go on with the file of the reward function as it is now, though the run began with another.
     """
     from oppo.run.checkpoint import settings_of  # noqa: PLC0415 - `oppo --help` should be quick
 
@@ -211,18 +199,12 @@ def doctor(
 ) -> int:
     """Show where each model of a run goes and the memory it will need there; ends with code 2 if that is too much.
 
-    Parameters
-    ----------
-    config
-        The settings, as of `oppo train`.
-    override
-        Change one setting: section.key=value, the value as in TOML. Can be repeated.
-    ray
-        A Ray cluster, as of `oppo train`.
-    assume
-        Check the run for such machines in place of this one: 8xH100-80GB, or 2x8xH100-80GB for two of them.
-    trial
-        Load the models too and make one step, with all responses as long as they may be; save nothing.
+    Args:
+        config: The settings, as of `oppo train`.
+        override: Change one setting: section.key=value, the value as in TOML. Can be repeated.
+        ray: A Ray cluster, as of `oppo train`.
+        assume: Check the run for such machines in place of this one: 8xH100-80GB, or 2x8xH100-80GB for two of them.
+        trial: Load the models too and make one step, with all responses as long as they may be; save nothing.
     """
     from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.hf.memory import Hardware  # noqa: PLC0415 - likewise
@@ -261,24 +243,17 @@ def simulate(
 ) -> int:
     """Say what each schedule would take: for a run that has finished, or for hardware as a TOML file describes it.
 
-    Parameters
-    ----------
-    profile
-        The file that describes hardware, models and lengths; docs/schedules.md says more.
-    run
-        The directory of a run that has finished, instead of a profile: its measurements are simulated.
-    override
-        Change one setting of the profile: section.key=value, the value as in TOML. Can be repeated.
-    layout
-        Of a run: whether decoding, scoring and training share the cores or the device (shared), or have their own.
-    staleness
-        The most updates between a token and its training, on average, of a schedule that is recommended.
-    steps
-        Steps of each simulated run, of which the first quarter does not count: 24 unless given, 12 of large batches.
-    seeds
-        Runs of each schedule, with other lengths; with fewer than 3 no schedule is recommended.
-    json
-        Write the figures to this file too.
+    Args:
+        profile: The file that describes hardware, models and lengths; docs/schedules.md says more.
+        run: The directory of a run that has finished, instead of a profile: its measurements are simulated.
+        override: Change one setting of the profile: section.key=value, the value as in TOML. Can be repeated.
+        layout: Of a run: whether decoding, scoring and training share the cores or the device (shared), or have their
+            own.
+        staleness: The most updates between a token and its training, on average, of a schedule that is recommended.
+        steps: Steps of each simulated run, of which the first quarter does not count: 24 unless given, 12 of large
+            batches.
+        seeds: Runs of each schedule, with other lengths; with fewer than 3 no schedule is recommended.
+        json: Write the figures to this file too.
     """
     for name, count in (("--steps", 1 if steps is None else steps), ("--seeds", seeds)):
         require_whole(name, count, 1, error=ConfigError)
@@ -314,17 +289,13 @@ def convert_config(
 ) -> int:
     """Write the settings that a configuration of TRL or verl becomes, and name what has no setting here.
 
-    Parameters
-    ----------
-    source
-        A Python script that calls PPOConfig or GRPOConfig, a YAML file, or a shell script with the arguments of TRL's
-        scripts or of verl. It is read, not run.
-    config
-        The settings file to write.
-    kind
-        Of a file whose fields leave it open: TRL's ppo or grpo, or verl.
-    override
-        Give one setting: section.key=value, such as a model or a file that the source does not name. Can be repeated.
+    Args:
+        source: A Python script that calls PPOConfig or GRPOConfig, a YAML file, or a shell script with the arguments of
+            TRL's scripts or of verl. It is read, not run.
+        config: The settings file to write.
+        kind: Of a file whose fields leave it open: TRL's ppo or grpo, or verl.
+        override: Give one setting: section.key=value, such as a model or a file that the source does not name. Can be
+            repeated.
     """
     from oppo.config.convert import convert  # noqa: PLC0415 - `oppo --help` should be quick
 
@@ -349,16 +320,11 @@ def push(
 ) -> int:
     """Push a run's policy to the Hugging Face hub, with a model card of its base, data, settings, scores and versions.
 
-    Parameters
-    ----------
-    run
-        The run directory, of a run that has ended.
-    repo
-        The repository: owner/name. It is made if it is not there.
-    private
-        Make it a private one.
-    dry_run
-        Write the card into the run directory only.
+    Args:
+        run: The run directory, of a run that has ended.
+        repo: The repository: owner/name. It is made if it is not there.
+        private: Make it a private one.
+        dry_run: Write the card into the run directory only.
     """
     from oppo.run.push import push as pushed  # noqa: PLC0415 - `oppo --help` should be quick
 
@@ -375,16 +341,11 @@ def demo(
 ) -> int:
     """Make a small policy and reward model, train with PPO, and show what changed; needs no network.
 
-    Parameters
-    ----------
-    short
-        The quick version: smaller models, fewer steps.
-    seed
-        Seed of models, prompts, sampling and training.
-    engine
-        What decodes the policy's responses while it is trained; vllm must be installed: docs/engines.md.
-    directory
-        The folder that holds runs.
+    Args:
+        short: The quick version: smaller models, fewer steps.
+        seed: Seed of models, prompts, sampling and training.
+        engine: What decodes the policy's responses while it is trained; vllm must be installed: docs/engines.md.
+        directory: The folder that holds runs.
     """
     require_whole("--seed", seed, 0, error=ConfigError)
     Console().out("oppo demo: making a small language model, then training it with streamed PPO", highlight=False)
@@ -395,12 +356,10 @@ def demo(
 
 
 def interrupted(error: KeyboardInterrupt) -> str:
-    """Return that a signal ended the command, and which, unless it was Ctrl-C."""
     return f"interrupted by {error}" if isinstance(error, Stopped) and error.by != signal.SIGINT else "interrupted"
 
 
 def code_of(error: BaseException) -> int:
-    """Return the exit code of a command that ``error`` ends."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + error.by if isinstance(error, Stopped) else INTERRUPTED
     if isinstance(error, NothingTrained):
@@ -428,5 +387,4 @@ def leave(error: HangError) -> NoReturn:
 
 
 def paragraph(error: BaseException) -> str:
-    """Return an error and the notes added on its way up, without a traceback."""
     return "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])

@@ -1,6 +1,6 @@
 """Declarations of settings: the fields of a dataclass, each with a type and its bounds, a default and a description.
 
-A setting is declared once. :func:`require_declared` checks values from Python by the declaration,
+A setting is declared once. :func:`validated` checks values from Python by the declaration,
 :mod:`oppo.config.load` values from a file.
 """
 
@@ -98,8 +98,6 @@ def required(description: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The declaration of a field; its default is ``MISSING`` if it is required."""
-
     kind: Any
     default: object
     description: str
@@ -129,10 +127,11 @@ def changed(record: DataclassInstance, names: Collection[str]) -> dict[str, obje
     return {name: value for name, value in given.items() if value != declarations[name].default}
 
 
-def require_declared(record: DataclassInstance, *, error: type[Exception] = ValueError) -> None:
-    """Check the numbers of a dataclass by their bounds, also in tuples, and its literals by their choices.
+def validated(error: type[Exception] = ValueError) -> Callable[[type[T]], type[T]]:
+    """Check instances of a dataclass by the declarations of its fields; stands below ``@dataclass``.
 
-    Its module must import the names in its annotations at run time.
+    Numbers are checked by their bounds, also in tuples, and literals by their choices. The module of the class must
+    import the names in its annotations at run time.
 
     Example:
         >>> from oppo.models import Sampling
@@ -141,6 +140,22 @@ def require_declared(record: DataclassInstance, *, error: type[Exception] = Valu
         ...
         ValueError: temperature of Sampling must be a finite number, not nan
     """
+
+    def checks(record: type[T]) -> type[T]:
+        own: Callable[[T], None] = getattr(record, "__post_init__", lambda _: None)
+
+        def __post_init__(self: T) -> None:  # noqa: N807 - the name by which a dataclass calls it
+            require_declared(self, error)
+            own(self)
+
+        setattr(record, "__post_init__", __post_init__)  # noqa: B010 - a class may lack it
+        return record
+
+    return checks
+
+
+def require_declared(record: object, error: type[Exception] = ValueError) -> None:
+    """Check the fields of a dataclass that is not :func:`validated`."""
     owner = type(record)
     for name in declared(owner):
         if (validator := _validator(owner, name)) is not None:
@@ -305,16 +320,16 @@ class OneOf:
 
 
 def table_in(document: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """Return a table of a document that is not checked yet; an empty one if there is none."""
     found = document.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
 @cache
 def adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    """The validator of a table whose dataclass is chosen while the file is read."""
+    """The validator of a table whose dataclass is chosen while the file is read, and may have defaults of a user."""
     table: Any = Annotated[kind, Table()]
-    return TypeAdapter(table | None, config=STRICT)  # that of a dataclass alone takes no config
+    config: ConfigDict = {**STRICT, "validate_default": True}
+    return TypeAdapter(table | None, config=config)  # the adapter of a dataclass alone takes none
 
 
 def expectation(detail: ErrorDetails, words: Mapping[str, str] = _WORDS) -> str:

@@ -47,7 +47,6 @@ def is_plain(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete what is at a path, if anything, but nothing behind a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -73,7 +72,6 @@ def _no_plain_file(path: str) -> OSError:
 
 
 def sync(path: Path) -> None:
-    """Return once a file's content, or a directory's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -128,7 +126,6 @@ def whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise errors of the body as an ``OSError`` that names ``path``."""
     try:
         yield
     except (OppoError, MemoryError):
@@ -138,7 +135,6 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def sweep(directory: Path) -> None:
-    """Delete the partial directories that killed processes left in ``directory``, and restore those moved away."""
     for before in directory.glob(".*.before"):
         path = before.with_name(before.name.removeprefix(".").removesuffix(".before"))
         if path.exists():

@@ -29,6 +29,12 @@ IntArray: TypeAlias = NDArray[np.int32]
 FloatArray: TypeAlias = NDArray[np.float32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 FinishReason: TypeAlias = Literal["eos", "stop", "length"]
+ChunkState: TypeAlias = Literal["live", "eos", "stop", "length", "cut"]
+"""The state of a rollout after some tokens.
+
+``live``: there is more to read now. ``cut``: decoding stopped; read on in a later step. Otherwise why the response has
+ended.
+"""
 
 LONGEST_REASON: Final = 4000
 """Characters of the reason of a ``Drop``."""
@@ -218,6 +224,8 @@ class Chunk:
         versions: int32 [n], the version of the weights that made each token.
         support: of the n tokens: the ids that each was sampled from.
         routed_experts: of the n tokens, if the policy is a mixture of experts and gives them.
+        state: of the rollout after them, as a policy reports it to the reader of its decode. Only a ``cut`` chunk may
+            hold no token, or one that ends a response with turns (:class:`oppo.turns.TurnDecode`).
     """
 
     rollout: int
@@ -227,6 +235,7 @@ class Chunk:
     versions: IntArray
     support: Support = UNTRUNCATED
     routed_experts: RoutedExperts = UNROUTED
+    state: ChunkState = "live"
 
     def merge(self, *later: Chunk) -> Chunk:
         """Return this chunk and contiguous later ones as one.
@@ -249,16 +258,34 @@ class Chunk:
             np.concatenate([chunk.versions for chunk in chunks]),
             Support.concatenate([(chunk.support, len(chunk.tokens)) for chunk in chunks]),
             RoutedExperts.concatenate([(chunk.routed_experts, len(chunk.tokens)) for chunk in chunks]),
+            chunks[-1].state,
         )
+
+    def part(self, start: int, stop: int | None = None) -> Chunk:
+        """Return its tokens ``start .. stop``, counted from its first, as views."""
+        s, state = slice(start, stop), self.state if stop is None else "live"
+        columns = self.tokens[s], self.logprobs[s], self.versions[s]
+        support, routed = self.support.slice(start, stop), self.routed_experts.slice(start, stop)
+        return Chunk(self.rollout, self.start + start, *columns, support, routed, state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolTokens:
-    """Tokens of a response that were not sampled (a tool's answer): streamed to scorers, never trained."""
+    """Tokens of a response that were not sampled (a tool's answer): streamed to scorers, never trained.
+
+    Attributes:
+        state: as of a :class:`Chunk`.
+    """
 
     rollout: int
     start: int
     tokens: IntArray
+    state: ChunkState = "live"
+
+    def part(self, start: int, stop: int | None = None) -> ToolTokens:
+        """Return its tokens ``start .. stop``, counted from its first, as a view."""
+        state = self.state if stop is None else "live"
+        return ToolTokens(self.rollout, self.start + start, self.tokens[start:stop], state)
 
     def as_chunk(self, version: int) -> Chunk:
         """Return them as if sampled by these weights, with log-probs of 0."""

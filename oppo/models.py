@@ -24,23 +24,17 @@ from oppo.declared import (
     NonNegative,
     PositiveCount,
     Seed,
-    require_declared,
     require_metrics,
     setting,
+    validated,
 )
 from oppo.errors import ProtocolError
 from oppo.events import (
-    UNROUTED,
-    UNTRUNCATED,
     Batch,
     Chunk,
     Finish,
-    FloatArray,
-    IntArray,
     Prompt,
     Response,
-    RoutedExperts,
-    Support,
     ToolTokens,
     described,
 )
@@ -48,12 +42,11 @@ from oppo.scheduling import IN_ORDER, Priority
 
 T_co = TypeVar("T_co", covariant=True)
 
-PieceState: TypeAlias = Literal["live", "eos", "stop", "length", "cut"]
 Cut: TypeAlias = Callable[[Sequence[int]], bool]
 """``cut(finished)``: receives the rollouts that finished in one decode step, in admission order; true stops decoding.
 
 The engine calls it between two decode steps, possibly from its own thread: exactly once for each decode step in which
-rollouts finished, before a reader can see the last piece of any of them, and never again after it answered true.
+rollouts finished, before a reader can see the last chunk of any of them, and never again after it answered true.
 """
 
 
@@ -68,6 +61,7 @@ HOTTEST: Final = 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@validated()
 class SamplingSettings:
     """How the policy draws tokens, as far as that needs no tokenizer; see :class:`Sampling`.
 
@@ -92,7 +86,6 @@ class SamplingSettings:
     seed: Seed = setting(0, "keys the noise, together with the rollout and the position in it")
 
     def __post_init__(self) -> None:
-        require_declared(self)
         if self.temperature and not COOLEST <= self.temperature <= HOTTEST:
             raise ValueError(
                 f"temperature must be 0, which is greedy, or {COOLEST:g} to {HOTTEST:g}; got {self.temperature}"
@@ -142,38 +135,6 @@ class Sampling(SamplingSettings):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Tokens read from a decode: int32 [n], float32 [n], int32 [n], and the state of the rollout after them.
-
-    Attributes:
-        logprobs: natural logarithms, under the policy that sampled the tokens, over their support.
-        support: of the n tokens: the ids that each was sampled from.
-        state: ``live``: there is more to read now. ``cut``: decoding stopped; read on in a later step. ``eos``,
-            ``stop``, ``length``: this was the last piece. Only a ``cut`` piece may hold no token, or one that ends a
-            response with turns (:class:`oppo.turns.TurnDecode`).
-        from_tool: the tokens were not sampled but are a tool's answer, read by the scorers and never trained. Log-probs
-            and support are then meaningless.
-        routed_experts: of the n tokens, if the policy is a mixture of experts and gives them.
-    """
-
-    tokens: IntArray
-    logprobs: FloatArray
-    versions: IntArray
-    state: PieceState
-    support: Support = UNTRUNCATED
-    from_tool: bool = False
-    routed_experts: RoutedExperts = UNROUTED
-
-    def event(self, rollout: int, start: int) -> Chunk | ToolTokens:
-        """Return its tokens as an event of ``rollout``, from position ``start`` on."""
-        return ToolTokens(rollout, start, self.tokens) if self.from_tool else self.chunk(rollout, start)
-
-    def chunk(self, rollout: int, start: int) -> Chunk:
-        """Return its tokens as a chunk of ``rollout``, from position ``start`` on."""
-        return Chunk(rollout, start, self.tokens, self.logprobs, self.versions, self.support, self.routed_experts)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Weights:
     """A snapshot of what is trained: the backend's tensors by ``state_dict`` name.
 
@@ -213,8 +174,10 @@ class SyncedModel(Protocol):
 class Decode(Protocol):
     """One rollout being decoded; between steps it keeps its unread tokens, and no task owns it."""
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         """Return the next ``limit`` tokens, or fewer up to a border of tool tokens, the end of a turn or the cut.
+
+        Their ``state`` says whether there are more.
 
         Cancel-safe: a cancelled read takes nothing.
         """

@@ -91,14 +91,12 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def excerpt(text: str, limit: int) -> str:
-    """Return the first ``limit`` characters of ``text``, redacted, and its length if that is more."""
     # Only these, and as many more as a secret may have, are searched: a text may have millions.
     kept = redacted(text[: limit + _MARGIN])[:limit].encode("utf-8", "backslashreplace").decode("utf-8")
     return kept if len(text) <= limit else f"{kept}... ({len(text)} characters)"
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Return ``text`` with control characters spelt out, except those in ``kept``."""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -107,13 +105,10 @@ def on_one_line(text: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return ``text`` for a terminal: bounded, without secrets, control characters spelt out."""
     return "\n".join(map(on_one_line, excerpt(text, SHOWN).splitlines()))
 
 
 class HarmlessStream:
-    """A text stream for a terminal that writes as :func:`harmless` does; tabs and carriage returns stay."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 

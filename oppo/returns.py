@@ -19,7 +19,7 @@ from typing import Final, Literal, Self, SupportsFloat, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from oppo.declared import AtLeastOne, Count, Fraction, Limit, NonNegative, Positive, require_declared
+from oppo.declared import AtLeastOne, Count, Fraction, Limit, NonNegative, Positive, validated
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import BoolArray, FloatArray, IntArray, described
 
@@ -234,14 +234,11 @@ def group_advantages(scores: FloatArray, estimator: GroupAdvantage, deviation: f
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class FixedKL:
     """A constant KL coefficient."""
 
-    coefficient: float
-
-    def __post_init__(self) -> None:
-        require_declared(self)
-        _require_coefficient(self.coefficient)
+    coefficient: NonNegative
 
     def after(self, kl: float, samples: int) -> FixedKL:
         """Return this coefficient."""
@@ -250,6 +247,7 @@ class FixedKL:
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class AdaptiveKL:
     """A KL coefficient that steers the KL towards a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2).
 
@@ -266,21 +264,9 @@ class AdaptiveKL:
         0.11000000000000001
     """
 
-    initial: float
-    target: float = 6.0
-    horizon: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        require_declared(self)
-        _require_coefficient(self.initial)
-        if not self.initial:
-            raise ValueError(
-                "the KL coefficient must be more than 0 where it adapts, not 0: multiplied, it would stay there"
-            )
-        if not self.target > 0:
-            raise ValueError(f"the KL target must be positive, not {self.target}")
-        if not self.horizon > 0:
-            raise ValueError(f"the KL horizon must be positive, not {self.horizon}")
+    initial: Positive
+    target: Positive = 6.0
+    horizon: Positive = 10_000.0
 
     @property
     def coefficient(self) -> float:
@@ -297,11 +283,6 @@ class AdaptiveKL:
         error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
         factor = max(MIN_KL_FACTOR, 1.0 + error * samples / self.horizon)
         return replace(self, initial=max(sys.float_info.min, self.initial * factor))
-
-
-def _require_coefficient(coefficient: float) -> None:
-    if not 0 <= coefficient < float("inf"):
-        raise ValueError(f"the KL coefficient must be 0 or more and finite, not {coefficient}")
 
 
 def _require_aligned(**arrays: FloatArray | BoolArray) -> None:
@@ -481,6 +462,7 @@ class RunningMoments:
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class ScoreShaping:
     """The map from a score to the reward of a response; the defaults are the identity.
 
@@ -508,7 +490,6 @@ class ScoreShaping:
     moments: RunningMoments = field(default_factory=RunningMoments)
 
     def __post_init__(self) -> None:
-        require_declared(self)
         if self.long_from > self.long_to:
             raise ValueError(
                 f"the penalty on long responses grows between two lengths, long_from = {self.long_from} and long_to = "
@@ -565,7 +546,8 @@ Ours; published bands guard against differences between two engines, and are tig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
+@validated(ConfigError)
+class ImportanceCorrection:
     """Learning from tokens that older weights sampled: the base of the ratio, and the weight of a token.
 
     Older weights wrote a part of a deferred rollout. With current ``pi``, behaviour ``mu`` (the weights that sampled a
@@ -633,7 +615,6 @@ class Correction:
     k3: Positive | None = None
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         if self.weight == "mask" and self.level == "product":
             raise ConfigError(
                 "a band around 1 that fits short rollouts masks every long one by the product of its mismatches: "

@@ -2,7 +2,7 @@
 
 ::
 
-    engine  -> put(token, ...)          -> RolloutBuffer -> read(limit) -> Piece        a reader of the rollout
+    engine  -> put(token, ...)          -> RolloutBuffer -> read(limit) -> Chunk        a reader of the rollout
     engine  -> DecodeSteps.push(step)   -> put            from the thread or the process in which the model decodes
     engine  <- answer                   <- proceed(given) <- turn()                     a conversation
 
@@ -16,8 +16,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
@@ -27,6 +26,8 @@ from oppo.errors import ModelError, ProtocolError, leaves
 from oppo.events import (
     UNROUTED,
     UNTRUNCATED,
+    Chunk,
+    ChunkState,
     FinishReason,
     FloatArray,
     IntArray,
@@ -34,11 +35,13 @@ from oppo.events import (
     Response,
     RoutedExperts,
     Support,
+    ToolTokens,
 )
-from oppo.models import Decode, Piece, PieceState
+from oppo.models import Decode
 from oppo.turns import turn_so_far
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,13 +70,8 @@ class DecodeEngine(Protocol[R]):
         """Free the memory of a rollout that its reader has closed."""
 
 
-class DecodedToken(NamedTuple):
-    token: int
-    logprob: float
-    version: int
-    support: Support = UNTRUNCATED
-    routed_experts: RoutedExperts = UNROUTED
-    from_tool: bool = False
+SampledToken: TypeAlias = tuple[int, float, int, Support, RoutedExperts]
+"""A token, its log-prob, the version that made it, its support and its routed experts."""
 
 
 class RolloutBuffer(Generic[R]):
@@ -114,13 +112,17 @@ class RolloutBuffer(Generic[R]):
         self.enough = 0
         self.closed = False
         self._taken = len(response)
-        self._unread: list[DecodedToken] = []
+        self._tokens: list[int] = []  # unread, as the next four
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._supports: list[Support] = []
+        self._routed: list[RoutedExperts] = []
+        self._tool: list[range] = []  # positions in the response of the unread tool tokens
         self._version = int(response.versions[-1]) if len(response) else 0
         self._end_read = False
-        self._state: PieceState = "cut"
+        self._state: ChunkState = "cut"
         self._failure: Exception | None = None
         self._readiness: asyncio.Future[None] | None = None
-        self._from_tool = 0  # unread tool tokens
         self._answer: list[int] = []
         self._turn = turn_so_far(response) if turns else []
         self._unanswered = ended
@@ -149,7 +151,7 @@ class RolloutBuffer(Generic[R]):
     @property
     def received(self) -> int:
         # In tokens, read or not.
-        return self._taken + len(self._unread)
+        return self._taken + len(self._tokens)
 
     @property
     def unanswered(self) -> bool:
@@ -174,10 +176,10 @@ class RolloutBuffer(Generic[R]):
         if self.received + len(given) >= self.limit:
             self._final = "length"
         else:
-            version = self._version
-            self._unread += [DecodedToken(token, 0.0, version, from_tool=True) for token in given.tolist()]
-            self._from_tool += len(given)
+            self._tool.append(range(self.received, self.received + len(given)))
             self._turn, self._unanswered, self._answer = [], None, given.tolist()
+            for token in self._answer:
+                self._add((token, 0.0, self._version, UNTRUNCATED, UNROUTED))
             self._wake_if_readable()
         self.engine.note_answer(self)
         return True
@@ -205,7 +207,7 @@ class RolloutBuffer(Generic[R]):
             self._state = self._final
             self.wake()
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         if limit < 1:
             raise ValueError(f"a read takes at least 1 token, not {limit}")
         await anyio.lowlevel.checkpoint()
@@ -231,17 +233,24 @@ class RolloutBuffer(Generic[R]):
     def begin(self) -> None:
         self._state = "live"
 
-    def put(self, made: DecodedToken, state: PieceState) -> None:
-        self._unread.append(made)
-        self._version = made.version
+    def put(self, sampled: SampledToken, state: ChunkState) -> None:
+        self._add(sampled)
         if self.turns:
-            self._turn.append(made.token)
+            self._turn.append(sampled[0])
         if self.turns and state in {"eos", "stop"}:
             self._unanswered = state
             self._wake_turn()
         else:
             self._state = state
         self._wake_if_readable()
+
+    def _add(self, token: SampledToken) -> None:
+        identity, logprob, self._version, support, routed = token
+        self._tokens.append(identity)
+        self._logprobs.append(logprob)
+        self._versions.append(self._version)
+        self._supports.append(support)
+        self._routed.append(routed)
 
     def _wake_if_readable(self) -> None:
         if self._readable():
@@ -265,33 +274,47 @@ class RolloutBuffer(Generic[R]):
     def _readable(self) -> bool:
         if not self.live or self.closed or self.received >= self.enough:
             return True
-        return bool(self._unread) and (self.unanswered or self._from_tool > 0)
+        return bool(self._tokens) and (self.unanswered or bool(self._tool))
 
-    def _take(self, limit: int) -> Piece:
+    def _take(self, limit: int) -> Chunk | ToolTokens:
         rollout = self.prompt.rollout
         if self.closed:
             raise ProtocolError(f"rollout {rollout} was closed, so it cannot be read")
-        if not self._unread and self._failure is not None:
+        if not self._tokens and self._failure is not None:
             raise self._failure
         if self._end_read:
-            raise ProtocolError(f"the last piece of rollout {rollout} has been read; expected no further read")
-        given = bool(self._unread) and self._unread[0].from_tool
-        taken = list(takewhile(lambda each: each.from_tool == given, self._unread[:limit]))
-        self._unread = self._unread[len(taken) :]
-        self._taken += len(taken)
-        self._from_tool -= len(taken) if given else 0
-        tokens, logprobs, versions, supports, routed, _ = zip(*taken, strict=True) if taken else ((),) * 6
-        continues = bool(self._unread) or self._failure is not None
+            raise ProtocolError(f"the last chunk of rollout {rollout} has been read; expected no further read")
+        start, n, given = self._taken, min(limit, len(self._tokens)), False
+        if self._tool:
+            given = start in self._tool[0]
+            n = min(n, (self._tool[0].stop if given else self._tool[0].start) - start)
+            if given:
+                rest = range(start + n, self._tool[0].stop)
+                self._tool[0:1] = [rest] if rest else []
+        self._taken += n
+        tokens, logprobs = np.array(_pop(self._tokens, n), np.int32), np.array(_pop(self._logprobs, n), np.float32)
+        versions, supports, routed = _pop(self._versions, n), _pop(self._supports, n), _pop(self._routed, n)
+        continues = bool(self._tokens) or self._failure is not None
         self._end_read = self.ended and not continues
-        return Piece(
-            np.array(tokens, np.int32),
-            np.array(logprobs, np.float32),
+        state: ChunkState = "live" if continues else self._state
+        if given:
+            return ToolTokens(rollout, start, tokens, state)
+        return Chunk(
+            rollout,
+            start,
+            tokens,
+            logprobs,
             np.array(versions, np.int32),
-            "live" if continues else self._state,
             Support.concatenate((support, 1) for support in supports),
-            given,
             RoutedExperts.concatenate((experts, 1) for experts in routed),
+            state,
         )
+
+
+def _pop(column: list[T], count: int) -> list[T]:
+    head = column[:count]
+    del column[:count]
+    return head
 
 
 class DecodeSteps(Generic[R]):
@@ -322,9 +345,9 @@ class DecodeSteps(Generic[R]):
             step = self._steps.popleft()
             n = len(step.keys)
             versions, supports, routed = [step.version] * n, step.support.split(n), step.routed_experts.split(n)
-            made = zip(step.tokens.tolist(), step.logprobs.tolist(), versions, supports, routed, strict=True)
-            for key, token, reason in zip(step.keys, made, step.reasons, strict=True):
-                self._rollouts[key].put(DecodedToken(*token), reason or "live")
+            sampled = zip(step.tokens.tolist(), step.logprobs.tolist(), versions, supports, routed, strict=True)
+            for key, token, reason in zip(step.keys, sampled, step.reasons, strict=True):
+                self._rollouts[key].put(token, reason or "live")
 
 
 def unfinished(decodes: Sequence[Decode], engine: DecodeEngine[R]) -> list[RolloutBuffer[R]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from oppo.declared import require_declared
+from oppo.declared import AtLeastOne, Positive, validated
 
 
 class Preempted(Exception):  # noqa: N818 - it says what happened
@@ -101,6 +101,7 @@ class Preemptible(Priority):
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class TimeSlice:
     """How long a call that nothing waits for should last: rollouts that finish meanwhile wait for its end.
 
@@ -110,15 +111,8 @@ class TimeSlice:
             call's own time may include waiting for others in its place.
     """
 
-    seconds: float = 0.3
-    rise: float = 1.1
-
-    def __post_init__(self) -> None:
-        require_declared(self)
-        if self.seconds <= 0:
-            raise ValueError(f"seconds of a TimeSlice must be more than 0, not {self.seconds}")
-        if self.rise < 1:
-            raise ValueError(f"rise of a TimeSlice must be at least 1, not {self.rise}")
+    seconds: Positive = 0.3
+    rise: AtLeastOne = 1.1
 
 
 DEFAULT_TIME_SLICE: Final = TimeSlice()

@@ -36,11 +36,8 @@ class Interrupt:
 
 @asynccontextmanager
 async def interruptible(*listeners: Callable[[signal.Signals], None]) -> AsyncIterator[Interrupt]:
-    """Yield the interrupt that records the first signal while the context is open; a second one ends the context.
-
-    Off the main thread no signal arrives. Signals that the process ignores, as SIGHUP under ``nohup``, stay ignored.
-    The listeners are called on the event loop with the first signal.
-    """
+    """Yield the interrupt that records the first signal; a second one ends the context."""
+    # off the main thread no signal arrives; signals that the process ignores, as SIGHUP under `nohup`, stay ignored
     interrupt = Interrupt()
     loop, loop_ran = running_loop(), threading.Event()  # since the last signal
 
@@ -81,12 +78,9 @@ async def interruptible(*listeners: Callable[[signal.Signals], None]) -> AsyncIt
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Let a signal end the body with :class:`Stopped`, wherever the body is.
-
-    For a program's code outside of :func:`interruptible`; off the main thread it changes nothing. An event loop that
-    runs in the body has its tasks cancelled, since an exception between two of them would leave it in disorder; a
-    second signal is raised in the code that blocks it.
-    """
+    """Let a signal end the body with :class:`Stopped`, wherever it is; for code outside of :func:`interruptible`."""
+    # an event loop in the body has its tasks cancelled: an exception between two of them would leave it in disorder;
+    # a second signal is raised in the code that blocks it
     came: list[signal.Signals] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -22,8 +22,8 @@ from oppo.declared import (
     PositiveCount,
     Seed,
     changed,
-    require_declared,
     setting,
+    validated,
 )
 from oppo.errors import ConfigError, ModelError, in_toml
 from oppo.events import Batch
@@ -99,6 +99,7 @@ OF_THE_CRITIC = frozenset({"critic_learning_rate", "critic_warmup"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@validated(ConfigError)
 class TrainerSettings:
     """Settings of the optimisers of actor and critic; the defaults are TRL 1.12's, with four exceptions.
 
@@ -155,8 +156,17 @@ class TrainerSettings:
     seed: Seed = setting(0, "keys, with the number of the update, how rows are shuffled into minibatches")
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
-        self._require_schedule()
+        if self.schedule == "constant" and self.warmup_steps:
+            raise ConfigError(
+                f"schedule 'constant' has no warm-up, so warmup_steps cannot be {self.warmup_steps}: leave it out, or "
+                "use 'constant_with_warmup'"
+            )
+        if self.schedule in {"linear", "cosine"} and self.total_steps is None:
+            raise ConfigError(f"schedule {self.schedule!r} ends at total_steps, so total_steps must be given")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"warmup_steps must be fewer than the steps of the run ({self.total_steps}), not {self.warmup_steps}"
+            )
 
     def require_no_critic(self) -> None:
         """Require the defaults for the settings that need a critic.
@@ -168,19 +178,6 @@ class TrainerSettings:
             raise ConfigError(
                 f"{name} = {in_toml(value)} is about a critic, and there is none: leave it out, or give the trainer a "
                 "critic"
-            )
-
-    def _require_schedule(self) -> None:
-        if self.schedule == "constant" and self.warmup_steps:
-            raise ConfigError(
-                f"schedule 'constant' has no warm-up, so warmup_steps cannot be {self.warmup_steps}: leave it out, or "
-                "use 'constant_with_warmup'"
-            )
-        if self.schedule in {"linear", "cosine"} and self.total_steps is None:
-            raise ConfigError(f"schedule {self.schedule!r} ends at total_steps, so total_steps must be given")
-        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
-            raise ConfigError(
-                f"warmup_steps must be fewer than the steps of the run ({self.total_steps}), not {self.warmup_steps}"
             )
 
     def learning_rate_factor(self, update: int) -> float:

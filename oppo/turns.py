@@ -144,7 +144,7 @@ class Branching(ABC):
 class TurnDecode(Decode, Protocol):
     """A decode whose response has turns: a token of ``stop``, or a stop string, ends a turn.
 
-    A response that ends with its turn, whose tokens may have been read by then, ends with a piece of no tokens. It ends
+    A response that ends with its turn, whose tokens may have been read by then, ends with a chunk of no tokens. It ends
     at its length limit as ever.
     """
 

@@ -14,7 +14,13 @@ import sys
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    contextmanager,
+    suppress,
+)
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -28,7 +34,8 @@ import anyio.lowlevel
 from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, ModelError, OppoError, awaited, contained, running_loop, shown
 from oppo.log import logger
-from oppo.placement.detached import DisposableProcess, in_thread, run_detached
+from oppo.placement.place import in_thread, run_detached
+from oppo.placement.process import DisposableProcess
 
 SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
 """The form ``file.py:name``."""
@@ -37,6 +44,9 @@ _PREFIX = "oppo_user_"
 
 CONCURRENCY: Final = 64
 """Calls that overlap where nothing is computed here, unless another number is given: calls of async functions."""
+
+PROCESSES: Final = 4
+"""Calls that overlap in processes, unless another number is given."""
 
 UNBLOCK: Final = "let what blocks it await what takes long, or make it sync"
 
@@ -83,8 +93,6 @@ def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A function of the user's; pickled by ``spec``, its ``file.py:name``, if it is of a file."""
-
     name: str
     function: Callable[..., object]
     refuse: type[OppoError]
@@ -207,14 +215,9 @@ def _digest(content: bytes) -> str:
 
 @dataclass(frozen=True)
 class CheckedFunction(ABC, Generic[G, W, R]):
-    """A user function with the check of its results; pickled where calls are made in a process.
+    """A user function with the check of its results; pickled where calls are made in a process."""
 
-    ``where`` says in errors what a call is for, as text or as an object that is shown so.
-
-    Attributes:
-        kind: of the function, as in ``reward function``.
-        error: the type of :meth:`failure`.
-    """
+    # `kind`: as in "reward function"; `where` says in errors what a call is for
 
     kind: ClassVar[str]
     error: ClassVar[type[OppoError]]
@@ -256,25 +259,51 @@ class CheckedFunction(ABC, Generic[G, W, R]):
         return contained(lambda words: self.failure(f"raised {words}", where), passing=self.error)
 
 
-class UserCalls(Generic[G, W, R]):
+class Shared(ABC):
+    """A context manager that several users enter: the first opens it, the last to leave closes it."""
+
+    _users = 0
+    _entered: AsyncExitStack
+
+    async def __aenter__(self) -> Self:
+        if not self._users:
+            async with AsyncExitStack() as stack:
+                await self._open(stack)
+                self._entered = stack.pop_all()
+        self._users += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._users -= 1
+        if not self._users:
+            await self._entered.__aexit__(kind, error, tb)
+
+    @abstractmethod
+    async def _open(self, stack: AsyncExitStack) -> None: ...
+
+
+class UserCalls(Shared, Generic[G, W, R]):
     """Makes the calls of a user function.
 
     An async function is called on the event loop; a sync one in a thread of its own for each call, in one of several
     processes, or, on a loop of virtual time, inline. A call past its timeout has failed, whatever it returns later: an
     async function is cancelled, a process interrupted and then killed, a thread left alone, which keeps neither the run
     nor the process from ending. Only calls count against the timeout, not the start of a process.
-
-    Entered several times, it opens the function, if that is a context manager, the first time, and leaves it the last.
+    It opens the function, if that is a context manager.
     """
 
     def __init__(
         self,
         checked: CheckedFunction[G, W, R],
         *,
-        concurrency: int,
+        concurrency: int | None = None,
         timeout: float | None = None,
         process: bool = False,
     ) -> None:
+        if concurrency is None:
+            concurrency = PROCESSES if process else CONCURRENCY
         if timeout is not None:
             require_real("timeout", timeout, 0, error=ConfigError)
         require_whole("concurrency", concurrency, 1, error=ConfigError)
@@ -286,7 +315,6 @@ class UserCalls(Generic[G, W, R]):
         self._timeout = math.inf if timeout is None else timeout
         self._limiter: anyio.CapacityLimiter | None = None
         self._working: dict[object, str] = {}
-        self._users = 0
         try:
             self._processes = [
                 DisposableProcess(user.name, checked, timeout=self._timeout)
@@ -306,7 +334,6 @@ class UserCalls(Generic[G, W, R]):
         return next(reversed([*self._working.values()]), "")  # calls of other threads may end meanwhile
 
     async def make(self, given: G, where: W) -> R:
-        """Return what the function returns; at most ``concurrency`` calls overlap. ``where``: for errors."""
         self._limiter = self._limiter or anyio.CapacityLimiter(self._concurrency)
         async with self._limiter:
             with self.working():
@@ -352,7 +379,6 @@ class UserCalls(Generic[G, W, R]):
 
     @contextmanager
     def working(self, how: str = "") -> Iterator[None]:
-        """Report the function as at work, for example while it waits for another attempt; calls may overlap."""
         call = object()
         self._working[call] = f"{self._checked.title}{how}"
         try:
@@ -360,41 +386,22 @@ class UserCalls(Generic[G, W, R]):
         finally:
             del self._working[call]
 
-    async def __aenter__(self) -> Self:
-        if not self._users and isinstance(self._checked.user.function, AbstractAsyncContextManager):
-            await self._checked.user.function.__aenter__()
-        self._users += 1
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._users -= 1
-        if self._users:
-            return
-        self._limiter = None  # the next run may be on another event loop
-        self.close()
+    async def _open(self, stack: AsyncExitStack) -> None:
         if isinstance(self._checked.user.function, AbstractAsyncContextManager):
-            await self._checked.user.function.__aexit__(kind, error, tb)
+            await stack.enter_async_context(self._checked.user.function)
+        stack.callback(self.close)
 
     def close(self) -> None:
+        self._limiter = None  # the next run may be on another event loop
         for process in self._processes:
             process.close()
 
 
-class CallsFunction(Generic[G, W, R]):
-    """Something that calls a user function, which is open while it is."""
-
+class CallsFunction(Shared, Generic[G, W, R]):
     _calls: UserCalls[G, W, R]
 
-    async def __aenter__(self) -> Self:
-        await self._calls.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self._calls.__aexit__(kind, error, tb)
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(self._calls)
 
     def close(self) -> None:
         self._calls.close()

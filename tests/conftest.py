@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -42,11 +44,17 @@ settings.load_profile("oppo")
 
 @pytest.fixture(autouse=True)
 def _forwards_off_the_loop() -> Iterator[None]:
-    """Raise out of any forward pass on an event loop's thread, wherever in the suite one is made."""
-    from tests.kit.loop_guard import forwards_off_the_loop  # after the settings above: it imports torch
+    """Raise out of any module's forward pass on an event loop's thread, of the tests' oracles too."""
+    from torch.nn.modules.module import register_module_forward_pre_hook  # after the settings above
 
-    with forwards_off_the_loop():
-        yield
+    def check(module: object, inputs: object) -> None:
+        with suppress(RuntimeError):  # there is no loop in this thread
+            asyncio.get_running_loop()
+            raise AssertionError(f"the forward pass of {type(module).__name__} runs on the event loop's thread")
+
+    hook = register_module_forward_pre_hook(check)
+    yield
+    hook.remove()
 
 
 @pytest.fixture(autouse=True)

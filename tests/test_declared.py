@@ -27,7 +27,7 @@ from oppo.errors import ConfigError
 from oppo.liveness import StallLimits
 from oppo.losses import PPOLoss
 from oppo.report import RunDirectory
-from oppo.returns import AdaptiveKL, Correction, FixedKL, ScoreShaping
+from oppo.returns import AdaptiveKL, FixedKL, ImportanceCorrection, ScoreShaping
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
 from oppo.training import LearningRateSchedule
 
@@ -61,7 +61,7 @@ MADE: dict[str, Callable[..., object]] = {
     "SlopeAdaptive": partial(SlopeAdaptive, batch=16),
     "TailAdaptive": partial(TailAdaptive, batch=16),
     "TailBatched": partial(TailBatched, batch=16),
-    "Correction": Correction,
+    "ImportanceCorrection": ImportanceCorrection,
     "ScoreShaping": ScoreShaping,
     "TrainerSettings": oppo.TrainerSettings,
     "PPOLoss": PPOLoss,
@@ -114,10 +114,10 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
         (grpo, {"samples": math.nan}, "samples must be a whole number, not nan"),
         (oppo.Synchronous, {"batch": math.nan}, "batch of Overcommit must be a whole number, not nan"),
         (oppo.GAE, {"kl": math.nan}, "coefficient of FixedKL must be a finite number, not nan"),
-        (FixedKL, {"coefficient": -1.0}, "coefficient must be 0 or more and finite, not -1.0"),
-        (AdaptiveKL, {"initial": 0.0}, "coefficient must be more than 0 where it adapts, not 0"),
-        (AdaptiveKL, {"initial": 0.1, "target": 0.0}, "the KL target must be positive, not 0.0"),
-        (AdaptiveKL, {"initial": 0.1, "horizon": 0.0}, "the KL horizon must be positive, not 0.0"),
+        (FixedKL, {"coefficient": -1.0}, "coefficient must be at least 0, not -1.0"),
+        (AdaptiveKL, {"initial": 0.0}, "initial must be more than 0, not 0.0"),
+        (AdaptiveKL, {"initial": 0.1, "target": 0.0}, "target must be more than 0, not 0.0"),
+        (AdaptiveKL, {"initial": 0.1, "horizon": 0.0}, "horizon must be more than 0, not 0.0"),
         (ScoreShaping, {"clip": 0.0}, "clip must be more than 0, not 0.0"),
         (ScoreShaping, {"missing_eos_penalty": -1.0}, "missing_eos_penalty must be at least 0, not -1.0"),
         (ScoreShaping, {"long_from": 5, "long_to": 4}, "grows between two lengths, long_from = 5 and long_to = 4"),
@@ -141,13 +141,13 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
         (PPOLoss, {"kl_estimator": "k4"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k4'"),
         (PPOLoss, {"value_clip": 0.0}, "value_clip must be more than 0, not 0.0"),
         (PPOLoss, {"value_coefficient": -1.0}, "value_coefficient must be at least 0, not -1.0"),
-        (Correction, {"cap": 0.9}, "cap must be at least 1, not 0.9"),
-        (Correction, {"cap": math.inf}, "cap of Correction must be a finite number, not inf"),
-        (Correction, {"low": 1.1}, "low must be at most 1, not 1.1"),
-        (Correction, {"high": 0.9}, "high must be at least 1, not 0.9"),
-        (Correction, {"k3": 0.0}, "k3"),
-        (Correction, {"weight": "mask", "level": "product"}, "masks every long one by the product"),
-        (Correction, {"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
+        (ImportanceCorrection, {"cap": 0.9}, "cap must be at least 1, not 0.9"),
+        (ImportanceCorrection, {"cap": math.inf}, "cap of ImportanceCorrection must be a finite number, not inf"),
+        (ImportanceCorrection, {"low": 1.1}, "low must be at most 1, not 1.1"),
+        (ImportanceCorrection, {"high": 0.9}, "high must be at least 1, not 0.9"),
+        (ImportanceCorrection, {"k3": 0.0}, "k3"),
+        (ImportanceCorrection, {"weight": "mask", "level": "product"}, "masks every long one by the product"),
+        (ImportanceCorrection, {"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
     ],
 )
 def test_an_error_names_the_argument_and_what_was_expected(

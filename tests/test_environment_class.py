@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, wraps
 from typing import Any, ClassVar, Self, cast
 from weakref import WeakSet
@@ -24,12 +24,11 @@ from oppo.errors import ConfigError, DataError, RewardError
 from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.hf.calls import ToolCall
-from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
+from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.rewards import RewardInputs
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from oppo.turns import Answer, Turn
-from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.test_tools import TEMPLATE
+from tests.kit.turns import Said, byte_chat, call
 
 
 class Guessing:
@@ -71,8 +70,7 @@ class Guessing:
 
 @cache
 def chat() -> ChatFormat:
-    tokenizer = byte_tokenizer(special=("<|im_end|>", "<|im_start|>"))
-    return ChatFormat(chatting(tokenizer, template=TEMPLATE, tools=tools_of(Guessing)), ("tool",))
+    return byte_chat(tools_of(Guessing))
 
 
 def prompt(secret: int, rollout: int = 0) -> Prompt:
@@ -84,38 +82,25 @@ def tokens(text: str) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def guess(*numbers: int) -> str:
-    calls = ({"name": "guess", "arguments": {"number": number}} for number in numbers)
-    return "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in calls)
+    return "".join(call("guess", number=number) + "\n" for number in numbers)
 
 
 class Game:
     """A response that is played turn by turn."""
 
-    def __init__(self, environment: EnvironmentClass, secret: int, rollout: int = 0) -> None:
-        self.environment = environment
-        self.prompt = prompt(secret, rollout)
-        self.response = Response.empty(self.prompt)
-        self.state: Any = None
-        self.number = 0
+    def __init__(
+        self, environment: EnvironmentClass, secret: int, rollout: int = 0, columns: Mapping[str, Any] | None = None
+    ) -> None:
+        start = prompt(secret, rollout)
+        self.played = Said(environment, start if columns is None else replace(start, columns=columns), chat().tokenizer)
 
     def say(self, text: str) -> str | None:
         """Return what was answered."""
-        said = tokens(text)
-        zeros = np.zeros(len(said), np.float32)
-        self._add(Chunk(self.prompt.rollout, len(self.response), said, zeros, zeros.astype(np.int32)))
-        answer = run_virtual(self.environment.answer, Turn(self.prompt, self.number, said, self.state))
-        if not isinstance(answer, Answer):
-            return None
-        self._add(ToolTokens(self.prompt.rollout, len(self.response), answer.tokens))
-        self.state, self.number = json.loads(json.dumps(answer.state)), self.number + 1
-        return chat()._tokenizer.decode_whole(answer.tokens.tolist())
-
-    def _add(self, piece: Chunk | ToolTokens) -> None:
-        self.response = Response.of(self.prompt, [*self.response.pieces(), piece])
+        answer = run_virtual(self.played.say, text)
+        return chat().tokenizer.decode_whole(answer.tokens.tolist()) if isinstance(answer, Answer) else None
 
     def reward(self, environment: EnvironmentClass | None = None) -> float | Drop:
-        finish = Finish(self.prompt.rollout, self.response, "eos")
-        (found,) = run_virtual((environment or self.environment).reward.finish, [finish])
+        (found,) = run_virtual((environment or self.played.environment).reward.finish, [self.played.finish()])
         return found
 
 
@@ -154,7 +139,7 @@ def connections() -> list[Connected]:
 
 def played(environment: EnvironmentClass, secret: int) -> Game:
     game = Game(environment, secret)
-    first = game.say(guess(3, 4) + '<tool_call>\n{"name": "surrender"}\n</tool_call>')
+    first = game.say(guess(3, 4) + call("surrender"))
     assert first is not None
     assert (
         first.index("guess 1: wrong") < first.index("guess 2: wrong") < first.index("Error: RuntimeError: no surrender")
@@ -173,20 +158,10 @@ def test_an_instance_goes_through_a_response_and_gives_its_reward() -> None:
 
 def test_the_calls_are_made_again_where_the_instance_is_gone() -> None:
     game = played(EnvironmentClass(Guessing, chat()), 7)
-    resumed = EnvironmentClass(Guessing, chat())
-    game.environment = resumed
+    game.played.environment = EnvironmentClass(Guessing, chat())
     assert "guess 3: right" in str(game.say(guess(7)))
     assert game.say("It was 7.") is None
     assert game.reward(EnvironmentClass(Guessing, chat())) == game.reward() == pytest.approx(0.7)
-
-
-def test_responses_have_instances_of_their_own_also_where_they_say_the_same() -> None:
-    environment = EnvironmentClass(Guessing, chat())
-    games = [Game(environment, 7, 0), Game(environment, 7, 1), Game(environment, 8, 2)]
-    for text in (guess(1), guess(8)):
-        said = [str(game.say(text)) for game in games]
-        assert [("right" in each) for each in said] == [False, False, text == guess(8)]
-    assert [game.reward() for game in games] == pytest.approx([-0.2, -0.2, 0.8])
 
 
 def test_a_response_goes_on_with_an_instance_that_no_other_has_left(connections: list[Connected]) -> None:
@@ -236,11 +211,7 @@ def test_rows_end_with_what_reset_says() -> None:
 
 def begun(environment: EnvironmentClass, rollout: int = 0, /, **row: object) -> Game:
     """Return a response to a row that the environment began."""
-    game = Game(environment, 0, rollout)
-    columns = environment.begun({"prompt": "?", **row})
-    game.prompt = Prompt(rollout, rollout, np.array([65], np.int32), columns=columns)
-    game.response = Response.empty(game.prompt)
-    return game
+    return Game(environment, 0, rollout, environment.begun({"prompt": "?", **row}))
 
 
 class Counting(Guessing):
@@ -256,9 +227,7 @@ def test_an_instance_is_reset_once_a_response_also_where_its_prompt_was_made_of_
     environment = EnvironmentClass(Counting, chat())
     Counting.resets = 0
     first = begun(environment, secret=7)
-    twin = Game(environment, 0, 1)
-    twin.prompt = Prompt(1, 1, first.prompt.tokens, columns=first.prompt.columns)
-    twin.response = Response.empty(twin.prompt)
+    twin = Game(environment, 0, 1, first.played.prompt.columns)
     assert Counting.resets == 1
     for game in (first, twin):
         assert "right" in str(game.say(guess(7)))
@@ -296,8 +265,8 @@ def test_what_reset_says_must_depend_on_the_row_alone() -> None:
             return f" It is the {type(self).resets}. time."
 
     environment = EnvironmentClass(Fickle, chat())
-    first, second = (begun(environment, at, secret=7) for at in range(2))
-    second.prompt = Prompt(1, 1, first.prompt.tokens, columns=first.prompt.columns)
+    first, _ = (begun(environment, at, secret=7) for at in range(2))
+    second = Game(environment, 0, 1, first.played.prompt.columns)
     assert "wrong" in str(first.say(guess(1)))
     with pytest.raises(
         EnvironmentFailure, match=r"reset\(\) of the environment said ' It is the \d+. time.', and of the same"
@@ -329,7 +298,7 @@ def test_a_reward_function_sees_the_instances_that_give_the_reward() -> None:
         str,
         inputs=RewardInputs(environments=environment.instance),
     )
-    finish = Finish(0, game.response, "eos")
+    finish = game.played.finish()
     assert run_virtual(both.finish, [finish]) == [pytest.approx(0.8 + 2.0)]
     assert Counting.resets == resets
     plain = FunctionReward(lambda completions, environments=None: [float(environments is None)], str)
@@ -355,14 +324,12 @@ class Sums:
 
 
 def test_a_column_names_the_environment_of_a_row() -> None:
-    shown = byte_tokenizer(special=("<|im_end|>", "<|im_start|>"))
-    sums = EnvironmentClass(Sums, ChatFormat(chatting(shown, template=TEMPLATE, tools=tools_of(Sums)), ("tool",)))
+    sums = EnvironmentClass(Sums, byte_chat(tools_of(Sums)))
     environment = Environments({"guess": EnvironmentClass(Guessing, chat()), "sum": sums})
     game = begun(cast("EnvironmentClass", environment), environment="guess", secret=7)
     other = begun(cast("EnvironmentClass", environment), 1, environment="sum")
     assert "right" in str(game.say(guess(7)))
-    call = {"name": "add", "arguments": {"left": 1, "right": 2}}
-    assert "3" in str(other.say(f"<tool_call>\n{json.dumps(call)}\n</tool_call>"))
+    assert "3" in str(other.say(call("add", left=1, right=2)))
     assert "there is no tool 'guess'; the tools are add" in str(other.say(guess(7)))
     assert game.reward() == pytest.approx(0.9)
     none = other.reward()
@@ -455,16 +422,13 @@ class Kinds(dict[str, int]):
 def test_a_public_method_of_any_kind_is_called_but_no_method_of_life() -> None:
     names = [tool.__name__ for tool in tools_of(Kinds)]
     assert names == ["plain", "wrapped", "static", "of_class", "by_position"]
-    own = byte_tokenizer(special=("<|im_end|>", "<|im_start|>"))
-    chat = ChatFormat(chatting(own, template=TEMPLATE, tools=tools_of(Kinds)), ("tool",))
+    chat = byte_chat(tools_of(Kinds))
     environment = EnvironmentClass(Kinds, chat)
-    made = ({"name": name, "arguments": {"x": 3}} for name in names)
-    text = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>\n" for call in made)
-    turn = Turn(prompt(4), 0, np.array(own.encode_whole(text + "<|im_end|>"), np.int32))
+    played = Said(environment, prompt(4), chat.tokenizer)
 
     async def main() -> tuple[Any, object]:
-        answer = await environment.answer(turn)
-        return answer, await environment.earned(Finish(0, Response.empty(turn.prompt), "eos"))
+        answer = await played.say("\n".join(call(name, x=3) for name in names))
+        return answer, await environment.earned(Finish(0, Response.empty(played.prompt), "eos"))
 
     answer, earned = run_virtual(main)
     assert [each["content"] for each in answer.said] == ["7", "logged: 7", "6", "Kinds 3", "2"]
@@ -530,29 +494,6 @@ def playing(
         "admission": Overcommit(batch=4, overcommit=3),
     }
     return grpo(policy=policy, samples=2, environment=environment, **models | others)
-
-
-def test_a_graph_trains_on_the_reward_of_an_environment_also_of_responses_that_were_deferred() -> None:
-    environment = EnvironmentClass(Guessing, cast("ChatFormat", Stub()), max_turns=2)
-    trainer = FakeTrainer()
-    graph = playing(environment, straggling(3, 7), trainer=trainer, admission=Overcommit(batch=2, overcommit=1))
-
-    async def main() -> list[dict[str, float]]:
-        async with graph.open(games(4, 5)) as run:
-            return [{**report.metrics} async for report in run.steps(4)]
-
-    metrics = run_virtual(main)
-    scores = [
-        (score, each) for batch in trainer.batches for score, each in zip(batch.scores, batch.responses, strict=True)
-    ]
-    assert len(scores) == 16
-    for score, response in scores:
-        turns = [len(piece.tokens) for piece in response.pieces() if isinstance(piece, Chunk)][:2]
-        secret = response.prompt.columns["secret"]
-        assert score == pytest.approx(float(secret in turns) - 0.1 * 2)
-    assert sum(each["deferral/deferred"] for each in metrics) > 0
-    assert all(each["tools/call_frequency"] == 2 for each in metrics)
-    assert {round(float(score), 1) for score, _ in scores} == {0.8, -0.2}
 
 
 def test_an_evaluation_leaves_the_instances_of_deferred_responses_alone(connections: list[Connected]) -> None:
@@ -706,9 +647,9 @@ def test_calls_are_made_once_however_many_responses_are_in_flight_and_rewards_as
 def test_what_was_done_without_room_for_the_answer_is_scored_in_a_resumed_run_too() -> None:
     game = Game(EnvironmentClass(Guessing, chat()), 7)
     game.say(guess(7))
-    game.response = Response.of(game.prompt, [game.response.pieces()[0]])
+    game.played.pieces.pop()
     resumed = EnvironmentClass(Guessing, chat())
-    resumed.forget(game.prompt, game.state)
+    resumed.forget(game.played.prompt, game.played.state)
     assert game.reward(resumed) == game.reward() == pytest.approx(0.9)
 
 

@@ -25,15 +25,15 @@ from websockets.sync.server import ServerConnection, serve
 from oppo.cli import DONE, UNUSABLE
 from oppo.environments import EnvironmentClass, EnvironmentFailure, openenv, tools_of
 from oppo.errors import ConfigError
-from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
+from oppo.events import Drop, Prompt
 from oppo.hf.calls import ToolCall, tool_schema
-from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
-from oppo.turns import Answer, Turn
+from oppo.hf.chat import ChatFormat, ParsedTurn
+from oppo.turns import Answer
 from oppo.vllm.sync import free_port
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.kit.turns import Said, byte_chat, call
 from tests.kit.workplace import oppo, records
-from tests.test_tools import TEMPLATE
 
 Json = Mapping[str, Any]
 NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
@@ -129,39 +129,20 @@ def url(server: Server) -> Iterator[str]:
 
 def made(url: str, **options: Any) -> EnvironmentClass:
     kind = openenv(url)
-    tokenizer = byte_tokenizer(special=("<|im_end|>", "<|im_start|>"))
-    return EnvironmentClass(
-        kind, ChatFormat(chatting(tokenizer, template=TEMPLATE, tools=tools_of(kind)), ("tool",)), **options
-    )
+    return EnvironmentClass(kind, byte_chat(tools_of(kind)), **options)
 
 
-class Game:
-    """A response that is played turn by turn."""
+class Game(Said):
+    """A response to a row of the environment."""
 
     def __init__(self, environment: EnvironmentClass, rollout: int = 0, **row: Any) -> None:
-        self.environment = environment
         columns = environment.begun({"prompt": "?", **row})
-        self.prompt = Prompt(rollout, rollout, np.array([65], np.int32), columns=columns)
-        self.pieces: list[Chunk | ToolTokens] = []
-        self.state: Any = None
-        self.number = 0
+        prompt = Prompt(rollout, rollout, np.array([65], np.int32), columns=columns)
+        super().__init__(environment, prompt, environment.chat.tokenizer)
 
-    async def say(self, name: str = "guess", **arguments: Any) -> str | Drop | None:
-        call = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" * bool(arguments)
-        said = np.array(self.environment.chat.tokenizer.encode_whole(f"{call}<|im_end|>"), np.int32)
-        zeros, start = np.zeros(len(said), np.float32), sum(len(each.tokens) for each in self.pieces)
-        self.pieces.append(Chunk(self.prompt.rollout, start, said, zeros, zeros.astype(np.int32)))
-        answer = await self.environment.answer(Turn(self.prompt, self.number, said, self.state))
-        if not isinstance(answer, Answer):
-            return answer
-        self.pieces.append(ToolTokens(self.prompt.rollout, start + len(said), answer.tokens))
-        self.state, self.number = json.loads(json.dumps(answer.state)), self.number + 1
-        return self.environment.chat.tokenizer.decode_whole(answer.tokens.tolist())
-
-    async def reward(self) -> float | Drop:
-        finish = Finish(self.prompt.rollout, Response.of(self.prompt, self.pieces), "eos")
-        (found,) = await self.environment.reward.finish([finish])
-        return found
+    async def guess(self, name: str = "guess", **arguments: Any) -> str | Drop | None:
+        answer = await self.say(call(name, **arguments) * bool(arguments))
+        return self.tokenizer.decode_whole(answer.tokens.tolist()) if isinstance(answer, Answer) else answer
 
 
 async def closed(server: Server) -> None:
@@ -177,16 +158,16 @@ async def test_a_response_has_a_session_which_is_closed_at_its_end(server: Serve
         await closed(server)  # those that rows were read with
         assert games[0].prompt.columns["prompt"] == "? It is below 17."
         for game in games:
-            assert "false" in str(await game.say(number=3))
+            assert "false" in str(await game.guess(number=3))
         assert len(server.open) == 2
-        assert "true" in str(await games[0].say(number=7))
-        assert "the episode is over" in str(await games[0].say(number=7))
-        assert await games[0].say() is None
+        assert "true" in str(await games[0].guess(number=7))
+        assert "the episode is over" in str(await games[0].guess(number=7))
+        assert await games[0].guess() is None
         assert await games[0].reward() == 0.75
         assert await games[1].reward() == -0.25  # cut
         await closed(server)
         lost = Game(environment, 2, secret=7)
-        assert "false" in str(await lost.say(number=3))
+        assert "false" in str(await lost.guess(number=3))
         assert len(server.open) == 1
     await closed(server)
 
@@ -194,10 +175,10 @@ async def test_a_response_has_a_session_which_is_closed_at_its_end(server: Serve
 async def test_a_session_that_is_gone_is_made_again_of_its_calls(server: Server, url: str) -> None:
     async with made(url) as environment:
         game = Game(environment, secret=7)
-        await game.say(number=3)
+        await game.guess(number=3)
     async with made(url) as environment:
         game.environment = environment
-        assert "true" in str(await game.say(number=7))
+        assert "true" in str(await game.guess(number=7))
         assert await game.reward() == 0.75
 
 
@@ -211,7 +192,7 @@ async def test_a_server_without_tools_has_a_step(server: Server, url: str) -> No
     }
     async with made(url) as environment:
         game = Game(environment, secret=7)
-        assert '{"right": true}' in str(await game.say("step", number=7))
+        assert '{"right": true}' in str(await game.guess("step", number=7))
         assert await game.reward() == 1.0
 
 
@@ -225,23 +206,23 @@ async def test_an_action_that_is_refused_is_told_to_the_policy(server: Server, u
     async with made(url) as environment:
         game = Game(environment, secret=7)
         assert "Error: ValueError: Invalid message; number: Input should be less than 100" in str(
-            await game.say(name, number=101)
+            await game.guess(name, number=101)
         )
         if mcp:
-            assert "Error: ValueError: a bad number" in str(await game.say(name, number=102))
-        assert "true" in str(await game.say(name, number=7))
+            assert "Error: ValueError: a bad number" in str(await game.guess(name, number=102))
+        assert "true" in str(await game.guess(name, number=7))
         assert await game.reward() == 1.0
 
 
 async def test_a_session_that_dies_drops_its_rollout_or_has_no_reward(server: Server, url: str) -> None:
     server.faults[13] = lambda session: session.close()
     async with made(url, on_failure="drop") as environment:
-        dropped = await Game(environment, secret=7).say(number=13)
+        dropped = await Game(environment, secret=7).guess(number=13)
         assert isinstance(dropped, Drop)
         assert f"the session of the OpenEnv server {url} was lost" in dropped.reason
     async with made(url) as environment:
         game = Game(environment, secret=7)
-        assert "Error: ConnectionError: the session of" in str(await game.say(number=13))
+        assert "Error: ConnectionError: the session of" in str(await game.guess(number=13))
         with pytest.raises(
             EnvironmentFailure, match=r"get_reward\(\) of the environment raised ConnectionError: the session"
         ):
@@ -253,8 +234,8 @@ async def test_a_call_without_an_answer_ends_its_session(server: Server, url: st
     server.faults[13] = lambda session: None
     async with made(url, timeout=1) as environment:
         game = Game(environment, secret=7)
-        assert "Error" in str(await game.say(number=13))
-        assert "an earlier call has not been answered" in str(await game.say(number=7))
+        assert "Error" in str(await game.guess(number=13))
+        assert "an earlier call has not been answered" in str(await game.guess(number=7))
         with pytest.raises(EnvironmentFailure, match="an earlier call has not been answered"):
             await game.reward()
     await closed(server)
@@ -470,10 +451,10 @@ async def test_a_server_of_openenv_answers_calls_and_rewards_them(real: str) -> 
         (name,) = environment.names
         game, other = (Game(environment, rollout, secret=7) for rollout in range(2))
         assert game.prompt.columns["prompt"] == "? It is below 17."
-        assert "Error" in str(await game.say(name, number="seven"))
-        assert "False" in str(await game.say(name, number=3))
-        assert "False" in str(await other.say(name, number=4))
-        assert "True" in str(await game.say(name, number=7))
+        assert "Error" in str(await game.guess(name, number="seven"))
+        assert "False" in str(await game.guess(name, number=3))
+        assert "False" in str(await other.guess(name, number=4))
+        assert "True" in str(await game.guess(name, number=7))
         assert await game.reward() == 0.75
         assert await other.reward() == -0.25
 

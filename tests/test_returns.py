@@ -26,9 +26,8 @@ from oppo.returns import (
     SEQUENCE_BAND,
     TOKEN_BAND,
     AdaptiveKL,
-    Correction,
-    FixedKL,
     GroupAdvantage,
+    ImportanceCorrection,
     KLEstimator,
     Level,
     RatioBase,
@@ -110,14 +109,6 @@ def test_whitening_equals_trl_where_the_mask_is_true(case: dict[str, bool]) -> N
     assert not whitened[~mask].any()
 
 
-@given(hnp.arrays(np.float32, st.integers(1, 30), elements=st.floats(-5, 5, width=32)), st.floats(0, 1))
-def test_gae_with_lambda_one_is_the_discounted_sum_of_rewards(rewards: FloatArray, gamma: float) -> None:
-    values = np.linspace(-1, 1, len(rewards), dtype=np.float32)
-    _, returns = gae(rewards, values, gamma, 1.0)
-    expected = [sum(gamma**k * float(reward) for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
-    np.testing.assert_allclose(returns, floats(expected), rtol=1e-4, atol=1e-4)
-
-
 @given(hnp.arrays(np.float32, st.integers(0, 30), elements=st.floats(-5, 5, width=32)), st.floats(0, 1))
 def test_the_return_of_a_token_is_the_discounted_sum_of_the_rewards_from_it_on(
     rewards: FloatArray, gamma: float
@@ -126,11 +117,6 @@ def test_the_return_of_a_token_is_the_discounted_sum_of_the_rewards_from_it_on(
     returns = returns_to_go(rewards, gamma)
     np.testing.assert_allclose(returns, floats(expected), rtol=1e-4, atol=1e-4)
     assert returns.dtype == np.float32
-
-
-@given(hnp.arrays(np.float32, 8, elements=st.floats(-20, 0, width=32)), st.floats(-3, 3))
-def test_k3_is_never_negative(logprobs: FloatArray, shift: float) -> None:
-    assert (kl_estimate(logprobs, floats(logprobs + shift), "k3") >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -150,11 +136,6 @@ def test_k3_is_never_negative(logprobs: FloatArray, shift: float) -> None:
 def test_what_has_no_value_is_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_gae_of_an_empty_response_is_empty() -> None:
-    advantages, returns = gae(floats([]), floats([]), 1.0, 0.95)
-    assert len(advantages) == len(returns) == 0
 
 
 def test_the_score_lands_on_the_last_sampled_token_and_given_tokens_earn_nothing() -> None:
@@ -194,21 +175,6 @@ def test_the_adaptive_coefficient_never_reaches_zero_and_comes_back(horizon: flo
     assert 0 < small.after(0.0, 64).coefficient < small.after(60.0, 64).coefficient
 
 
-def test_the_adaptive_coefficient_brings_a_responding_kl_to_its_target() -> None:
-    control = AdaptiveKL(0.01, target=6.0, horizon=1000)
-    for _ in range(2000):
-        control = control.after(1.2 / control.coefficient, 32)
-    assert control.coefficient == pytest.approx(0.2, rel=1e-3)
-
-
-def test_a_fixed_coefficient_never_moves() -> None:
-    assert FixedKL(0.05).after(100.0, 64) == FixedKL(0.05)
-
-
-def test_k2_is_half_the_squared_difference() -> None:
-    close(kl_estimate(floats([-1, -2]), floats([-3, -2]), "k2"), [2, 0])
-
-
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
@@ -241,14 +207,6 @@ def test_in_a_group_only_differences_count_and_they_cancel(
         np.testing.assert_allclose(
             group_advantages(scores + np.float32(shift), estimator), advantages, rtol=1e-4, atol=1e-5
         )
-
-
-@given(GROUPS)
-def test_leaving_one_out_is_each_score_less_the_mean_of_the_others(scores: FloatArray) -> None:
-    others = [np.delete(scores.astype(np.float64), k).mean() for k in range(len(scores))]
-    np.testing.assert_allclose(
-        group_advantages(scores, "leave_one_out"), scores - np.array(others), rtol=1e-5, atol=1e-5
-    )
 
 
 @given(GROUPS)
@@ -314,16 +272,11 @@ def test_a_long_response_pays_more_the_nearer_it_comes_to_the_cap() -> None:
     assert ScoreShaping(long_from=4, long_to=4).shaped(floats([1, 1, 1]), STOPPED, LENGTHS).tolist() == [1, 1, 1]
 
 
-def test_scores_that_are_all_equal_become_zero() -> None:
-    shaping = ScoreShaping(norm=True).after(floats([3, 3, 3]))
-    assert shaping.shaped(floats([3, 3, 3]), STOPPED, LENGTHS).tolist() == [0, 0, 0]
-
-
 BASES: tuple[RatioBase, ...] = ("behaviour", "proximal")
 WEIGHTS: tuple[TokenWeight, ...] = ("none", "truncated", "mask")
 LEVELS: tuple[Level, ...] = ("token", "sequence", "product")
 EVERY = [
-    Correction(ratio_base=base, weight=weight, level=level, k3=k3)
+    ImportanceCorrection(ratio_base=base, weight=weight, level=level, k3=k3)
     for base, weight, level, k3 in product(BASES, WEIGHTS, LEVELS, (None, 0.01))
     if (weight, level) != ("mask", "product")
 ]
@@ -334,12 +287,16 @@ PROXIMAL = (BEHAVIOUR + np.log(MISMATCH)).astype(np.float32)
 ALL = np.ones(4, np.bool_)
 
 
-def weights(correction: Correction, lengths: tuple[int, ...] = (4,)) -> FloatArray:
+def weights(correction: ImportanceCorrection, lengths: tuple[int, ...] = (4,)) -> FloatArray:
     return weighed(correction, BEHAVIOUR, PROXIMAL, ALL, lengths)
 
 
 def weighed(
-    correction: Correction, behaviour: FloatArray, proximal: FloatArray, sampled: BoolArray, lengths: Sequence[int]
+    correction: ImportanceCorrection,
+    behaviour: FloatArray,
+    proximal: FloatArray,
+    sampled: BoolArray,
+    lengths: Sequence[int],
 ) -> FloatArray:
     """Return the weights of the tokens of rollouts end to end."""
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -348,14 +305,9 @@ def weighed(
     return importance_weights(correction, inputs).numpy()
 
 
-@pytest.mark.parametrize("correction", EVERY, ids=str)
-def test_tokens_of_the_current_version_weigh_one(correction: Correction) -> None:
-    assert weighed(correction, BEHAVIOUR, BEHAVIOUR, ALL, [1, 3]).tolist() == [1, 1, 1, 1]
-
-
 def test_the_ratio_is_over_what_was_chosen() -> None:
     assert {"behaviour", "proximal"} & ClippedLoss().reads == {"behaviour"}
-    decoupled = ClippedLoss(correction=Correction(ratio_base="proximal"))
+    decoupled = ClippedLoss(correction=ImportanceCorrection(ratio_base="proximal"))
     assert {"behaviour", "proximal"} & decoupled.reads == {"proximal"}
 
 
@@ -364,13 +316,8 @@ def test_the_ratio_is_over_what_was_chosen() -> None:
     [("truncated", [1.0, 0.25, 2.0, 2.0]), ("mask", [1.0, 0.0, 4.0, 0.0])],
 )
 def test_tokens_weigh_what_the_table_says(weight: TokenWeight, proximal: list[float]) -> None:
-    assert_allclose(weights(Correction(weight=weight, ratio_base="proximal")), proximal, rtol=1e-6)
-    assert_allclose(weights(Correction(weight=weight)), proximal / MISMATCH, rtol=1e-6)
-
-
-def test_without_a_weight_every_token_weighs_one() -> None:
-    for base in BASES:
-        assert weights(Correction(ratio_base=base)).tolist() == [1, 1, 1, 1]
+    assert_allclose(weights(ImportanceCorrection(weight=weight, ratio_base="proximal")), proximal, rtol=1e-6)
+    assert_allclose(weights(ImportanceCorrection(weight=weight)), proximal / MISMATCH, rtol=1e-6)
 
 
 @pytest.mark.parametrize("weight", ["truncated", "mask"])
@@ -378,16 +325,16 @@ def test_a_tokens_ratio_times_its_weight_does_not_depend_on_the_base_of_the_rati
     current = np.array([-1.1, -2.0, -2.5, -4.0])
     one, other = (
         np.exp(current - (BEHAVIOUR if chosen.ratio_base == "behaviour" else PROXIMAL)) * weights(chosen)
-        for chosen in (Correction(weight=weight, ratio_base=base) for base in BASES)
+        for chosen in (ImportanceCorrection(weight=weight, ratio_base=base) for base in BASES)
     )
     assert_allclose(one, other, rtol=1e-5)
 
 
 def test_a_rollouts_weight_is_that_of_its_geometric_mean() -> None:
     means = [math.sqrt(0.25), math.sqrt(40.0)]
-    by_rollout = Correction(weight="truncated", level="sequence", ratio_base="proximal", cap=3.0)
+    by_rollout = ImportanceCorrection(weight="truncated", level="sequence", ratio_base="proximal", cap=3.0)
     assert_allclose(weights(by_rollout, (2, 2)), [means[0], means[0], 3.0, 3.0], rtol=1e-6)
-    kept = Correction(weight="mask", level="sequence", low=0.4, high=2.0)
+    kept = ImportanceCorrection(weight="mask", level="sequence", low=0.4, high=2.0)
     assert weights(kept, (2, 2)).tolist() == [1, 1, 0, 0]
 
 
@@ -395,7 +342,7 @@ def test_a_rollouts_weight_is_that_of_its_geometric_mean() -> None:
 def test_a_product_is_truncated_once_for_the_whole_rollout(base: RatioBase) -> None:
     """As plain float64 code has it: ratio times weight is min(product, c) times the ratio over the proximal policy."""
     cap = 3.0
-    correction = Correction(weight="truncated", level="product", ratio_base=base, cap=cap)
+    correction = ImportanceCorrection(weight="truncated", level="product", ratio_base=base, cap=cap)
     products = [1.0 * 0.25, 1.0 * 0.25, 4.0 * 10.0, 4.0 * 10.0]
     expected = [
         min(each, cap) / (mismatch if base == "behaviour" else 1.0)
@@ -410,7 +357,7 @@ def test_a_rollout_whose_mean_k3_is_larger_is_masked_and_no_other_changes(weight
     means = [(k3[0] + k3[1]) / 2, (k3[2] + k3[3]) / 2]
     assert means[0] < 0.5 < means[1]
     for base in BASES:
-        plain = Correction(weight=weight, level=level, ratio_base=base)
+        plain = ImportanceCorrection(weight=weight, level=level, ratio_base=base)
         kept = weights(replace(plain, k3=0.5), (2, 2))
         assert kept.tolist() == [*weights(plain, (2, 2)).tolist()[:2], 0.0, 0.0]
         assert weights(replace(plain, k3=means[1] * 1.001), (2, 2)).tolist() == weights(plain, (2, 2)).tolist()
@@ -418,27 +365,27 @@ def test_a_rollout_whose_mean_k3_is_larger_is_masked_and_no_other_changes(weight
 
 
 def test_a_k3_needs_proximal_log_probs_and_whole_rows() -> None:
-    loss = ClippedLoss(correction=Correction(k3=0.01))
+    loss = ClippedLoss(correction=ImportanceCorrection(k3=0.01))
     assert loss.correction.needs_proximal
     assert loss.reads >= {"behaviour", "proximal"}
     assert loss.unit == "row"
 
 
 def test_tokens_nobody_sampled_are_no_part_of_a_rollouts_mean() -> None:
-    kept = Correction(weight="mask", level="sequence")
+    kept = ImportanceCorrection(weight="mask", level="sequence")
     sampled = np.array([True, False, False, False])
     assert weighed(kept, BEHAVIOUR, PROXIMAL, sampled, [4]).tolist() == [1, 1, 1, 1]
     assert weighed(kept, BEHAVIOUR, PROXIMAL, ~ALL, [4]).tolist() == [1, 1, 1, 1]
 
 
 def test_a_mask_without_a_band_of_its_own_has_that_of_its_level() -> None:
-    assert Correction(weight="mask").band == TOKEN_BAND
-    assert Correction(weight="mask", level="sequence", high=2.0).band == (SEQUENCE_BAND[0], 2.0)
+    assert ImportanceCorrection(weight="mask").band == TOKEN_BAND
+    assert ImportanceCorrection(weight="mask", level="sequence", high=2.0).band == (SEQUENCE_BAND[0], 2.0)
 
 
 def test_a_mismatch_too_large_for_a_float_is_truncated_and_masked_all_the_same() -> None:
     far = BEHAVIOUR + np.float32(1_000)
     for base in BASES:
-        truncated = weighed(Correction(weight="truncated", ratio_base=base), BEHAVIOUR, far, ALL, [4])
+        truncated = weighed(ImportanceCorrection(weight="truncated", ratio_base=base), BEHAVIOUR, far, ALL, [4])
         assert truncated.tolist() == [2.0 if base == "proximal" else 0.0] * 4
-        assert not weighed(Correction(weight="mask", ratio_base=base), BEHAVIOUR, far, ALL, [4]).any()
+        assert not weighed(ImportanceCorrection(weight="mask", ratio_base=base), BEHAVIOUR, far, ALL, [4]).any()

@@ -22,8 +22,7 @@ from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf.spot_tokenizers import byte_tokenizer
 from tests.kit.forked import is_alive
-
-TEMPLATE = (Path(__file__).parent / "hf" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
+from tests.kit.turns import TEMPLATE, byte_chat, call
 
 
 async def slow(seconds: float) -> str:
@@ -66,17 +65,12 @@ EVERY: tuple[Callable[..., object], ...] = (slow, add, broken, odd, pid)
 
 @cache
 def chat() -> ChatFormat:
-    tokenizer = byte_tokenizer(special=("<|im_end|>", "<|im_start|>"))
-    return ChatFormat(chatting(tokenizer, template=TEMPLATE, tools=EVERY), ("tool",))
+    return byte_chat(EVERY)
 
 
 def turn(text: str, number: int = 0) -> Turn:
     tokens = chat()._tokenizer.encode_whole(text + "<|im_end|>")
     return Turn(Prompt(4, 4, np.array([65], np.int32)), number, np.array(tokens, np.int32))
-
-
-def call(name: str, arguments: str = "{}") -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>\n'
 
 
 def said(answer: Answer | Drop | None) -> list[str]:
@@ -95,9 +89,7 @@ def answered(text: str, **options: Any) -> Answer | Drop | None:
 def test_calls_of_a_turn_overlap_and_are_answered_in_their_order() -> None:
     async def main() -> tuple[Answer | Drop | None, float]:
         tools = Tools(EVERY, chat())
-        answer = await tools.answer(
-            turn(call("slow", '{"seconds": 3}') + call("slow", '{"seconds": 2}') + call("add", '{"left": 2}'))
-        )
+        answer = await tools.answer(turn(call("slow", seconds=3) + call("slow", seconds=2) + call("add", left=2)))
         assert not tools.at_work
         return answer, anyio.current_time()
 
@@ -122,19 +114,19 @@ def test_a_turn_without_a_call_or_one_too_many_ends_the_response() -> None:
         (call("odd"), "Error: TypeError: Object of type set is not JSON serializable", False),
         (call("multiply"), "Error: there is no tool 'multiply'; the tools are slow, add, broken, odd, pid", True),
         (call("add"), "Error: add(): missing a required argument: 'left'", True),
-        (call("add", '{"left": 1, "up": 2}'), "Error: add(): got an unexpected keyword argument 'up'", True),
+        (call("add", left=1, up=2), "Error: add(): got an unexpected keyword argument 'up'", True),
         (
             "<tool_call>\n{not json}\n</tool_call>",
             "Error: the call cannot be read: JSONDecodeError: Expecting property",
             True,
         ),
-        (call("slow", '{"seconds": 60}'), "Error: tool 'slow' took longer than 9 s (turn 0 of rollout 4)", False),
+        (call("slow", seconds=60), "Error: tool 'slow' took longer than 9 s (turn 0 of rollout 4)", False),
     ],
 )
 def test_a_failure_is_told_beside_what_did_not_fail_and_one_of_a_tool_may_drop_the_rollout(
     text: str, words: str, *, wrote_wrongly: bool
 ) -> None:
-    answer = answered(call("add", '{"left": 2}') + text, timeout=9)
+    answer = answered(call("add", left=2) + text, timeout=9)
     assert isinstance(answer, Answer)
     first, second = said(answer)
     assert first == "3"
@@ -164,7 +156,7 @@ def test_a_cancelled_turn_cancels_its_calls() -> None:
     async def main() -> float:
         tools = Tools(EVERY, chat())
         with anyio.move_on_after(1):
-            await tools.answer(turn(call("slow", '{"seconds": 60}')))
+            await tools.answer(turn(call("slow", seconds=60)))
         assert not tools.at_work
         return anyio.current_time()
 

@@ -25,7 +25,8 @@ from oppo.events import Drop, Finish
 from oppo.rewards import FunctionReward, load_function as load_reward_function
 from oppo.simulate.engine import run_virtual
 from oppo.user_code import UserFunction, load_function, load_object, spec_of
-from tests.rewards.test_function import TWO, decode, finish, module
+from tests.kit.responses import ended
+from tests.rewards.test_function import TWO, decode, module
 
 
 class UnspeakableError(Exception):
@@ -54,7 +55,7 @@ class Unfloatable:
 
 def replaced(finished: Finish, columns: dict[str, object]) -> Finish:
     """Return the same rollout with other columns."""
-    return finish(finished.rollout, finished.response.tokens.tolist(), columns)
+    return ended(finished.rollout, finished.response.tokens.tolist(), columns)
 
 
 def raising(error: BaseException) -> Callable[..., object]:

@@ -109,17 +109,8 @@ SCHEDULE_ARMS: Final = {arm.name: arm for arm in (SERIAL, CHUNK, FIXED, ADAPTIVE
 
 
 def schedules_table(results: Results) -> str:
-    head = [
-        "",
-        "schedule",
-        "score",
-        "against serial",
-        "KL, nats",
-        "against serial",
-        "s a run",
-        "mean staleness",
-        "deferred",
-    ]
+    against = "against serial"
+    head = ["", "schedule", "score", against, "KL, nats", against, "s a run", "mean staleness", "deferred"]
     return markdown(head, [schedules_row(results, arm) for arm in SCHEDULE_ARMS.values()])
 
 

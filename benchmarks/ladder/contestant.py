@@ -82,10 +82,13 @@ class Contestant:
         command: Sequence[str],
         *,
         log: Path,
-        environment: Mapping[str, str] | None = None,
-        directory: Path | None = None,
+        source: Path = CHECKOUT,
         patience: float = PATIENCE,
     ) -> None:
+        # Without the environment's limits on threads
+        limits = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
+        environment = {name: value for name, value in os.environ.items() if name not in limits}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source), environment.get("PYTHONPATH"))))
         self.name = name
         self.peak_rss_mb = 0.0
         self._log = log
@@ -98,8 +101,8 @@ class Contestant:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
-                    env=None if environment is None else dict(environment),
-                    cwd=directory,
+                    env=environment,
+                    cwd=source,
                 )
         except OSError as error:
             raise ModelLost(f"contestant {name!r} cannot be started: {error}; its command is {command[0]}") from error
@@ -112,17 +115,13 @@ class Contestant:
             raise ProtocolError(f'contestant {self.name!r} must begin with {{"ready": {{...}}}}, but said {answer}')
         return facts
 
-    def ask(self, steps: int) -> None:
-        pipe = self._process.stdin
+    def run(self, steps: int) -> list[StepRecord]:
         try:
-            if pipe is not None:
-                pipe.write(json.dumps({"run": steps}).encode() + b"\n")
-                pipe.flush()
+            if self._process.stdin is not None:
+                self._process.stdin.write(json.dumps({"run": steps}).encode() + b"\n")
+                self._process.stdin.flush()
         except BrokenPipeError:
             raise self._lost("was asked for more steps") from None
-
-    def run(self, steps: int) -> list[StepRecord]:
-        self.ask(steps)
         answer = self._answer(f"run {steps} steps")
         records = answer.get("steps")
         if not isinstance(records, list) or len(records) != steps:
@@ -156,10 +155,10 @@ class Contestant:
         line = self._line(doing)
         try:
             answer: object = json.loads(line)
-        except ValueError as error:
-            raise ProtocolError(f"contestant {self.name!r} must answer in JSON, but said {line[:200]!r}") from error
+        except ValueError:
+            answer = None
         if not isinstance(answer, Mapping):
-            raise ProtocolError(f"contestant {self.name!r} must answer with an object, but said {line[:200]!r}")
+            raise ProtocolError(f"contestant {self.name!r} must answer with a JSON object, but said {line[:200]!r}")
         if "error" in answer:
             raise ModelLost(f"contestant {self.name!r} could not {doing}: {answer['error']}")
         return answer
@@ -200,11 +199,5 @@ class Entry:
     remark: str = ""
     source: Path = CHECKOUT
 
-
-def start(entry: Entry, logs: Path) -> Contestant:
-    """Start a contestant without the environment's limits on threads."""
-    limits = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
-    environment = {name: value for name, value in os.environ.items() if name not in limits}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(entry.source), environment.get("PYTHONPATH"))))
-    log = logs / f"{entry.name}.log"
-    return Contestant(entry.name, entry.command, log=log, environment=environment, directory=entry.source)
+    def start(self, logs: Path) -> Contestant:
+        return Contestant(self.name, self.command, log=logs / f"{self.name}.log", source=self.source)

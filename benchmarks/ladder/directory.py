@@ -35,6 +35,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from pydantic import TypeAdapter
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -46,7 +47,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from benchmarks.ladder.workloads import LISTED, BenchWorkload, Bound, Lengths, Models, Shape
+from benchmarks.ladder.workloads import LISTED, BenchWorkload, Lengths, Shape
 from oppo.demo.assets import alone, cache_directory as demos, made_once
 from oppo.demo.models import IGNORED, Progress, TrainingBudget, descend, rate
 from oppo.errors import ConfigError, ModelError
@@ -248,7 +249,6 @@ def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: i
     return [len(event.response) for event in finished]
 
 
-ROLES: Final = ("actor", "reward", "critic")  # the shapes that every workload has
 EXAMINED: Final = 256  # responses of the taught actor that are compared with the announced lengths
 
 
@@ -306,36 +306,16 @@ def files_of(workload: BenchWorkload, cache: Path, progress: Progress = lambda *
 
 
 def open_files(directory: Path, workload: BenchWorkload) -> Files:
-    facts = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["measured"]
-    written = facts["written"]
-    return Files(
-        directory,
-        workload,
-        Facts(
-            LengthStatistics(**facts["announced"]),
-            LengthStatistics(**written) if written else None,
-            facts["parameters"],
-        ),
-    )
+    measured = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["measured"]
+    return Files(directory, workload, TypeAdapter(Facts).validate_python(measured))
 
 
 def workload_in(directory: Path) -> BenchWorkload:
     try:
         recipe = json.loads((directory / "spec.json").read_text(encoding="utf-8"))["recipe"]
+        return TypeAdapter(BenchWorkload).validate_python(recipe)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{directory} holds no workload of the ladder: {error}") from error
-    shapes = recipe.pop("models")
-    for name in ROLES:
-        shapes[name] = Shape(**shapes[name])
-    typed = {
-        "lengths": Lengths(**recipe["lengths"]),
-        "models": Models(**shapes),
-        "shares": tuple(Bound(**bound) for bound in recipe["shares"]),
-        "capped": tuple(recipe["capped"]),
-        "prompt_tokens": tuple(recipe["prompt_tokens"]),
-        "teacher": Shape(**recipe["teacher"]) if recipe.get("teacher") else None,
-    }
-    return BenchWorkload(**{**recipe, **typed})
 
 
 def read_prompts(directory: Path) -> list[Prompt]:

@@ -249,17 +249,13 @@ class Costs:
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord]) -> Costs:
-        def busy(model: str) -> float:
-            return math.fsum(step.busy.get(model, 0.0) for step in steps)
-
-        return cls(
-            decode=math.fsum(step.decode for step in steps),
-            reference=busy("reference"),
-            reward=busy("reward"),
-            critic=busy("critic"),
-            update=math.fsum(step.update for step in steps),
-            whole=math.fsum(step.seconds for step in steps),
+        reference, reward, critic = (
+            math.fsum(step.busy.get(model, 0.0) for step in steps) for model in ("reference", "reward", "critic")
         )
+        decode, update, whole = (
+            math.fsum(getattr(step, name) for step in steps) for name in ("decode", "update", "seconds")
+        )
+        return cls(decode, reference, reward, critic, update, whole)
 
     def shares(self) -> dict[Phase, float]:
         score = self.reference + self.reward + self.critic

@@ -170,17 +170,12 @@ def _directory(part: Part) -> Path:
 ENGINES: Final[Mapping[str, Act]] = MappingProxyType({"transformers": on_transformers, "vllm": on_vllm})  # by name
 
 
-# The phase of each span by track and label; spans of weight sync weights have none
+_SCORERS: Final = ("reference", "reward", "critic", "teacher")
+
+# The phase of each span by track and label; those of weight sync have none
 WORK: Final[dict[tuple[str, str], Phase]] = {
     ("actor", "decode"): "decode",
-    ("reference", "extend"): "score",
-    ("reference", "finish"): "score",
-    ("reward", "extend"): "score",
-    ("reward", "finish"): "score",
-    ("critic", "extend"): "score",
-    ("critic", "finish"): "score",
-    ("teacher", "extend"): "score",
-    ("teacher", "finish"): "score",
+    **{(scorer, label): "score" for scorer in _SCORERS for label in ("extend", "finish")},
     ("trainer", "update"): "update",
 }
 
@@ -244,22 +239,20 @@ def pipeline(
     )
     limit = length_of if scripted else None
     acting = ENGINES[engine](Part(files, models.actor, sampling, limit, seats.actor, device, listener))
+    at = {name: ModelPlace(scoring, name, REMEDY) for name in _SCORERS}
     reward: Scorer[float | Drop] = FunctionReward(countdown_reward, decode=_words(workload))
     if models.reward is not None:
-        reward = RewardModel(models.reward, place=ModelPlace(scoring, "reward", REMEDY))
+        reward = RewardModel(models.reward, place=at["reward"])
     trained = ActorCritic(models.actor, models.critic)
     if apart:
         trained = trained.copied()
-    critic = None
+    critic = teacher = reference = None
     if models.critic is not None:
-        critic = ValueModel(models.critic, place=ModelPlace(scoring, "critic", REMEDY))
-    teacher = reference = None
+        critic = ValueModel(models.critic, place=at["critic"])
     if models.teacher is not None:
-        at = ModelPlace(scoring, "teacher", REMEDY)
-        teacher = TeacherLogprobs(models.teacher, sampling=sampling, place=at, top_k=LISTED)
+        teacher = TeacherLogprobs(models.teacher, sampling=sampling, place=at["teacher"], top_k=LISTED)
     if models.reference is not None:
-        at = ModelPlace(scoring, "reference", REMEDY)
-        reference = ReferenceLogprobs(models.reference, sampling=sampling, place=at)
+        reference = ReferenceLogprobs(models.reference, sampling=sampling, place=at["reference"])
     algorithm = algorithm_of(workload)
     roles = Roles(
         policy=acting.policy,
@@ -308,27 +301,19 @@ def countdown_reward(prompts: Sequence[str], completions: Sequence[str], length:
 def load(files: Files, device: str) -> Models:
     """Return the models of a workload, loaded and probed, or with random weights for scripted lengths."""
     workload = files.workload
-    scripted = workload.models.scripted
 
-    def causal(role: str) -> PreTrainedModel:
-        shape = workload.shape(role)
-        return (
-            drawn(workload, shape, device, scalar=False) if scripted else load_causal(files.model(role), device=device)
-        )
-
-    def scalar(role: str) -> PreTrainedModel:
-        shape = workload.shape(role)
-        return (
-            drawn(workload, shape, device, scalar=True) if scripted else load_scalar(files.model(role), device=device)
-        )
+    def model(role: str, *, scalar: bool = False) -> PreTrainedModel:
+        if workload.models.scripted:
+            return drawn(workload, workload.shape(role), device, scalar=scalar)
+        return (load_scalar if scalar else load_causal)(files.model(role), device=device)
 
     taught = workload.teacher is not None
     return Models(
-        actor=causal("actor"),
-        reference=None if taught else causal("actor"),
-        reward=None if workload.reward == "rule" else scalar("reward"),
-        critic=scalar("critic") if "critic" in workload.roles else None,
-        teacher=causal("teacher") if taught else None,
+        actor=model("actor"),
+        reference=None if taught else model("actor"),
+        reward=None if workload.reward == "rule" else model("reward", scalar=True),
+        critic=model("critic", scalar=True) if "critic" in workload.roles else None,
+        teacher=model("teacher") if taught else None,
     )
 
 

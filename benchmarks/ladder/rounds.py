@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.harness import Machine, checkout, cores_here, keep, turns
-from benchmarks.ladder.contestant import EARLIER, Entry, StepRecord, start
+from benchmarks.ladder.contestant import EARLIER, Entry, StepRecord
 from benchmarks.ladder.directory import Files, cache_directory, files_of
 from benchmarks.ladder.measures import (
     Baseline,
@@ -36,7 +36,6 @@ from benchmarks.ladder.measures import (
     ratios,
     require_equal_work,
 )
-from benchmarks.ladder.pipeline import seats
 from benchmarks.ladder.show import plot, render, require_svg
 from benchmarks.ladder.workloads import (
     MODES,
@@ -65,7 +64,7 @@ def entries(files: Files, modes: Sequence[str], layout: Layout, plan: Plan) -> l
 def serial_costs(files: Files, layout: Layout, plan: Plan) -> Costs:
     """Return the costs of a plan's steps in the serial mode, with nothing else running."""
     (entry,) = entries(files, [SERIAL.name], layout, plan)
-    with tempfile.TemporaryDirectory(prefix="oppo-bench-") as logs, start(entry, Path(logs)) as serial:
+    with tempfile.TemporaryDirectory(prefix="oppo-bench-") as logs, entry.start(Path(logs)) as serial:
         serial.ready()
         serial.run(plan.warm_up)
         return Costs.of(serial.run(plan.rounds * plan.steps))
@@ -88,7 +87,7 @@ def run(
         for group in groups:
             with ExitStack() as stack:
                 logger.info(f"loading {', '.join(entry.name for entry in group)}")
-                running = [stack.enter_context(start(entry, Path(logs))) for entry in group]
+                running = [stack.enter_context(entry.start(Path(logs))) for entry in group]
                 started |= {each.name: each.ready() for each in running}
                 for number, each in turns(running, plan.rounds):
                     logger.info(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
@@ -114,29 +113,11 @@ def run(
 
 
 def _figures(counted: Mapping[str, Rounds], peaks: Mapping[str, float]) -> dict[str, Figures]:
-    alone = [
-        step
-        for name, rounds in counted.items()
-        if name in MODES and MODES[name].held
-        for each in rounds
-        for step in each
-    ]
+    held = (rounds for name, rounds in counted.items() if name in MODES and MODES[name].held)
+    alone = [step for rounds in held for each in rounds for step in each]
     serial = [step.score for each in counted.get("serial", ()) for step in each]
     baseline = Baseline(sum(serial) if serial else None, DecodeCost.fitted(alone))
     return {name: Figures.of(rounds, baseline, peaks[name]) for name, rounds in counted.items()}
-
-
-def seating(workload: BenchWorkload, layout: Layout, modes: Sequence[str]) -> list[str]:
-    """Return the seats in words, a line for the modes with the same ones, and a warning on a single core."""
-    cores = cores_here()
-    lines: dict[str, list[str]] = {}
-    for mode in modes:
-        chosen = MODES[mode]
-        table = seats(layout, cores, held=chosen.held, apart=chosen.trains_apart(workload)).table()
-        line = ", ".join(f"{side} {seat['threads']} thread(s) on cores {seat['cores']}" for side, seat in table.items())
-        lines.setdefault(line, []).append(mode)
-    warning = ["one core only: all sides share it, and overlap cannot gain anything"] if len(cores) == 1 else []
-    return [f"{', '.join(named)}: {line}" for line, named in lines.items()] + warning
 
 
 @contextmanager
@@ -187,12 +168,12 @@ def bench(request: Request, console: Console) -> list[Ladder]:
     other = None if request.peer is None else peer_of(request.peer, request, workloads)
     if request.plot is not None:
         require_svg(request.plot)
+    if len(cores_here()) == 1:
+        logger.warning("one core only: all sides share it, and overlap cannot gain anything")
     ladders: list[Ladder] = []
     for workload in workloads:
         for layout in layouts:
             files, calibration = made(workload, layout, request, plan)
-            for line in seating(workload, layout, modes):
-                logger.info(f"{workload.name}, {layout}: {line}")
             contestants = entries(files, modes, layout, plan)
             contestants += [] if other is None else [peer(other, files)]
             with earlier(request.against, files, modes, layout, plan) as others:

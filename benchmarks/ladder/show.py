@@ -15,17 +15,15 @@ from rich.text import Text
 from benchmarks import CHECKOUT
 from benchmarks.harness import Spread, markdown
 from benchmarks.ladder.directory import LengthStatistics
-from benchmarks.ladder.measures import Figures, Ladder
+from benchmarks.ladder.measures import Ladder
 from benchmarks.ladder.workloads import MODES
 from benchmarks.peer.sweep import PEERS
 from oppo.errors import ConfigError
 from oppo.report.charts import COLOURS, Axes, box, picture, placed, rule, text
 
-BAR: Final = 40  # characters of the longest bar
-
 
 def render(ladder: Ladder) -> Group:
-    return Group(*head(ladder), speeds(ladder), details(ladder), *bars(ladder), *bottlenecks(ladder), validity(ladder))
+    return Group(*head(ladder), speeds(ladder), details(ladder), *bottlenecks(ladder), validity(ladder))
 
 
 def head(ladder: Ladder) -> list[Text]:
@@ -94,12 +92,6 @@ def details(ladder: Ladder) -> Table:
     return table
 
 
-def bars(ladder: Ladder) -> list[Text]:
-    fastest = max(each.tokens_per_second for each in ladder.modes.values())
-    widest = max(map(len, ladder.modes))
-    return [Text(bar_line(name, each, fastest, widest)) for name, each in ladder.modes.items()]
-
-
 def bottlenecks(ladder: Ladder) -> list[Text]:
     widest = max(map(len, ladder.modes))
     return [
@@ -107,11 +99,6 @@ def bottlenecks(ladder: Ladder) -> list[Text]:
         for name, each in ladder.modes.items()
         if each.verdict is not None
     ]
-
-
-def bar_line(name: str, figures: Figures, fastest: float, widest: int) -> str:
-    length = max(1, round(BAR * figures.tokens_per_second / fastest))
-    return f"{name:<{widest}}  {'█' * length:<{BAR}}  {figures.tokens_per_second:.0f} tokens/s"
 
 
 def validity(ladder: Ladder) -> RenderableType:

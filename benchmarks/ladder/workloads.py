@@ -412,21 +412,11 @@ class Plan:
 
 def plan_of(request: Request) -> Plan:
     """Return the plan of a request; a GPU does not hold several contestants at once."""
-    if request.steps < 1 or request.rounds < 1:
-        raise ConfigError(f"at least one step and one round are needed, not {request.steps} x {request.rounds}")
-    if request.warm_up < 1:
-        raise ConfigError(f"at least one step of warm-up is needed, not {request.warm_up}: a first step is slower")
-    device = request.device
-    scorers = request.scorers if device == "cpu" else "thread"  # a process cannot receive models on a GPU
-    return Plan(
-        steps=request.steps,
-        rounds=request.rounds,
-        warm_up=request.warm_up,
-        device=device,
-        scorers=scorers,
-        together=device == "cpu",
-        engine=request.policy,
-    )
+    steps, rounds, warm_up, on_cpu = request.steps, request.rounds, request.warm_up, request.device == "cpu"
+    if min(steps, rounds, warm_up) < 1:
+        raise ConfigError(f"at least one step, round and step of warm-up are needed, not {steps}, {rounds}, {warm_up}")
+    scorers = request.scorers if on_cpu else "thread"  # a process cannot receive models on a GPU
+    return Plan(steps, rounds, warm_up, request.device, scorers, on_cpu, request.policy)
 
 
 def layouts_of(request: Request) -> list[Layout]:

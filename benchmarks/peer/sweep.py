@@ -187,15 +187,8 @@ def command_line(peer: Peer, directory: Path, cell: Cell, checkout: Path = CHECK
 SMALLEST_SHARE: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A contestant's versions, and the seconds of its steps."""
-
-    versions: Mapping[str, str]
-    seconds_per_step: tuple[float, ...]
-
-
-Measure: TypeAlias = Callable[[Cell], Report]
+# Returns a contestant's versions, and the seconds of its steps
+Measure: TypeAlias = Callable[[Cell], tuple[Mapping[str, str], tuple[float, ...]]]
 
 
 def halves(whole: int) -> Iterator[int]:
@@ -224,9 +217,8 @@ def sweep(peer: Peer, spec: Spec, cores: int, measure: Measure) -> tuple[Mapping
         tried = {each.cell: each for each in cells}
         for cell in candidates:
             if cell not in tried:
-                report = measure(cell)
-                versions = report.versions
-                tried[cell] = CellTimes(cell, report.seconds_per_step)
+                versions, seconds = measure(cell)
+                tried[cell] = CellTimes(cell, seconds)
                 cells.append(tried[cell])
         return min(candidates, key=lambda cell: tried[cell].seconds)
 
@@ -246,22 +238,22 @@ def sweep(peer: Peer, spec: Spec, cores: int, measure: Measure) -> tuple[Mapping
     return versions, cells
 
 
-def run(program: Sequence[str], steps: int) -> Report:
-    with TemporaryDirectory(prefix="oppo-sweep-") as logs, Contestant("peer", program, log=Path(logs) / "log") as peer:
-        versions = cast("Mapping[str, str]", peer.ready()["versions"])
-        return Report(versions, tuple(step.seconds for step in peer.run(steps)))
-
-
 def swept(directory: Path, steps: int, checkout: Path = CHECKOUT) -> Swept:
     """Return every cell measured for the workload in ``directory``; report each on standard error."""
     spec, cores = read_spec(directory), len(cores_here())
     peer = peer_of(spec)
 
-    def measure(cell: Cell) -> Report:
-        report = run(command_line(peer, directory, cell, checkout), steps)
-        seconds = "  ".join(f"{each:.2f}" for each in report.seconds_per_step)
-        print(f"{spec.workload}  {cell}: {seconds} s", file=sys.stderr, flush=True)
-        return report
+    def measure(cell: Cell) -> tuple[Mapping[str, str], tuple[float, ...]]:
+        program = command_line(peer, directory, cell, checkout)
+        with (
+            TemporaryDirectory(prefix="oppo-sweep-") as logs,
+            Contestant("peer", program, log=Path(logs) / "log") as running,
+        ):
+            versions = cast("Mapping[str, str]", running.ready()["versions"])
+            seconds = tuple(step.seconds for step in running.run(steps))
+        shown = "  ".join(f"{each:.2f}" for each in seconds)
+        print(f"{spec.workload}  {cell}: {shown} s", file=sys.stderr, flush=True)
+        return versions, seconds
 
     versions, cells = sweep(peer, spec, cores, measure)
     best = min(cells, key=lambda each: each.seconds).cell

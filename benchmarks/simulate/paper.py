@@ -20,7 +20,7 @@ from benchmarks.harness import markdown, placed
 from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
 from oppo.run.simulation import load_profile
-from oppo.simulate.profile import EngineSection, Profile
+from oppo.simulate.costs import EngineSection, Profile
 from oppo.simulate.run import FORESEEN, LAST, Schedule, ScheduleOutcome, SimulatedRun
 from oppo.simulate.study import Spread
 
@@ -143,7 +143,7 @@ def profile_of(setting: str, engine: Engine, decode: int = 0) -> Profile:
 
 
 def bound(setting: str, engine: Engine, decode: int = 0) -> float:
-    """Return the work bound in seconds for each trained token (:meth:`oppo.simulate.profile.Profile.bound`)."""
+    """Return the work bound in seconds for each trained token (:meth:`oppo.simulate.costs.Profile.bound`)."""
     profile = profile_of(setting, engine, decode)
     batches = 200
     lengths = profile.work().lengths(batches * profile.workload.batch, 1, FIRST)

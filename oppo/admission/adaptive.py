@@ -12,13 +12,14 @@ import numpy as np
 from oppo.admission.fixed import AdaptiveOvercommit, Overcommit
 from oppo.admission.forecast import FloatVector, cut_intervals, kaplan_meier, pace
 from oppo.admission.protocol import Json, Observation
-from oppo.declared import require_declared
+from oppo.declared import NonNegative, Positive, PositiveCount, validated
 from oppo.errors import AdmissionError
 
 SlopeRule: TypeAlias = Literal["text", "algorithm1"]
 
 
 @dataclass
+@validated(AdmissionError)
 class SlopeAdaptive(AdaptiveOvercommit):
     """Raises ``overcommit`` while the mean score rises and lowers it while it does not (OPPO, arXiv 2509.25762).
 
@@ -54,23 +55,20 @@ class SlopeAdaptive(AdaptiveOvercommit):
         6
     """
 
-    batch: int
+    batch: PositiveCount
     rule: SlopeRule = "text"
     least: int = 0
     most: int = 8
-    window: int = 10
+    window: PositiveCount = 10
     initial: int | None = None
-    max_deferrals: int = 2
+    max_deferrals: PositiveCount = 2
     _current: Overcommit = field(init=False, repr=False)
     _scores: list[float] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_declared(self, error=AdmissionError)
         first = (self.least + self.most) // 2 if self.initial is None else self.initial
         if not 0 <= self.least <= first <= self.most:
             raise AdmissionError(f"0 <= least <= initial <= most must hold, not 0, {self.least}, {first}, {self.most}")
-        if self.window < 1:
-            raise AdmissionError(f"window must be at least 1, not {self.window}")
         Overcommit(self.batch, self.most, self.max_deferrals)  # checks the largest overcommit
         self._current = Overcommit(self.batch, first, self.max_deferrals)
 
@@ -103,6 +101,7 @@ RISE = 4
 
 
 @dataclass
+@validated(AdmissionError)
 class TailAdaptive(AdaptiveOvercommit):
     """Chooses ``overcommit`` from a prediction of the step's time for each of its values (``docs/schedules.md``).
 
@@ -137,28 +136,20 @@ class TailAdaptive(AdaptiveOvercommit):
         {'deferral/overcommit': 0.0}
     """
 
-    batch: int
-    price: float = 1.0
-    max_deferrals: int = 2
+    batch: PositiveCount
+    price: NonNegative = 1.0
+    max_deferrals: PositiveCount = 2
     most: int | None = None
-    window: int = 8
-    kl_target: float | None = None
-    ess_target: float | None = None
+    window: PositiveCount = 8
+    kl_target: Positive | None = None
+    ess_target: Positive | None = None
     _current: Overcommit = field(init=False, repr=False)
     _predicted: float | None = field(default=None, init=False, repr=False)
     _window: list[Observation] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_declared(self, error=AdmissionError)
         self._current = Overcommit(self.batch, 0, self.max_deferrals)
         Overcommit(self.batch, self._limit, self.max_deferrals)
-        if self.window < 1:
-            raise AdmissionError(f"window must be at least 1 step, not {self.window}")
-        for name, value in (("kl_target", self.kl_target), ("ess_target", self.ess_target)):
-            if value is not None and not value > 0:
-                raise AdmissionError(f"{name} must be more than 0, not {value}")
-        if not self.price >= 0:
-            raise AdmissionError(f"price must be 0 or more, not {self.price}")
 
     @property
     def predicted_seconds(self) -> float | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Annotated, Protocol, cast
+
+from annotated_types import Gt, Le
 
 from oppo.admission.protocol import Json, Observation
-from oppo.declared import require_declared
+from oppo.declared import PositiveCount, validated
 
 FIRST_PROBE = 2
 """Steps before the first probe: the first steps of a run are slow, whatever the chunk size."""
@@ -26,15 +28,11 @@ class ChunkSize(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+@validated()
 class Fixed(ChunkSize):
     """Chunks of ``tokens`` tokens."""
 
-    tokens: int = 32
-
-    def __post_init__(self) -> None:
-        require_declared(self)
-        if self.tokens < 1:
-            raise ValueError(f"a chunk holds at least 1 token, not {self.tokens}")
+    tokens: PositiveCount = 32
 
     def size(self) -> int:
         return self.tokens
@@ -50,6 +48,7 @@ class WholeRollout(ChunkSize):
 
 
 @dataclass
+@validated()
 class Tuned(ChunkSize):
     """Probes candidate sizes periodically and keeps the fastest until the next probe (OPPO, arXiv 2509.25762).
 
@@ -73,21 +72,18 @@ class Tuned(ChunkSize):
         (128, 256, 512)
     """
 
-    cap: int
-    parts: tuple[float, ...] = (1 / 16, 1 / 8, 1 / 4)
+    cap: PositiveCount
+    parts: tuple[Annotated[float, Gt(0), Le(1)], ...] = (1 / 16, 1 / 8, 1 / 4)
     every: int = 50
-    trials: int = 3
+    trials: PositiveCount = 3
     _size: int = field(init=False, repr=False)
     _step: int = field(default=-FIRST_PROBE, init=False, repr=False)
     _seconds: dict[int, float] = field(default_factory=dict, init=False, repr=False)
     _tokens: dict[int, int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_declared(self)
-        if self.cap < 1 or self.trials < 1:
-            raise ValueError(f"cap and trials must be at least 1, not {self.cap} and {self.trials}")
-        if not self.parts or not all(0 < part <= 1 for part in self.parts):
-            raise ValueError(f"parts must be some numbers above 0 and up to 1, not {self.parts}")
+        if not self.parts:
+            raise ValueError("parts must be some numbers above 0 and up to 1, not ()")
         if self.every < self.trials * len(self.candidates):
             raise ValueError(
                 f"a probe takes {self.trials} steps for each of {len(self.candidates)} candidates, so every must be at "

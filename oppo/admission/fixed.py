@@ -6,14 +6,17 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from oppo.admission.protocol import AdmitView, CutView, Observation, RefillView
-from oppo.declared import require_declared
+from oppo.declared import PositiveCount, validated
 from oppo.errors import AdmissionError
 
 
 @dataclass(frozen=True, slots=True)
+@validated(AdmissionError)
 class Overcommit:
     """Keeps ``overcommit`` units in flight beyond the batch and defers the stragglers (inter-step overlap).
 
@@ -26,22 +29,15 @@ class Overcommit:
         AdmissionError: ``batch`` < 1, ``overcommit`` outside 0 .. batch, or ``max_deferrals`` < 1.
     """
 
-    batch: int
+    batch: PositiveCount
     overcommit: int = 0
-    max_deferrals: int = 2
+    max_deferrals: PositiveCount = 2
 
     def __post_init__(self) -> None:
-        require_declared(self, error=AdmissionError)
-        if self.batch < 1:
-            raise AdmissionError(f"batch must be at least 1, not {self.batch}")
         if not 0 <= self.overcommit <= self.batch:
             raise AdmissionError(
                 f"overcommit must lie in 0 .. batch = {self.batch}, not {self.overcommit}: with more, the units that "
                 "may not be deferred again would not fit in one batch"
-            )
-        if self.max_deferrals < 1:
-            raise AdmissionError(
-                f"max_deferrals must be at least 1, not {self.max_deferrals}; overcommit=0 defers nothing"
             )
 
     def admit(self, view: AdmitView) -> int:
@@ -86,6 +82,7 @@ def Synchronous(batch: int) -> Overcommit:  # noqa: N802 - reads as the policy i
 
 
 @dataclass(frozen=True, slots=True)
+@validated(AdmissionError)
 class TailBatched:
     """Short rounds that discard their tail, and long rounds of discarded units only (RollPacker, arXiv 2509.21009).
 
@@ -107,15 +104,8 @@ class TailBatched:
         80
     """
 
-    batch: int
-    launch: float = 1.25
-
-    def __post_init__(self) -> None:
-        require_declared(self, error=AdmissionError)
-        if self.batch < 1:
-            raise AdmissionError(f"batch must be at least 1, not {self.batch}")
-        if not 1 <= self.launch <= 2:
-            raise AdmissionError(f"launch must lie in 1 .. 2, not {self.launch}")
+    batch: PositiveCount
+    launch: Annotated[float, Ge(1), Le(2)] = 1.25
 
     @property
     def max_deferrals(self) -> int:

@@ -1,5 +1,5 @@
 """Agents that talk to the policy as to an OpenAI-compatible server, with the tokens of their rollouts exact."""
 
-from oppo.agents.rollouts import AgentFunction, AgentPrompts, AgentReward, Agents
+from oppo.agents.rollouts import AgentFunction, AgentPrompts, Agents
 
-__all__ = ["AgentFunction", "AgentPrompts", "AgentReward", "Agents"]
+__all__ = ["AgentFunction", "AgentPrompts", "Agents"]

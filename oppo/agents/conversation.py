@@ -58,8 +58,7 @@ def _without(end: str, text: str) -> str:
 
 
 class Conversation:
-    """The messages of one context."""
-
+    # The messages of one context.
     def __init__(self, requests: ChatRequests, rollout: str) -> None:
         self.branch = 0  # of a further one a hash of its prompt, so that it does not depend on timing
         self.told = 0  # turns that the agent was told
@@ -87,13 +86,13 @@ class Conversation:
         return None if self.last is None or self.last.reply is not None else self.last
 
     def continued_by(self, messages: Sequence[Json], tools: object) -> int:
-        """The number of messages that it holds already, if these continue it; else 0."""
+        # The number of messages that it holds already, if these continue it; else 0.
         before, same = self._before(messages)
         goes_on = same == len(before) < len(messages) and digest_of(tools) == digest_of(self._tools)
         return same if goes_on and self.request is None else 0
 
     def held(self, messages: Sequence[Json]) -> int:
-        """The number of its messages with which these begin."""
+        # How many of its messages these begin with.
         return self._before(messages)[1]
 
     def change(self, messages: Sequence[Json], tools: object) -> str:
@@ -187,7 +186,7 @@ class Conversation:
         return {"role": "tool", "name": name, "content": message["content"], "tool_call_id": own}
 
     def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, whole: bool = True) -> None:
-        """Answer the waiting request with a turn; ``whole``: it was not cut off."""
+        # `whole`: the turn was not cut off.
         request = self.request
         assert request is not None  # noqa: S101 - whoever calls has heard it
         assert self._format is not None  # noqa: S101 - of the first request
@@ -244,7 +243,6 @@ class Conversation:
         return found | ({"prompt_token_ids": [*self._read]} if request.shows_ids else {})
 
     def refuse(self, refusal: Refusal) -> None:
-        """Refuse the waiting request and later ones."""
         self.full = refusal
         if (request := self.request) is not None:
             request.settle(refusal)
@@ -269,14 +267,7 @@ ENDED: Final = Refusal("the rollout of this key has ended", code="rollout_ended"
 
 
 class Session:
-    """The conversations of an agent with the policy: the requests of one key.
-
-    Args:
-        timeout: seconds in which an agent that waits for no answer sends a request or ends; then it has failed.
-        single: why it holds one conversation only; empty if it may hold several.
-        expected: conversations of a resumed run that the agent has not begun anew.
-        longest: tokens of the longest prompt.
-    """
+    """The conversations of an agent with the policy: the requests of one key."""
 
     def __init__(
         self,
@@ -317,12 +308,7 @@ class Session:
         return self.conversations[0]
 
     async def ask(self, body: Json, *, again: bool = False, key: str = "") -> tuple[Request, bool]:
-        """Return the request that ``body`` is, and whether it was sent before.
-
-        Args:
-            again: the client says that it is a retry.
-            key: its idempotency key; empty if none.
-        """
+        # The request, and whether it was sent before. `again`: the client says so; `key`: its idempotency key.
         digest = digest_of(body)
         async with self._asking:
             if (found := self._sent_before(digest, again=again, key=key)) is not None:
@@ -399,7 +385,7 @@ class Session:
         return talk.request
 
     async def ended(self) -> None:
-        """Wait until the agent has ended; one that does nothing for too long is ended."""
+        # One that does nothing for too long is ended.
         try:
             await self._wait(lambda: False)
         except EnvironmentFailure as failure:

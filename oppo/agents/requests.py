@@ -52,8 +52,7 @@ LONG: Final = 20_000
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to an agent
-    """An error as OpenAI's servers answer it."""
-
+    # An error as OpenAI's servers answer it.
     def __init__(self, message: str, *, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(message)
         self.code = code
@@ -172,7 +171,6 @@ class ChatRequests:
         return found
 
     def format(self, tools: object) -> tuple[HfTokenizer, ChatFormat]:
-        """Return the tokenizer that shows these tools, and its chat format."""
         from oppo.hf.chat import ChatFormat, chatting  # noqa: PLC0415 - torch takes seconds to import
 
         for tool in tools if isinstance(tools, list) else [tools]:
@@ -262,7 +260,7 @@ def read_json(text: bytes | str) -> object:
 
 
 async def apart(size: int, work: Callable[[], T]) -> T:
-    """Return what ``work`` returns; a large one runs in a thread, so that the event loop goes on."""
+    # Large work in a thread, so that the event loop goes on.
     if size < LONG or getattr(running_loop(), "virtual", False):
         return work()
     return await anyio.to_thread.run_sync(work)

@@ -5,7 +5,7 @@
     agent  -> POST /v1/chat/completions -> its first request     -> the prompt of the rollout       AgentPrompts
     agent  <- the turn, as a message    <- Turn                  <- the policy                      Agents.answer
     agent  -> the messages behind it    -> tokens after the turn -> the policy
-    agent  -> a number, at its end                               -> the reward of the response      AgentReward
+    agent  -> a number, at its end                               -> the reward of the response      Agents.reward
 
 The key of an agent names its conversations. What it says after a turn becomes tokens by
 :meth:`oppo.hf.chat.ChatFormat.answer`: nothing that was said before is rendered again. A request that continues none of
@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-import anyio
 import numpy as np
 
 from oppo.agents.conversation import Conversation, Session
@@ -31,12 +30,12 @@ from oppo.agents.running import CalledAgent, RunningAgents, key_of
 from oppo.agents.server import PATH
 from oppo.declared import require_real
 from oppo.environments import EnvironmentFailure
-from oppo.errors import ConfigError, DataError, as_itself, shown
-from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, ToolTokens
+from oppo.errors import ConfigError, DataError, shown
+from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
 from oppo.log import logger
-from oppo.models import SamplingSettings
-from oppo.scorers import ScorerCapabilities
+from oppo.models import SamplingSettings, Scorer
+from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Branching, Turn
 from oppo.user_code import UserFunction
 
@@ -121,8 +120,8 @@ class Agents(RunningAgents, Branching):
         super().__init__(CalledAgent(user), requests, timeout, host=host, port=port, public_url=public_url)
 
     @property
-    def reward(self) -> AgentReward:
-        return AgentReward(self)
+    def reward(self) -> Scorer[float | Drop]:
+        return WholeScorer(self.earned, lambda: self.at_work)
 
     async def asked(self, session: Session) -> Request:
         """Return the first request of an agent.
@@ -395,31 +394,3 @@ class AgentPrompts(AsyncIterator[Prompt]):
         if self._refuses:
             raise DataError(f"{fault}: shorten its messages, or raise max_prompt_tokens")
         return tokens, fault
-
-
-class AgentReward:
-    """The results of agents as the reward of their responses, as a scorer."""
-
-    version = 0
-
-    def __init__(self, agents: Agents) -> None:
-        self._agents = agents
-        self.capabilities = ScorerCapabilities(concurrent=True, at_work=lambda: agents.at_work)
-
-    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-        """Read nothing: the agent has seen the turns."""
-
-    async def finish(self, finished: Sequence[Finish]) -> Sequence[float | Drop]:
-        earned: dict[int, float | Drop] = {}
-
-        async def earn(finish: Finish) -> None:
-            earned[finish.rollout] = await self._agents.earned(finish)
-
-        with as_itself():
-            async with anyio.create_task_group() as tasks:
-                for each in finished:
-                    tasks.start_soon(earn, each, name=f"reward of rollout {each.rollout}")
-        return [earned[each.rollout] for each in finished]
-
-    async def forget(self, rollouts: Sequence[int]) -> None:
-        """Forget nothing."""

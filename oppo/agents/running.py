@@ -7,10 +7,10 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Self, SupportsFloat
+from typing import TYPE_CHECKING, ClassVar, SupportsFloat
 
 import anyio
 from anyio.abc import TaskGroup
@@ -23,7 +23,7 @@ from oppo.errors import ProtocolError, running_loop, shown
 from oppo.events import Drop, Prompt
 from oppo.log import logger
 from oppo.observe import work_context
-from oppo.user_code import CheckedFunction
+from oppo.user_code import CheckedFunction, Shared
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -52,13 +52,8 @@ class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
         return float(result)
 
 
-class RunningAgents:
-    """The agents that run, by the rollouts that they are for; it is open while a graph is.
-
-    Attributes:
-        longest: tokens of the longest prompt.
-    """
-
+class RunningAgents(Shared):
+    # The agents that run, by the rollouts that they are for.
     def __init__(
         self,
         agent: CalledAgent,
@@ -74,7 +69,6 @@ class RunningAgents:
         self._requests = requests
         self._timeout = timeout
         self._tasks: TaskGroup | None = None
-        self._users = 0
         self._waiting = 0
         self._sessions: dict[tuple[int, int], Session] = {}
         self._keys: dict[str, Session] = {}
@@ -89,7 +83,6 @@ class RunningAgents:
 
     @property
     def at_work(self) -> str:
-        """The agent's name while one is waited for; empty otherwise."""
         return self._agent.title if self._waiting else ""
 
     @property
@@ -102,26 +95,18 @@ class RunningAgents:
         self._single[is_evaluated()] = why
 
     def samples(self) -> Mapping[str, Sequence[float]]:
-        """Return of each request since the last call whether it was refused, and whether it was sent again.
-
-        Those of an evaluation's agents are counted apart.
-        """
+        # Whether each request since the last call was refused, and was sent again; an evaluation's apart.
         return self._samples.pop(is_evaluated(), {})
 
-    async def __aenter__(self) -> Self:
-        if not self._users:
-            listening = None if getattr(running_loop(), "virtual", False) else self._server.listening()
-            self._tasks = await anyio.create_task_group().__aenter__()
-            if listening is not None:
-                self._server.serve(listening, self._tasks)
-        self._users += 1
-        return self
+    async def _open(self, stack: AsyncExitStack) -> None:
+        listening = None if getattr(running_loop(), "virtual", False) else self._server.listening()
+        self._tasks = await anyio.create_task_group().__aenter__()
+        if listening is not None:
+            self._server.serve(listening, self._tasks)
+        stack.push_async_callback(self._close)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._users -= 1
-        if self._users or self._tasks is None:
+    async def _close(self) -> None:
+        if self._tasks is None:
             return
         tasks, self._tasks = self._tasks, None
         for key in list(self._sessions):
@@ -132,15 +117,10 @@ class RunningAgents:
 
     @property
     def app(self) -> ASGIApp:
-        """The server, as an ASGI application."""
         return self._server.app
 
     def start(self, prompt: Prompt) -> Session:
-        """Run the agent of a rollout, in place of one that there is.
-
-        Raises:
-            ProtocolError: the run is not open.
-        """
+        # In place of the agent that the rollout may have.
         if self._tasks is None:
             raise ProtocolError("agents run in a run only: open the graph first")
         key = key_of(prompt)
@@ -205,7 +185,6 @@ class RunningAgents:
         return self.start(replace(prompt, branch=0)) if session is None or anew else session
 
     async def heard(self, session: Session, talk: Conversation) -> Request | None:
-        """Return the next request of an agent; see :meth:`Session.heard`."""
         self._waiting += 1
         try:
             return await session.heard(talk)

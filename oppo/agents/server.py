@@ -44,15 +44,6 @@ RESERVED: Final = 64
 
 
 class AgentServer:
-    """Serves the requests of agents.
-
-    Args:
-        public_url: the URL that agents get; empty: the host, or this machine if it listens at all addresses.
-        sessions: by the keys of agents.
-        asked: called once a session has a new request.
-        noted: called after each request with whether its row is held out, and its metrics.
-    """
-
     def __init__(
         self,
         host: str,
@@ -123,7 +114,7 @@ class AgentServer:
             await server.serve([listening])
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The server as an ASGI application: refusals have the form of OpenAI's errors."""
+        # Refusals have the form of OpenAI's errors.
         from starlette.requests import ClientDisconnect, Request  # noqa: PLC0415 - an extra
 
         http = Request(scope, receive)

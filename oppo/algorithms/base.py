@@ -17,8 +17,8 @@ from oppo.declared import (
     Positive,
     PositiveCount,
     changed,
-    require_declared,
     setting,
+    validated,
 )
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport
@@ -27,7 +27,7 @@ from oppo.models import Policy, Scorer, Trainer
 from oppo.returns import (
     CAP,
     AdaptiveKL,
-    Correction,
+    ImportanceCorrection,
     KLEstimator,
     Level,
     RatioBase,
@@ -108,6 +108,7 @@ KLPlace: TypeAlias = Literal["reward", "loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
+@validated(ConfigError)
 class Clipped:
     """The settings of a policy loss that is PPO's, and of a teacher's part in the advantages.
 
@@ -171,7 +172,6 @@ class Clipped:
     )
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         Surrogate.of(self)
         if self.distill_top_k is None and changed(self, {"distill_beta"}):
             raise ConfigError(
@@ -212,10 +212,10 @@ class Clipped:
         return self.correction.needs_proximal
 
     @property
-    def correction(self) -> Correction:
+    def correction(self) -> ImportanceCorrection:
         """The correction of stale tokens."""
         weight, level = KINDS[self.is_correction]
-        return Correction(
+        return ImportanceCorrection(
             ratio_base=self.ratio_base,
             weight=weight,
             level=level,

@@ -18,16 +18,16 @@ from oppo.declared import (
     Positive,
     PositiveCount,
     changed,
-    require_declared,
     require_whole,
     setting,
+    validated,
 )
 from oppo.errors import ConfigError, in_toml
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import Correction, GroupAdvantage, KLEstimator, ScoreShaping, TopLogprobs
-from oppo.stages import Generate, GroupRelative, Score, Selection, Update
+from oppo.returns import GroupAdvantage, ImportanceCorrection, KLEstimator, ScoreShaping, TopLogprobs
+from oppo.stages import DynamicSampling, Generate, GroupRelative, Score, Update
 from oppo.stages.score import synced_models
 from oppo.training import Aggregation
 from oppo.turns import Environment
@@ -46,7 +46,7 @@ def grpo(
     advantage: GroupRelative | None = None,
     reference: Scorer[FloatArray] | None = None,
     proximal: Scorer[FloatArray] | None = None,
-    select: Selection | None = None,
+    select: DynamicSampling | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
     teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None,
@@ -114,7 +114,7 @@ class GroupAlgorithm(ClippedAlgorithm):
     def responses(self) -> int:
         return self.samples
 
-    def selection(self) -> Selection | None:
+    def selection(self) -> DynamicSampling | None:
         """Return a new stage that selects the groups to train; ``None``: all of them."""
         return None
 
@@ -257,9 +257,9 @@ class DAPO(GRPO):
         """Whether groups are replaced: where scores tie, only a teacher teaches."""
         return self.dynamic_sampling and not self.distills
 
-    def selection(self) -> Selection | None:
+    def selection(self) -> DynamicSampling | None:
         """Return a new stage that rejects groups whose scores are all equal (section 3.2)."""
-        return Selection(max_rounds=self.max_rounds) if self.selects else None
+        return DynamicSampling(max_rounds=self.max_rounds) if self.selects else None
 
     def shaping_of(self, roles: Roles) -> ScoreShaping:
         """Return the shaping of scores with the penalty on long responses (section 3.4).
@@ -287,7 +287,7 @@ class GSPO(GRPO):
     clip_high: Positive | None = 4e-4
 
     @property
-    def correction(self) -> Correction:
+    def correction(self) -> ImportanceCorrection:
         """The correction of stale responses."""
         found = super().correction
         return replace(found, level="sequence") if found.level == "token" else found
@@ -299,6 +299,7 @@ class GSPO(GRPO):
 
 
 @dataclass(frozen=True, kw_only=True)
+@validated(ConfigError)
 class OnlineDPO:
     """Online DPO: the reward ranks two responses to each prompt, and the loss is DPO's (Guo et al. 2024)."""
 
@@ -309,9 +310,6 @@ class OnlineDPO:
     mask_truncated: bool = setting(
         default=False, description="leave pairs with a response that ended at max_new_tokens out of the loss"
     )
-
-    def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
 
     @property
     def responses(self) -> int:

@@ -115,7 +115,7 @@ class Draft:
         self.values[key] = (value, note or ", ".join(told) or f"{self.whose}'s default")
 
     def open(self, key: str, value: object, what: str) -> None:
-        """Give a setting that the file does not name a value to be replaced."""
+        # a value to be replaced, where the file names none
         self.put(key, value, note="fill in")
         self.blank[key] = what
 
@@ -140,7 +140,7 @@ class Draft:
             self.put(key, {how: value} if how == "target_modules" else _name(value) if how == "name" else value, name)
 
     def settle(self) -> None:
-        """Leave out what the algorithm or a setting does not take, and name every field that went nowhere."""
+        # leaves out what the algorithm or a setting does not take, and names every field that went nowhere
         algorithm = self.algorithm
         known, has_critic = keys_of(ALGORITHMS[algorithm]), ALGORITHMS[algorithm].has_critic
         for key, (value, why) in list(self.values.items()):
@@ -329,7 +329,6 @@ def _engine_of_trl(draft: Draft) -> None:
 
 
 def _batch_of_trl(draft: Draft) -> int:
-    """Settle the batch and the steps; return the optimizer steps of a batch."""
     rows, passes = draft.whole("per_device_train_batch_size", 8, 1), draft.whole("gradient_accumulation_steps", 1, 1)
     processes = draft.whole("num_processes", 1, 1)
     names = ["per_device_train_batch_size", "gradient_accumulation_steps"]

@@ -19,7 +19,7 @@ from oppo import user_code
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import Algorithm, Roles
 from oppo.config.sections import StepSection
-from oppo.declared import leaves, require_declared, table_in
+from oppo.declared import leaves, table_in
 from oppo.errors import ConfigError, OppoError, contained, place_of, shown
 from oppo.events import StepReport
 from oppo.graph import Graph
@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def naming(key: str, spec: str) -> Iterator[None]:
-    """Raise a ``ConfigError`` that names the setting ``key`` and the code instead of an error of the body.
-
-    An error of this library stays itself, with the code and the line as a note.
-    """
+    """Raise a ``ConfigError`` that names the setting ``key`` and the code; an error of this library stays itself."""
     try:
         with contained(lambda words: ConfigError(f"{key}: {spec} raised {words}")):
             yield
@@ -166,17 +163,10 @@ def _declaration(make: Callable[..., object], parameter: inspect.Parameter) -> A
 
 
 def _table(spec: str, settings: list[tuple[str, Any, Any]]) -> type[DataclassInstance]:
-    def checked(table: DataclassInstance) -> None:
-        require_declared(table, error=ConfigError)
-
-    name = spec.rpartition(":")[2]
-    return make_dataclass(name, settings, frozen=True, kw_only=True, namespace={"__post_init__": checked})
+    return make_dataclass(spec.rpartition(":")[2], settings, frozen=True, kw_only=True)
 
 
 KEY: Final = "step.algorithm"
-
-MEMBERS: Final = ("has_critic", "responses", "refers", "corrects", "graph", "loss")
-"""What a class of a file must have: the members of :class:`Algorithm`."""
 
 ROLES: Final = frozenset(each.name for each in fields(Roles))
 """The parameters of a function that are models, or the schedule, of a run."""
@@ -219,7 +209,8 @@ def _loaded(spec: str) -> type[Algorithm]:
             f"{spec} must be a dataclass, whose fields are the settings of [algorithm], derived from GroupAlgorithm or "
             f"ClippedAlgorithm for example, or a function that returns a graph; got {shown(found)}"
         )
-    if lacking := [each for each in MEMBERS if not hasattr(found, each)]:
+    members = ("has_critic", "responses", "refers", "corrects", "graph", "loss")
+    if lacking := [each for each in members if not hasattr(found, each)]:
         raise _refuse(
             f"{spec} is no algorithm, since it lacks {', '.join(lacking)}: derive it from GroupAlgorithm or "
             "ClippedAlgorithm, or write what oppo.algorithms.base.Algorithm lists"
@@ -229,11 +220,9 @@ def _loaded(spec: str) -> type[Algorithm]:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionAlgorithm:
-    """A function that returns the graph of a step, as an algorithm; derived classes have its settings as fields.
+    """A function that returns the graph of a step, as an algorithm: its parameters say which models there are."""
 
-    Its parameters say which models there are: ``critic``, ``reference``, ``teacher``, and ``proximal`` to correct stale
-    tokens. Its setting ``samples``, if any, is the number of responses to a prompt.
-    """
+    # its setting `samples`, if any, is the number of responses to a prompt
 
     has_critic: ClassVar[bool]
     part: ClassVar[Extension]
@@ -275,11 +264,6 @@ def of_function(spec: str, part: Extension) -> type[Algorithm]:
 
 def checked(algorithm: Algorithm) -> Algorithm:
     spec = user_code.spec_of(type(algorithm))
-    if spec and is_dataclass(algorithm):
-        try:
-            require_declared(algorithm, error=ConfigError)
-        except ConfigError as error:
-            raise _refuse(f"{spec}: {error}") from None
     for name in ("responses", "refers", "corrects") if spec else ():
         with naming(KEY, f"{spec}.{name}"):
             getattr(algorithm, name)
@@ -334,7 +318,6 @@ def algorithm_of(step: Mapping[str, object]) -> type[Algorithm] | None:
 
 
 def extension(name: str, spec: object) -> Extension | None:
-    """Return the user extension of ``step.admission`` or ``step.loss``; ``None`` for a name of ours."""
     return _extension(f"step.{name}", spec, OWN[name].offered) if isinstance(spec, str) and SPEC.match(spec) else None
 
 

@@ -1,15 +1,14 @@
-"""The tables of ``[[rewards]]``: functions, reward models and judges, told apart by their source and engine."""
+"""What scores: ``[[rewards]]``, told apart by source and engine, and ``[scorers.NAME]``, what serves other models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, Discriminator, Tag, ValidationInfo
 
-from oppo.config.scorers import OnVllm, ScoringEngine
 from oppo.declared import (
     Filled,
     FromList,
@@ -18,6 +17,7 @@ from oppo.declared import (
     Positive,
     PositiveCount,
     Table,
+    changed,
     required,
     setting,
 )
@@ -25,6 +25,49 @@ from oppo.rewards import OnDrop, OnFailure
 from oppo.rewards.judge import reading_of
 from oppo.rewards.tasks import CHECKERS
 from oppo.user_code import SPEC
+
+ScoringEngine: TypeAlias = Literal["transformers", "vllm"]
+"""What serves a model that scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnVllm:
+    """The keys of a model that vLLM serves; without slots, so that a table with slots may inherit them."""
+
+    vllm: dict[str, object] = field(
+        default_factory=dict,
+        metadata={
+            "description": "arguments of its engine, by vLLM's names, as `{tensor_parallel_size = 2}`; those that the "
+            "run sets itself are refused",
+            "resume": "rounding",
+        },
+    )
+    url: str = setting(
+        "",
+        "a server that serves the model (`vllm serve MODEL`; a reward model with `--runner pooling`); empty: the run "
+        "starts an engine",
+        resume="free",
+    )
+    api_key_env: str = setting(
+        "", "the environment variable that holds the server's key; empty: it asks for none", resume="free"
+    )
+    timeout: Positive = setting(60.0, "seconds for a request to the server", resume="free")
+    attempts: PositiveCount = setting(
+        4, "for a request that failed in a way that may pass, the first included", resume="free"
+    )
+
+    def __post_init__(self) -> None:
+        of_server = changed(self, {"api_key_env", "timeout", "attempts"})
+        if self.url and self.vllm:
+            raise ValueError(
+                f"vllm.{next(iter(self.vllm))} is for an engine that the run starts, and url names a server: give it "
+                "to the server's command, or leave one of the two out"
+            )
+        if of_server and not self.url:
+            raise ValueError(
+                f"{', '.join(of_server)} is for a server, and none is named: give its url, or leave it out"
+            )
+
 
 When: TypeAlias = Literal["auto", "whole"]
 """When a reward model reads."""
@@ -241,3 +284,19 @@ Reward: TypeAlias = Annotated[
 """A reward, told apart by its source and its engine."""
 
 RewardList: TypeAlias = Annotated[tuple[Reward, ...], FromList(), AfterValidator(_summed)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerSection(OnVllm):
+    """``[scorers.NAME]``: what serves the reference, the teacher or one of several."""
+
+    engine: ScoringEngine = setting(
+        "transformers",
+        "what serves the model; `vllm`: an engine of its own, or a server (`url`), for a model with the policy's "
+        "tokenizer",
+    )
+
+    def __post_init__(self) -> None:
+        OnVllm.__post_init__(self)
+        if self.engine != "vllm" and (given := changed(self, {"vllm", "url"})):
+            raise ValueError(f"{next(iter(given))} is for vLLM: set engine = 'vllm', or leave it out")

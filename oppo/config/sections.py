@@ -71,13 +71,11 @@ class PromptSource:
 
     @property
     def taskset(self) -> str:
-        """The taskset of verifiers, by name or as ``file.py:Class``; empty for another source."""
         kind, _, taskset = self.path.partition(":")
         return taskset if kind == VERIFIERS else ""
 
     @property
     def file(self) -> Path | None:
-        """The file or directory; ``None`` for a dataset at a hub, a taskset, and rows of a program."""
         return None if self.path == ROWS or self.taskset or is_hub_name(self.path) else Path(self.path)
 
     def within(self, folder: Path) -> PromptSource:

@@ -28,10 +28,10 @@ from oppo.config.rewards import (
     ModelRewardSection,
     RewardList,
     RewardSection,
+    ScorerSection,
     VllmRewardSection,
     file_of,
 )
-from oppo.config.scorers import ScorerSection
 from oppo.config.sections import (
     OPENENV,
     ROWS,
@@ -150,7 +150,6 @@ class Settings(BaseModel):
 
     @property
     def serves_here(self) -> bool:
-        """Whether transformers decodes with weights that lie in this process."""
         apart = "policy" in self.remote or self.placement.policy_replicas > 1
         return self.models.engine == "transformers" and not apart
 
@@ -181,13 +180,11 @@ class Settings(BaseModel):
 
     @property
     def reward_engines(self) -> Mapping[str, VllmRewardSection]:
-        """The rewards that engines of this run serve, by their place in the file."""
         found = {key: each for key, each in self.reward_tables.items() if isinstance(each, VllmRewardSection)}
         return {key: each for key, each in found.items() if not each.url}
 
     @property
     def on_vllm(self) -> Mapping[str, ScorerSection]:
-        """The reference and the teachers that vLLM serves."""
         return {name: each for name, each in self.scorers.items() if each.engine == "vllm"}
 
     @property
@@ -212,12 +209,10 @@ class Settings(BaseModel):
 
     @property
     def on_server(self) -> bool:
-        """Whether servers decode that others start (``vllm.urls``)."""
         return "urls" in self.vllm
 
     @property
     def starts_servers(self) -> bool:
-        """Whether vLLM servers decode that the run starts: the replicas of a pool, or one in a cluster."""
         apart = self.placement.policy_replicas > 1 or "policy" in self.remote
         return self.models.engine == "vllm" and apart and not self.on_server
 
@@ -256,7 +251,6 @@ class Settings(BaseModel):
         return {**found, "vllm": dict(self.vllm)} if self.vllm else found
 
     def spanning(self, steps: int) -> Self:
-        """Return these settings with a learning-rate schedule of ``steps``."""
         return self.model_copy(update={"trainer": replace(self.trainer, total_steps=steps)})
 
     def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Self:

@@ -25,7 +25,7 @@ from oppo.declared import require_real, require_whole
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
 from oppo.log import logger
-from oppo.placement.detached import run_detached
+from oppo.placement.place import run_detached
 
 LONGEST_CYCLE: Final = 10_000
 """The largest sum of weights as whole numbers without a common divisor."""

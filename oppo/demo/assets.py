@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +31,6 @@ import transformers
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from oppo import observe
 from oppo.demo import language
 from oppo.demo.models import (
     Progress,
@@ -40,7 +39,6 @@ from oppo.demo.models import (
     normalise,
     pair_accuracy,
     scalar_model,
-    score,
     train_policy,
     train_reward,
     train_tokenizer,
@@ -54,10 +52,7 @@ COMPLETE: Final = "COMPLETE"  # the file that is written last; a directory witho
 
 
 def made_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``target``; if it is missing, ``build`` makes it under another name first, and it is renamed.
-
-    Of two processes that build it at once, both return a complete directory.
-    """
+    # Of two processes that build it at once, both return a complete directory.
     if (target / COMPLETE).exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -97,13 +92,11 @@ def alone(seed: int) -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
 
 
-SOURCES: Final = ("language", "models", "assets")
+SOURCES: Final = ("language.toml", "language.py", "models.py", "assets.py")
 
 
 @dataclass(frozen=True, slots=True)
 class AssetRecipe:
-    """The sizes of models and data; equal recipes give equal assets on one machine."""
-
     seed: int = 0
     shape: Shape = field(default_factory=Shape)
     policy: TrainingBudget = field(default_factory=lambda: TrainingBudget(steps=240, rows=2, learning_rate=2.5e-3))
@@ -132,34 +125,24 @@ class AssetRecipe:
         )
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits that change whenever the assets would."""
         versions = [library.__version__ for library in (torch, transformers, tokenizers)]
         digest = hashlib.sha256(json.dumps([asdict(self), versions], sort_keys=True).encode())
         for name in SOURCES:
-            digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+            digest.update(Path(__file__).with_name(name).read_bytes())
         return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Measurements of the assets; tokens count the end token."""
-
-    seconds: float  # wall time of making all assets
     parameters: Mapping[str, int]  # by model
     vocabulary: int
-    policy_loss: float  # nats per response token, smoothed, at the end of training
     pair_accuracy: float  # fraction of held-out pairs, labelled with noise, that the reward model orders as labelled
-    fluency: float  # fraction of the clauses in the base policy's complete responses that belong to the language
-    language_tokens: Mapping[str, float]  # `p50`, `p99` and `mean` of the lengths of the language's reviews
-    response_tokens: Mapping[str, float]  # likewise, of the base policy's responses
+    language_tokens: Mapping[str, float]  # `p50` and `p99` of the lengths of the language's reviews
     capped: float  # fraction of the base policy's responses that the limit cut off
-    base_score: Mapping[str, float]  # `mean` and `sd` of the reward model's scores of these responses
 
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """The directories of the assets; ``actor``, ``reward`` and ``critic`` load with ``from_pretrained``."""
-
     directory: Path
     facts: Facts
 
@@ -208,7 +191,6 @@ def _part(progress: Progress, start: float, end: float) -> Progress:
 
 
 def _build(directory: Path, recipe: AssetRecipe, progress: Progress) -> None:
-    began = observe.now()
     progress("learning a vocabulary", 0.0)
     rng = Random(f"corpus {recipe.seed}")  # noqa: S311 - a corpus, not a secret
     read = language.training_prompts(recipe.corpus, recipe.seed)
@@ -216,28 +198,21 @@ def _build(directory: Path, recipe: AssetRecipe, progress: Progress) -> None:
     corpus = [ask.text + review for ask, review in zip(read, reviews, strict=True)]
     tokenizer = train_tokenizer(corpus, vocabulary=recipe.shape.vocabulary, longest=recipe.shape.positions)
     actor = LlamaForCausalLM(recipe.shape.config(tokenizer))
-    loss = train_policy(tokenizer, actor, recipe.policy, seed=recipe.seed, progress=_part(progress, 0.02, 0.65))
+    train_policy(tokenizer, actor, recipe.policy, seed=recipe.seed, progress=_part(progress, 0.02, 0.65))
     reward = train_reward(actor, tokenizer, recipe.reward, seed=recipe.seed, progress=_part(progress, 0.65, 0.92))
     prompts = [ask.text for ask in language.training_prompts(recipe.samples, recipe.seed + 1)]
     progress("reading what the untrained policy writes", 0.92)
     written = write(actor, tokenizer, prompts, limit=recipe.limit, seed=recipe.seed)
-    texts = [text for text, _ in written]
-    normalise(reward, tokenizer, prompts, texts)
+    normalise(reward, tokenizer, prompts, written)
     critic = scalar_model(reward)
     models: dict[str, PreTrainedModel] = {"actor": actor, "reward": reward, "critic": critic}
-    scores = score(reward, tokenizer, prompts, texts)
-    lengths = [count for _, count in written]
+    lengths = [len(tokenizer.encode(text)) + 1 for text in reviews]
     facts = Facts(
         parameters={name: model.num_parameters() for name, model in models.items()},
         vocabulary=len(tokenizer),
-        policy_loss=loss,
         pair_accuracy=pair_accuracy(reward, tokenizer, count=recipe.pairs, seed=recipe.seed),
-        fluency=language.fluency(texts),
-        language_tokens=percentiles([len(tokenizer.encode(text)) + 1 for text in reviews]),
-        response_tokens=percentiles(lengths),
-        capped=sum(not text.ended for text in texts) / len(texts),
-        base_score={"mean": float(np.mean(scores)), "sd": float(np.std(scores))},
-        seconds=observe.now() - began,
+        language_tokens={f"p{part}": float(np.percentile(lengths, part)) for part in (50, 99)},
+        capped=sum(not text.ended for text in written) / len(written),
     )
     for name, model in models.items():
         with quiet():
@@ -248,17 +223,6 @@ def _build(directory: Path, recipe: AssetRecipe, progress: Progress) -> None:
     (directory / "facts.json").write_text(json.dumps(asdict(facts), indent=2) + "\n", encoding="utf-8")
 
 
-def percentiles(lengths: Sequence[int]) -> dict[str, float]:
-    return {
-        "p50": float(np.percentile(lengths, 50)),
-        "p99": float(np.percentile(lengths, 99)),
-        "mean": float(np.mean(lengths)),
-    }
-
-
 def _write_prompts(path: Path, asks: Iterable[language.Ask]) -> None:
-    lines = [
-        json.dumps({"prompt": a.text, "topic": a.topic, "adjective": a.adjective, "noun": a.noun, "place": a.place})
-        for a in asks
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = [{"prompt": ask.text, **{key: value for key, value in asdict(ask).items() if key != "text"}} for ask in asks]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

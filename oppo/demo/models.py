@@ -59,8 +59,6 @@ WARMUP: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The size of a Llama; the defaults give 2.3 million parameters."""
-
     vocabulary: int = 768
     hidden: int = 256
     intermediate: int = 1024
@@ -86,8 +84,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBudget:
-    """Steps, rows a step, and peak learning rate; a row: ``WIDTH`` packed tokens, or the preferences of one prompt."""
-
+    # A row: ``WIDTH`` packed tokens, or the preferences of one prompt
     steps: int
     rows: int
     learning_rate: float
@@ -153,10 +150,7 @@ def descend(
     losses: Iterable[Callable[[], torch.Tensor]],
     learning_rate: float,
 ) -> float:
-    """Take one optimizer step on the sum of the losses, the gradient's norm clipped to 1; return that sum.
-
-    Two cores compute and differentiate a loss each. Of two losses the bits do not depend on which ends first.
-    """
+    # Two cores compute and differentiate a loss each. Of two losses the bits do not depend on which ends first.
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.zero_grad()
@@ -211,7 +205,7 @@ def write(
     *,
     limit: int,
     seed: int,
-) -> list[tuple[Review, int]]:
+) -> list[Review]:
     texts = HfTokenizer(tokenizer)
     asked = read_prompts([{"prompt": prompt} for prompt in prompts], texts)
     sampling = Sampling(max_new_tokens=limit, stop=(tokenizer.eos_token_id,), seed=seed)
@@ -225,7 +219,7 @@ def write(
         tokens = each.response.tokens.tolist()
         ended = tokens[-1] == tokenizer.eos_token_id
         words = str(tokenizer.decode(tokens[: len(tokens) - ended], skip_special_tokens=True))
-        written.append((Review(words, ended), len(tokens)))
+        written.append(Review(words, ended))
     return written
 
 
@@ -234,7 +228,6 @@ RIDGE: Final = 0.1  # regularises the direction along which every final hidden s
 
 
 def scalar_model(source: LlamaForCausalLM | LlamaForSequenceClassification) -> LlamaForSequenceClassification:
-    """Return a model with a copy of the source's backbone, and one output whose weights are 0."""
     settings = {key: value for key, value in source.config.to_dict().items() if key not in {"id2label", "label2id"}}
     config = LlamaConfig(**settings)
     config.num_labels = 1
@@ -253,10 +246,7 @@ def train_reward(
     seed: int,
     progress: Progress,
 ) -> LlamaForSequenceClassification:
-    r"""Return a reward model trained on ``budget.rows`` prompts a step, with the preferences among four texts each.
-
-    The loss is Bradley and Terry's (1952), :math:`-\log \sigma(r_\text{better} - r_\text{worse})`.
-    """
+    # The loss is Bradley and Terry's (1952)
     model = scalar_model(policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     rng = random.Random(f"reward {seed}")  # noqa: S311 - a corpus, not a secret
@@ -283,29 +273,14 @@ def pair_accuracy(
 
 
 @torch.no_grad()
-def score(
-    model: LlamaForSequenceClassification,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[str],
-    texts: Sequence[Review],
-) -> list[float]:
-    last = _last_states(model, tokenizer, prompts, texts)
-    return cast("list[float]", model.score(last).squeeze(1).tolist())
-
-
-@torch.no_grad()
 def normalise(
     model: LlamaForSequenceClassification,
     tokenizer: PreTrainedTokenizerFast,
     prompts: Sequence[str],
     texts: Sequence[Review],
 ) -> None:
-    r"""Change the head so that these texts have scores of mean 0 and standard deviation 1.
-
-    The head has no bias to shift. With the last hidden states :math:`H` of the texts, the ridge regression
-    :math:`v = (H^T H + \lambda I)^{-1} H^T 1` has :math:`H v \approx 1`, so adding a multiple of :math:`v` to the
-    head's weights adds a constant to every score.
-    """
+    # The head has no bias to shift. With the last hidden states H of the texts, the ridge regression
+    # v = (H'H + RIDGE)^-1 H'1 has Hv ~ 1, so adding a multiple of v to the head adds a constant to every score.
     states = _last_states(model, tokenizer, prompts, texts).double()
     weight = model.score.weight.double().squeeze(0)
     gram = states.T @ states

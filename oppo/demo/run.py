@@ -44,8 +44,7 @@ from oppo.vllm.arguments import check_installed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DemoAnswers:
-    """A policy's responses to the held-out prompts; ``scores`` and ``kl`` (nats a response): float32 [N]."""
-
+    # float32 [N]; KL in nats a response
     scores: FloatArray
     kl: FloatArray
     lengths: Sequence[int]
@@ -100,7 +99,9 @@ class Findings:
 
     def facts(self) -> dict[str, object]:
         scores = self.scores
-        found = {key: value for key, value in asdict(self).items() if key not in {"scores", "directory", "assets"}}
+        found = {
+            key: value for key, value in asdict(self).items() if key not in {"scores", "directory", "assets", "seconds"}
+        }
         return {
             "score_before": scores.before,
             "score_after": scores.after,
@@ -142,8 +143,8 @@ class Findings:
     def _deferral(self) -> str:
         if not self.deferral_steps:
             return "nothing was deferred: no number of extra rollouts promised to save more time than it costs"
-        deferred = ", ".join(f"{count} for {age}" for age, count in self.deferral_steps.items())
-        return f"{self.deferred_fraction:.1%} of the rollouts were deferred; steps deferred: {deferred}"
+        ages = ", ".join(f"{count} by {age} step{'s' * (age != 1)}" for age, count in self.deferral_steps.items())
+        return f"{self.deferred_fraction:.1%} of the rollouts were deferred: {ages}"
 
 
 def deferrals(run: Path) -> tuple[float, dict[int, int]]:
@@ -296,8 +297,6 @@ def unused(directory: Path) -> Path:
 
 
 class Narrator:
-    """Writes lines with the seconds since the start; progress at most every few seconds."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._began = observe.now()

@@ -51,8 +51,6 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class TimedRound:
-    """The steps of one schedule in one round, and the tokens they trained."""
-
     tokens: int
     steps: Sequence[TimedStep]
 
@@ -66,7 +64,7 @@ class TimedRound:
 
     @property
     def idle(self) -> float:
-        """The mean idle fraction of the two halves of the cores: one decodes, the other scores, both update."""
+        # The cores have two halves: one decodes, the other scores, both update.
         acting, scoring = self._busy("decode", "update"), self._busy("score", "update")
         return 1 - (acting + scoring) / (2 * self.seconds)
 
@@ -76,8 +74,6 @@ class TimedRound:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One schedule against the serial one, each by its median round; ``speedup``: of a trained token."""
-
     schedule: str
     seconds: float
     speedup: float
@@ -90,7 +86,7 @@ class Standing:
 
 
 def median_round(rounds: Sequence[TimedRound]) -> TimedRound:
-    """Return the round of the median seconds a token; of two in the middle the faster one."""
+    # Of two in the middle the faster one
     return sorted(rounds, key=lambda each: each.pace)[(len(rounds) - 1) // 2]
 
 
@@ -159,7 +155,7 @@ def measure(settings: Settings, effort: Effort) -> dict[str, list[TimedRound]]:
 async def make_rounds(
     session: PreparedRun, variants: Sequence[tuple[DemoSchedule, Settings]], effort: Effort
 ) -> dict[str, list[TimedRound]]:
-    """Return the rounds of each schedule; one event loop makes them all, as an engine knows no other."""
+    # One event loop makes them all, as an engine knows no other.
     beginning = session.prompts.state_dict()
     rounds: dict[str, list[TimedRound]] = {schedule.name: [] for schedule, _ in variants}
     for number in range(effort.rounds + 1):
@@ -213,10 +209,7 @@ def write_deeper(source: Path, target: Path, times: int) -> None:
 
 @torch.no_grad()
 def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
-    """Return the model with ``times`` its layers; each new one costs as much as the last and changes nothing.
-
-    The attention and the feed-forward network of a new block put out zeros, which the residual adds.
-    """
+    # The attention and the feed-forward network of a new block put out zeros, which the residual adds.
     if not isinstance(model, LlamaForSequenceClassification):
         raise TypeError(f"only a Llama with a scalar head can be deepened, not a {type(model).__name__}")
     blocks = model.model.layers
@@ -266,7 +259,6 @@ def compare_schedules(settings: Settings) -> Digests:
 
 
 async def serially(session: PreparedRun) -> list[Batch]:
-    """Return the batches of a run that generates, scores and trains one after the other."""
     models, step, algorithm = session.assembly, session.settings.step, session.settings.algorithm
     critic, prompts = models.critic, cast("PromptStream", session.prompts)  # of a file
     if critic is None or not isinstance(algorithm, PPO):

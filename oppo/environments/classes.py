@@ -9,23 +9,23 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeVar, cast
 
 import anyio
 
-from oppo.environments.functions import OWNER, CalledByName, EnvironmentFailure, ToolResult, Tools, leave
+from oppo.environments.functions import OWNER, CalledByName, EnvironmentFailure, ToolResult, Tools
 from oppo.errors import ConfigError, DataError, contained, shortened, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.models import Scorer
 from oppo.rewards.function import DOES_NOT_APPLY
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Turn
-from oppo.user_code import CONCURRENCY, UserCalls, UserFunction
+from oppo.user_code import Shared, UserCalls, UserFunction
 
 if TYPE_CHECKING:
     from oppo.hf.calls import ToolCall
@@ -36,8 +36,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CalledOwner(CalledByName[T]):
-    """A method of an environment that is no tool."""
-
     @property
     def title(self) -> str:
         return f"{self.user.name}() of the environment"
@@ -93,7 +91,7 @@ def tools_of(kind: type) -> list[Callable[..., object]]:
 
 
 def method_of(kind: type, name: str) -> Any:
-    """Return an attribute of a class; of a method that needs an instance, with a stand-in for that."""
+    # Of a method that needs an instance, with a stand-in for that.
     found = getattr(kind, name)
     is_static = isinstance(inspect.getattr_static(kind, name), staticmethod)
     return MethodType(found, OWNER) if inspect.isfunction(found) and not is_static else found
@@ -145,7 +143,6 @@ class EnvironmentClass(Tools):
         self._reset = CalledReset(UserFunction.of(method_of(kind, "reset"), "reset", EnvironmentFailure))
         self._lives: dict[int, _Life] = {}
         self._begun = deque[tuple[str, Any]](maxlen=BEGUN)
-        self._users = 0
         self._column: str | None = None
         self.gives_reward = hasattr(kind, "get_reward") and kind.get_reward is not None
         self._is_left = issubclass(kind, AbstractContextManager)
@@ -153,7 +150,7 @@ class EnvironmentClass(Tools):
         for name, called in (("reset", CalledReset), ("get_reward", CalledReward)):
             if getattr(kind, name, None) is not None:
                 user = UserFunction.of(method_of(kind, name), name, EnvironmentFailure)
-                self._calls[name] = UserCalls(called(user), concurrency=CONCURRENCY, timeout=options.get("timeout"))
+                self._calls[name] = UserCalls(called(user), timeout=options.get("timeout"))
 
     def begun(self, row: Mapping[str, object], column: str = "prompt") -> dict[str, object]:
         """Return a row whose prompt ends with the text of ``reset()``; the first response to it has that instance.
@@ -292,14 +289,12 @@ class EnvironmentClass(Tools):
                 where,
             )
 
-    async def __aenter__(self) -> Self:
-        self._users += 1
-        return await super().__aenter__()
+    async def _open(self, stack: AsyncExitStack) -> None:
+        stack.callback(self._leave_all)
+        await super()._open(stack)
 
-    async def __aexit__(self, *error: object) -> None:
-        await super().__aexit__(*error)
-        self._users -= 1
-        while self._lives and not self._users:
+    def _leave_all(self) -> None:
+        while self._lives:
             self._leave(self._lives.popitem()[1])
 
 
@@ -319,7 +314,7 @@ def _with_observation(prompt: object, said: str) -> object:
     return [*cast("list[object]", prompt)[:-1], {**cast("Mapping[str, object]", last), "content": content + said}]
 
 
-class Environments:
+class Environments(Shared):
     """Several classes of environments: the column ``environment`` of a row names the one that it is for, as in TRL.
 
     Args:
@@ -369,13 +364,9 @@ class Environments:
     def at_work(self) -> str:
         return ", ".join(filter(None, (each.at_work for each in self.classes.values())))
 
-    async def __aenter__(self) -> Self:
+    async def _open(self, stack: AsyncExitStack) -> None:
         for each in self.classes.values():
-            await each.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await leave(self.classes.values())
+            await stack.enter_async_context(each)
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         return await self.of(turn.prompt.columns).answer(turn)

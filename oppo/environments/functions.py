@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import anyio
 import numpy as np
@@ -18,14 +18,11 @@ from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, IntArray, Response
 from oppo.models import entered
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
-from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
+from oppo.user_code import CallsFunction, CheckedFunction, Shared, UserCalls, UserFunction
 
 if TYPE_CHECKING:
     from oppo.hf.calls import ToolCall
     from oppo.hf.chat import ChatFormat
-
-PROCESSES = 4
-"""Processes of a sync function, unless another number of calls is given."""
 
 LONGEST = 250_000
 """Characters of an answer, which the event loop tokenises: more than a response has room for."""
@@ -107,16 +104,6 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
     Raises:
         ConfigError: ``timeout`` or ``concurrency`` is out of range.
         EnvironmentFailure: there is no such file or function, or it cannot be called in a process.
-
-    Example:
-        >>> async def main() -> list[int]:
-        ...     shout = FunctionEnvironment(lambda turn: turn.text.upper(), bytes_to_text, text_to_bytes)
-        ...     answer = await shout.answer(Turn(Prompt(0, 0, np.array([1], np.int32)), 0, np.array([97], np.int32)))
-        ...     return answer.tokens.tolist()
-        >>> from oppo import Prompt
-        >>> bytes_to_text, text_to_bytes = (lambda tokens: bytes(tokens).decode()), (lambda text: list(text.encode()))
-        >>> anyio.run(main)
-        [65]
     """
 
     def __init__(
@@ -134,13 +121,7 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         user = UserFunction.of(function, None, EnvironmentFailure)
         self.name = user.name
         self._function = CalledEnvironment(user)
-        default = PROCESSES if process else CONCURRENCY
-        self._calls = UserCalls(
-            self._function,
-            concurrency=default if concurrency is None else concurrency,
-            timeout=timeout,
-            process=process,
-        )
+        self._calls = UserCalls(self._function, concurrency=concurrency, timeout=timeout, process=process)
         self._decode = decode
         self._encode = encode
         self._drops = on_failure == "drop"
@@ -194,7 +175,7 @@ OWNER: Final = object()
 def by_position(
     signature: inspect.Signature, arguments: Mapping[str, object]
 ) -> tuple[list[object], dict[str, object]]:
-    """Return the arguments of a call that are positional-only, and the others by name."""
+    # Positional-only arguments, and the others by name.
     first, others = list[object](), {**arguments}
     for each in signature.parameters.values():
         if each.kind is not each.POSITIONAL_ONLY or (each.name not in others and each.default is each.empty):
@@ -205,8 +186,7 @@ def by_position(
 
 @dataclass(frozen=True)
 class CalledByName(CheckedFunction[Mapping[str, object], str, T]):
-    """A function that is called with arguments by name; a method, with its instance as ``self``."""
-
+    # Of a method, with its instance as `self`.
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
 
     def made(self, given: Mapping[str, object]) -> object:
@@ -239,8 +219,6 @@ OnToolFailure: TypeAlias = Literal["answer", "drop", "fail"]
 
 @dataclass(slots=True)
 class ToolResult:
-    """The text of a call's result, or why there is none."""
-
     name: str
     call_id: str = ""
     text: str = ""
@@ -254,14 +232,7 @@ class ToolResult:
         return {"role": "tool", "name": self.name, "content": content}
 
 
-async def leave(opened: Iterable[AbstractAsyncContextManager[object]]) -> None:
-    """Leave all of these, whatever one of them raises."""
-    async with AsyncExitStack() as stack:
-        for each in opened:
-            stack.push_async_exit(each)
-
-
-class Tools:
+class Tools(Shared):
     """Functions that the policy calls in its turns, as an :class:`oppo.turns.Environment`.
 
     A turn without a call ends the response. The calls of a turn overlap, and are answered together.
@@ -296,7 +267,6 @@ class Tools:
         process: bool = False,
         max_turns: int | None = None,
     ) -> None:
-        default = PROCESSES if process else CONCURRENCY
         users = [UserFunction.of(tool, None, EnvironmentFailure) for tool in tools]
         self.names = [user.name for user in users]
         if "tool" not in chat.roles:
@@ -313,12 +283,7 @@ class Tools:
             if properties is not None and not self._understood(name, properties, wrong):
                 raise ConfigError(f"the policy cannot call a tool with all arguments that it is shown: {wrong.failure}")
         self._calls: dict[str, UserCalls[Mapping[str, object], str, Any]] = {
-            user.name: UserCalls(
-                CalledTool(user),
-                concurrency=default if concurrency is None else concurrency,
-                timeout=timeout,
-                process=process,
-            )
+            user.name: UserCalls(CalledTool(user), concurrency=concurrency, timeout=timeout, process=process)
             for user in users
         }
         self.chat = chat
@@ -329,13 +294,9 @@ class Tools:
     def at_work(self) -> str:
         return ", ".join(filter(None, (calls.at_work for calls in self._calls.values())))
 
-    async def __aenter__(self) -> Self:
+    async def _open(self, stack: AsyncExitStack) -> None:
         for calls in self._calls.values():
-            await calls.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await leave(self._calls.values())
+            await stack.enter_async_context(calls)
 
     def close(self) -> None:
         for calls in self._calls.values():

@@ -186,7 +186,7 @@ def openenv(url: str) -> type[OpenEnvSession]:
 
 
 def is_here(url: str) -> bool:
-    """Whether a URL is of this machine, to which no proxy leads."""
+    # No proxy leads to this machine.
     return urlsplit(url).hostname in {"localhost", "127.0.0.1", "::1"}
 
 

@@ -486,9 +486,8 @@ async def respond_serially(policy: Policy, prompts: Sequence[Prompt]) -> list[Fi
     finished: list[Finish | None] = [None] * len(prompts)
 
     async def read(k: int, prompt: Prompt, decode: Decode) -> None:
-        piece = await decode.read(sys.maxsize)
-        chunk = piece.chunk(prompt.rollout, 0)
-        match piece.state:
+        chunk = await decode.read(sys.maxsize)
+        match chunk.state:
             case "eos" | "stop" | "length" as reason:
                 finished[k] = Finish(prompt.rollout, Response.empty(prompt).then(chunk), reason)
             case state:

@@ -9,10 +9,10 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, runtime_
 
 import anyio
 
-from oppo.errors import ProtocolError, blaming, errors_only, leaves, note_others, running_loop
+from oppo.errors import ProtocolError, blaming, errors_only, leaves, note_others, running_loop, shown
 from oppo.graph.channel import Channel, ChannelStatistics, Sender, channel_table
 from oppo.graph.stage import Step
-from oppo.graph.topology import SOURCE, Node, Topology
+from oppo.graph.topology import SOURCE, Node, Topology, in_words
 from oppo.observe import Observer, Span
 
 Want: TypeAlias = Literal["an item", "room"]
@@ -156,16 +156,26 @@ class FanOut(Generic[T]):
 
     def __init__(
         self,
+        stage: str,
         targets: Sequence[Target[T]],
+        read: Mapping[tuple[type, ...], str],
         on_delivered: Callable[[T], None] | None = None,
-        require: Callable[[T], None] | None = None,
     ) -> None:
+        self._stage = stage
         self._targets = targets
+        self._read = read
+        self._known: set[type] = set()  # classes that every reader reads
         self._on_delivered = on_delivered
-        self._require = require
+
+    def _require(self, item: T) -> None:
+        for classes, reader in self._read.items():
+            if not isinstance(item, classes):
+                words = in_words(frozenset(classes))
+                raise ProtocolError(f"{self._stage!r} sent {shown(item)}, and {reader!r} reads {words}")
+        self._known.add(type(item))
 
     async def send(self, item: T, /) -> None:
-        if self._require is not None:
+        if type(item) not in self._known:
             self._require(item)
         full = [target for target in self._targets if not target.offer(item)]
         for target in full:
@@ -270,10 +280,10 @@ class Execution(Generic[T]):
         ]
         if node.name == self._topology.result:
             targets.append(self._result)
-        require = self._topology.requirement(node.name)
+        read = self._topology.read(node.name)
         if not self._observers:
-            return targets[0] if len(targets) == 1 and require is None else FanOut(targets, None, require)
-        return FanOut(targets, lambda item: notify_item(self._observers, self._step, node.name, item), require)
+            return targets[0] if len(targets) == 1 and not read else FanOut(node.name, targets, read)
+        return FanOut(node.name, targets, read, lambda item: notify_item(self._observers, self._step, node.name, item))
 
     def _notify(self, stage: str, item: object) -> None:
         notify_item(self._observers, self._step, stage, item)

@@ -13,7 +13,7 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, TypeAlias, is_typeddict
 
-from oppo.errors import GraphError, ProtocolError, shown
+from oppo.errors import GraphError
 from oppo.graph.channel import Key, Merge, Receiver, Sender
 from oppo.graph.stage import AnyStage, Demanding, Observing, Stateful
 
@@ -171,8 +171,8 @@ class Topology:
     def readers(self, name: str) -> Sequence[Node]:
         return [node for node in self.nodes if name in node.reads]
 
-    def requirement(self, name: str) -> Callable[[object], None] | None:
-        """Return the check of what node ``name`` sends by its readers' annotations, if any has one."""
+    def read(self, name: str) -> Mapping[tuple[type, ...], str]:
+        """Return what the readers of node ``name`` are annotated to read: the first reader, by classes."""
         readers: dict[tuple[type, ...], str] = {}
         for reader in self.readers(name):
             port = self.ports[reader.name]
@@ -181,16 +181,7 @@ class Topology:
             for classes in read:
                 if classes is not None and not any(map(_is_lenient, classes)):
                     readers.setdefault(tuple(classes), reader.name)
-        if not readers:
-            return None
-
-        def require(item: object) -> None:
-            for classes, reader in readers.items():
-                if not isinstance(item, classes):
-                    words = in_words(frozenset(classes))
-                    raise ProtocolError(f"{name!r} sent {shown(item)}, and {reader!r} reads {words}")
-
-        return require
+        return readers
 
     def require_sound(self, faults: Sequence[str] = ()) -> None:
         """Raise ``GraphError`` with one line for each fault, the known ``faults`` first."""

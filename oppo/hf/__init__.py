@@ -6,8 +6,7 @@ from oppo.libraries import warn_of_untested
 
 warn_of_untested()  # first: what is imported below may fail for it
 
-from oppo.hf.as_text.streamed import Bridge, BridgedReward
-from oppo.hf.as_text.teacher import BridgedTeacher
+from oppo.hf.as_text.streamed import Bridge, BridgedReward, BridgedTeacher
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward, load_encoder
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.devices import DeviceThread

@@ -117,11 +117,8 @@ def _equals(value: object, other: object) -> bool:
 def allows(
     schema: object, value: object, whole: ToolSchema, *, exactly: bool = True, within: tuple[object, ...] = ()
 ) -> bool:
-    """Whether a JSON schema, a part of ``whole``, allows a value, of which nothing inside is looked at.
-
-    What is no schema allows everything. ``within``: the references that lead here. Not ``exactly``: a value of the type
-    of one of ``enum`` is allowed.
-    """
+    """Whether a JSON schema, a part of ``whole``, allows a value, of which nothing inside is looked at."""
+    # ``within``: the references that lead here. Not ``exactly``: a value of the type of one of ``enum`` is allowed.
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(schema, Mapping) or (reference and reference in within):
         return schema is not False
@@ -220,8 +217,6 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """How a template writes values other than texts, between marks."""
-
     spelt: Mapping[str, object]  # null, true and false, as it writes them and as JSON does
     python: bool  # it writes lists and objects as Python does
 
@@ -291,8 +286,6 @@ class _Marked:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a template writes calls."""
-
     head: str  # before the first call
     form: _Object | _Named | _Marked
     between: str  # between two calls; empty if a message has one at most
@@ -300,7 +293,6 @@ class CallSyntax:
 
     @classmethod
     def of(cls, write: Callable[[Sequence[ToolCall]], str]) -> CallSyntax | None:
-        """Return the syntax in which calls are written; ``None`` if it cannot be read."""
         one = write(probes(1))
         try:
             two = write(probes(2))

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Concatenate, Final, Generic, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Final, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -42,7 +42,6 @@ def use_device(cores: int, device: torch.device) -> None:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use: its CPU affinity, at most ``OMP_NUM_THREADS``."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = os.environ.get("OMP_NUM_THREADS", "")
     return min(bound, int(limit)) if limit.isdecimal() and int(limit) else bound
@@ -74,10 +73,8 @@ def full_precision() -> Iterator[None]:
 
 
 def device_of(name: str, *, deterministic: bool = False, gpus: int | None = None) -> torch.device:
-    """Return the available device of that name; ``auto``: the first CUDA device, if any and not ``deterministic``.
-
-    ``gpus``: how many CUDA devices the machine has that is meant; ``None``: this one.
-    """
+    """Return the available device of that name; ``auto``: the first CUDA device, if any and not ``deterministic``."""
+    # gpus: CUDA devices of the machine that is planned for; None: of this one
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = here if gpus is None else gpus
     if name == "cpu" or (name == "auto" and (deterministic or not count)):
@@ -174,7 +171,6 @@ class DeviceThread(Thread):
         super().__init__(name, listener=listener, setup=set_up, time_slice=time_slice)
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
-        """Return the handle to an instance that is complete for the thread's stream."""
         hosted = super().host(make, track=track)
         synchronised(self.device)
         return hosted
@@ -182,8 +178,6 @@ class DeviceThread(Thread):
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run ``work`` in the thread, wait for the device, and return the result."""
-
         def synchronous(*args: P.args, **kwargs: P.kwargs) -> R:
             result = work(*args, **kwargs)
             if self.device.type == "cuda":
@@ -206,13 +200,12 @@ OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")  # the mo
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The device of each model of a run.
+    """The device of each model of a run."""
 
-    ``actor``: of the policy as transformers loads it on this machine. ``trainer``: of each rank. ``remote``: models on
-    other machines; of the trainer all ranks but the first. ``apart``: models that are loaded where they are served:
-    remote ones, those of a process on a GPU, whose memory is not shared, and a policy with ``replicas``, which have a
-    GPU each from that of ``policy`` on, or the CPU.
-    """
+    # actor: of the policy as transformers loads it here. trainer: of each rank. remote: on other machines; of the
+    # trainer all ranks but the first. apart: loaded where they are served: remote ones, those of a process on a GPU,
+    # whose memory is not shared, and a policy with replicas, which have a GPU each from that of `policy` on, or the
+    # CPU.
 
     policy: torch.device
     actor: torch.device
@@ -289,7 +282,6 @@ class Devices:
         return {model: getattr(self, model) for model in models}
 
     def speed(self, model: str, dtype: torch.dtype, cores: int, gpus: int) -> float:
-        """The FLOP/s of the devices of a model, or of all scorers; 0 if a device is not known."""
         scoring = {device: cores - cores // 2 for name, device in self.scoring().items() if name not in self.remote}
         on = {
             "policy": [(self.policy, acting_share(cores))] * gpus,
@@ -346,12 +338,9 @@ class DeviceLayout:
         restarts: int = 3,
         remote: RemotePlaces | None = None,
     ) -> DeviceLayout:
-        """Return places that share ``cores``, for models on ``devices``.
-
-        Scorers on ``auto`` are in a process on a CPU with two cores or more: they and the actor spend much of their
-        time in Python, which threads of one interpreter cannot do in parallel. Dead processes of scorers are replaced,
-        at most ``restarts`` in an hour; the actor's and the trainer's are not.
-        """
+        # Scorers on ``auto`` are in a process where there are two cores: they and the actor spend much of their time in
+        # Python, which threads of one interpreter cannot do in parallel. Dead processes of scorers are replaced, at
+        # most `restarts` in an hour; the actor's and the trainer's are not.
         remote, replicas = remote or RemotePlaces(), devices.replicas
         _require_cpu("policy", policy, [] if "policy" in devices.apart else [devices.actor])
         _require_cpu("trainer", trainer, devices.trainer)
@@ -425,10 +414,7 @@ class DeviceLayout:
                 raise
 
     def abort(self) -> None:
-        """Kill processes whose calls may hang; safe to call from any thread.
-
-        The trainer's are killed only during a call: saving needs them.
-        """
+        # Safe to call from any thread. The trainer's are killed only during a call: saving needs them.
         for place in self._processes():
             if place is not self.training or place.at_work:
                 place.abort()
@@ -437,7 +423,7 @@ class DeviceLayout:
         return [place for place in self if isinstance(place, Process)]
 
     def close(self) -> None:
-        """Close each place after its call in progress; the saver first, since saving needs the trainer."""
+        # After each place's call in progress; the saver first, since saving needs the trainer.
         for place in reversed(list(self)):
             place.close()
         self.remote.close()
@@ -507,34 +493,8 @@ class ModelPlace:
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
         with self.attributed("was given a home"):
-            return _Attributed(self.place.host(make, track=track or self.model), self)
+            hosted = self.place.host(make, track=track or self.model)
+        return hosted.guarded(lambda label: self.attributed(f"did {label!r}"))
 
     def attributed(self, doing: str) -> AbstractContextManager[None]:
         return attributed(self.model, f"it {doing}", self.remedy)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Attributed(Generic[T]):
-    hosted: Hosted[T]
-    place: ModelPlace
-
-    @property
-    def time_slice(self) -> TimeSlice:
-        return self.hosted.time_slice
-
-    @property
-    def here(self) -> T:
-        return self.hosted.here
-
-    def at(self, priority: Priority) -> Hosted[T]:
-        return _Attributed(self.hosted.at(priority), self.place)
-
-    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.place.attributed(f"did {label!r}"):
-            return await self.hosted.call(label, work, *args, **kwargs)
-
-    async def load(
-        self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
-    ) -> None:
-        with self.place.attributed("did 'load'"):
-            await self.hosted.load(work, weights, loaded)

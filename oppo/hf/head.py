@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
@@ -28,13 +29,15 @@ from oppo.hf.devices import full_precision
 from oppo.hf.introspection import backbone
 from oppo.losses import Input
 
-AGREEMENT = 1e-4
-"""Largest difference between logits of an actor and of its :class:`OwnHead`, in units of the largest logit."""
+AGREEMENT = 1e-4  # largest difference between logits of an actor and of its OwnHead, in units of the largest logit
 
 LOGITS_BYTES: Final = 256 << 20  # the most that logits take in float32; more are computed a chunk of tokens at a time
 
 CPU_LOGITS_BYTES: Final = 32 << 20
 """The same on a CPU, where a chunk that stays in its caches is faster: an update takes 0.7 to 1.05 of the time."""
+
+planned_device: Final = ContextVar[torch.device | None]("planned_device", default=None)
+"""Where models will be whose memory is counted; ``None``: where they are."""
 
 Measure: TypeAlias = Callable[[Tensor, slice, bool], Mapping[Input, Tensor]]
 """Numbers of tokens, [t] or [t, n] each, from their logits [t, V], and which of the T tokens these are.
@@ -81,11 +84,9 @@ def _product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 class OwnHead:
-    """The head of a causal language model: logits as a function of the trunk's hidden states.
+    """The head of a causal language model: logits as a function of the trunk's hidden states."""
 
-    It runs the model's own forward pass over a trunk that returns its input, so it includes scaling and softcapping;
-    :func:`require_own_head` checks that a model allows this.
-    """
+    # The model's own forward pass over a trunk that returns its input, so that scaling and softcapping are in it.
 
     def __init__(self, model: PreTrainedModel) -> None:
         widen_head(model)
@@ -102,15 +103,14 @@ class OwnHead:
 
     @property
     def chunk(self) -> int:
-        most = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if self._shell.device.type == "cpu" else LOGITS_BYTES
+        device = planned_device.get() or self._shell.device
+        most = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if device.type == "cpu" else LOGITS_BYTES
         return max(1, most // (4 * int(self._shell.config.get_text_config().vocab_size)))
 
     def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
-        """Return what ``measure`` says of each token, [T] or [T, n], from hidden states [T, D].
-
-        The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients
-        of weights are added up over chunks in float32.
-        """
+        """Return ``measure`` of each token, [T] or [T, n], from hidden states [T, D]."""
+        # The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients of weights
+        # are added up over chunks in float32.
         chunks = [slice(at, min(at + self.chunk, len(hidden))) for at in range(0, len(hidden), self.chunk)]
 
         def of_chunk(hidden: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
@@ -220,7 +220,6 @@ _scored: Final[dict[Any, type[PreTrainedModel]]] = {}
 
 
 def scored(causal: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the class of models with the trunk of ``causal`` and a ``score`` layer on its last hidden states."""
     if causal not in _scored:
         base = next(each for each in causal.__mro__[1:] if each.__name__.endswith("PreTrainedModel"))
         name = causal.__name__

@@ -79,11 +79,9 @@ def longest(model: PreTrainedModel) -> int:
 
 
 def reach(config: PreTrainedConfig) -> int:
-    """Return the longest sequence for which the encoding of a position never depends on the length.
-
-    With ``longrope`` that is the *original* length: beyond it transformers changes the rotary frequencies of all
-    positions of a pass, but cached keys and other rows need the old ones.
-    """
+    """Return the longest sequence for which the encoding of a position never depends on the length."""
+    # With longrope the original length: beyond it transformers changes the rotary frequencies of all positions of a
+    # pass, but cached keys and other rows need the old ones.
     text = config.get_text_config()
     limit = int(getattr(text, "max_position_embeddings", None) or UNLIMITED)
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
@@ -112,11 +110,9 @@ _PAIRED: Final = ("full_attention", "attention", "hybrid")
 
 
 def passes_at(speed: float, model: PreTrainedModel, *, epochs: float = 0) -> Passes:
-    """Return the costs of a forward pass, or of so many forward and backward passes, at FLOP/s.
-
-    A matrix takes two FLOP a number and token, as many for the gradient of its input and, where trained, for its own.
-    Of experts those that a token has count. Tables, norms, attention within a window and recomputation do not.
-    """
+    """Return the costs of a forward pass, or of so many forward and backward passes, at FLOP/s."""
+    # A matrix takes two FLOP a number and token, as many for the gradient of its input and, where trained, for its own.
+    # Of experts those that a token has count. Tables, norms, attention within a window and recomputation do not.
     text, tables = model.config.get_text_config(), (nn.Embedding, nn.EmbeddingBag)
     experts = _of_experts(model, *_EXPERTS)
     share = (_of_experts(model, "num_experts_per_tok", "moe_top_k") or experts) / max(1, experts)
@@ -140,16 +136,16 @@ def passes_at(speed: float, model: PreTrainedModel, *, epochs: float = 0) -> Pas
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:
-    if model.config.num_labels != 1:
-        raise ModelRefused(
-            f"{type(model).__name__} gives {model.config.num_labels} numbers for a sequence, but a score is one: "
-            "load it with num_labels=1"
-        )
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Module):
         raise ModelRefused(
             f"{type(model).__name__} has no score layer on its last hidden state: expected a model loaded with "
             "AutoModelForSequenceClassification, of a decoder architecture"
+        )
+    if model.config.num_labels != 1:
+        raise ModelRefused(
+            f"{type(model).__name__} gives {model.config.num_labels} numbers for a sequence, but a score is one: "
+            "load it with num_labels=1"
         )
     return head
 

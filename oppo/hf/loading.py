@@ -49,6 +49,7 @@ from oppo.hf.model_files import (
     CAUSAL,
     CONFIG,
     MAKING,
+    OBJECTS,
     OBSOLETE,
     PROCESS,
     SCALAR,
@@ -58,9 +59,9 @@ from oppo.hf.model_files import (
     located,
     quiet,
     read_adapter,
+    read_object,
     require_adapter,
     require_data,
-    require_json,
     require_no_code,
 )
 from oppo.hf.probe import probe
@@ -170,7 +171,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 @contextmanager
 def reading(directory: Path, failure: str) -> Iterator[None]:
-    """Turn library errors about the files of a directory into one message: on the damaged file, or ``failure``."""
+    # Errors of the libraries become one message: on the damaged file, or `failure`.
     try:
         yield
     except OppoError:
@@ -183,7 +184,8 @@ def reading(directory: Path, failure: str) -> Iterator[None]:
                 f"the pickles at {str(directory)!r} are damaged, or hold more than tensors, and nothing else is built "
                 "from them: expected weights as save_pretrained() writes them"
             ) from None  # torch would advise to build whatever they hold
-        require_json(directory)
+        for file in filter(Path.is_file, (directory / name for name in OBJECTS)):
+            read_object(file)  # damaged, it says so
         raise ConfigError(f"{failure} ({one_line(error)})") from error
 
 
@@ -326,7 +328,6 @@ class Info(TypedDict):
 
 
 def auto_of(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted: bool) -> AutoClass:
-    """Return the class that loads the model, after checking that the files hold enough tensors for its depth."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
     auto = kind.auto(config)
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
@@ -348,16 +349,14 @@ def require_fit(
     new_head: bool = False,
     ignore_unused: bool,
 ) -> tuple[list[str], list[str]]:
-    """Check a checkpoint's weights by name and shape; return the missing ones of a new head, and the unused ones.
-
-    An adapter's weights, ``given``, are not missing. Constants that the model computes are not unused, nor are weights
-    that transformers ignores itself.
-    """
+    """Check a checkpoint's weights by name and shape; return the missing ones of a new head, and the unused ones."""
+    # An adapter's weights, `given`, are not missing. Constants that the model computes are not unused, nor are weights
+    # that transformers ignores itself.
     checkpoint, has_logits = f"the checkpoint at {str(path)!r}", model.get_output_embeddings() is not None
     if info["mismatched_keys"]:
         wrong = [f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
         raise ConfigError(f"{checkpoint} does not fit {type(model).__name__}: {', '.join(sorted(wrong)[:3])}")
-    missing = sorted({*info["missing_keys"]}.difference(given, _named(info["missing_keys"], kind.optional)))
+    missing = sorted(each for each in info["missing_keys"] if each not in given and not each.startswith(kind.optional))
     if backbone := [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]:
         raise ConfigError(f"{checkpoint} has no {first_of(backbone)}: it is incomplete")
     if missing and not new_head:
@@ -369,21 +368,14 @@ def require_fit(
     unused = sorted(name for name in info["unexpected_keys"] if name not in buffers and not name.endswith(OBSOLETE))
     droppable = () if has_logits else getattr(model, "left_out", HEADS)
     # a part of what is read beside text may come before the head's name, as older checkpoints have it
-    if not ignore_unused and (unknown := [name for name in unused if not _has_part(name, droppable)]):
+    unknown = [name for name in unused if not any(f".{prefix}" in f".{name}" for prefix in droppable)]
+    if unknown and not ignore_unused:
         raise ConfigError(
             f"{checkpoint} has {first_of(unknown)}, which {type(model).__name__} does not use: expected the weights of "
             "the model that config.json describes, and of this kind; if it may do without, set "
             "models.ignore_unused_weights = true"
         )
     return missing, unused
-
-
-def _has_part(name: str, prefixes: tuple[str, ...]) -> bool:
-    return any(f".{prefix}" in f".{name}" for prefix in prefixes)
-
-
-def _named(names: Collection[str], prefixes: tuple[str, ...]) -> list[str]:
-    return [name for name in names if prefixes and name.startswith(prefixes)]
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -573,7 +565,6 @@ def vocabulary_of(model: Loadable) -> int:
 
 
 def worker_maker(kind: Callable[..., T], model: Loadable, *args: object) -> Callable[[], T]:
-    """Return what makes ``kind(model, *args)`` in any process."""
     return partial(_worker, kind, model if isinstance(model, ModelRecipe) else SharedModel(model), *args)
 
 

@@ -50,11 +50,9 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def quantise_base(model: PreTrainedModel, kind: Quantization, device: torch.device) -> None:
-    """Quantise the frozen weights of the layers that :func:`add_lora` chooses to 4 bits (QLoRA, arXiv 2305.14314).
-
-    ``kind``: ``nf4`` or ``fp4``, in blocks of 64, whose scales are 8 bits. Layers move to ``device`` one by one, the
-    others stay; products are in the dtype that the weights had. On ``meta`` they have as many bytes.
-    """
+    """Quantise the frozen weights of the layers that :func:`add_lora` chooses to 4 bits (QLoRA, arXiv 2305.14314)."""
+    # In blocks of 64, whose scales are 8 bits. Layers move to the device one by one, the others stay; products are in
+    # the dtype that the weights had. On meta they have as many bytes.
     chosen = {name: layer for name, layer in _linear(model)[1].items() if isinstance(layer, nn.Linear)}
     chosen = {name: layer for name, layer in chosen.items() if name not in _read_past_adapters(model)}
     if not chosen:
@@ -115,19 +113,13 @@ def add_lora(
     experts: bool = False,
     more: Mapping[str, object] | None = None,
 ) -> None:
-    """Add an adapter to every linear layer that is trained but the last.
+    """Add an adapter to every linear layer that is trained but the last; from now on only adapters require a gradient.
 
-    From now on only adapters require a gradient. A mixture of experts gets adapters in its attention layers and, with
-    ``experts``, in these; its routers stay. Of Mamba layers the input projection gets some: fused kernels read the
-    weights of the others past an adapter. A new adapter changes no output: one of its matrices is zero. Adapters are
-    float32, also on a 16-bit base.
-
-    Args:
-        alpha: adapters are scaled by ``alpha / rank``.
-        seed: of the matrices that are not zero.
-        experts: also adapt tensors that hold a matrix for each expert. In a pass each layer then builds a second, full
-            copy of its experts, products added; training holds the copies of all layers that are not recomputed.
-        more: further arguments of PEFT's ``LoraConfig``, such as ``target_modules`` or ``use_rslora``.
+    A mixture of experts gets adapters in its attention layers and, with ``experts``, in the tensors that hold a matrix
+    for each expert; its routers stay. In a pass each layer then builds a second, full copy of its experts, products
+    added. Of Mamba layers the input projection gets some: fused kernels read the weights of the others past an adapter.
+    A new adapter changes no output: one of its matrices is zero. Adapters are float32, also on a 16-bit base, and are
+    scaled by ``alpha / rank``. ``more``: further arguments of PEFT's ``LoraConfig``, such as ``target_modules``.
     """
     require_peft("models.lora_rank")
     from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
@@ -180,10 +172,8 @@ def _checked(more: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, trained: bool = True) -> None:
-    """Add the LoRA adapter in a directory, in float32 and without dropout; from now on only it requires a gradient.
-
-    Without ``weights`` it has the shapes of new ones. With ``trained=False`` it requires none, and may be on any layer.
-    """
+    """Add the LoRA adapter in a directory, in float32 and without dropout; from now on only it requires a gradient."""
+    # Without `weights` it has the shapes of new ones. Not `trained`, it requires none, and may be on any layer.
     require_peft(what := f"the adapter in {directory}")
     from peft import PeftConfig  # noqa: PLC0415 - an extra, for adapters only
 
@@ -406,7 +396,6 @@ def has_adapters(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def merged(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return the ``state_dict`` without adapters, their products added, in ``dtype`` or as they are."""
     # 16 bits would round small products away.
     state: dict[str, Tensor] = model.state_dict()
     if not has_adapters(model):
@@ -443,7 +432,6 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def rounding_loss(state: Mapping[str, object], merged: Mapping[str, object], dtype: torch.dtype) -> float:
-    """Return the part of the adapters' products that rounding ``merged`` loses, a ratio of norms."""
     added = lost = 0.0
     for name, weight in _dequantised(state).items():
         whole = merged.get(_plain(name))
@@ -480,7 +468,6 @@ def rank_of(matrices: Mapping[str, Tensor]) -> int:
 
 @torch.no_grad()
 def adapter_rounding_loss(matrices: Mapping[str, Tensor], dtype: torch.dtype) -> float:
-    """Return which part of the products of :func:`adapter_matrices` is lost when the matrices are rounded."""
     added = lost = 0.0
     for name, first in matrices.items():
         if ".lora_A." not in name:

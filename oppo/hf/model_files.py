@@ -64,10 +64,7 @@ def located(
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Return the directory of a model or tokenizer, fetched from a hub if need be.
-
-    Pickles only if it has nothing else.
-    """
+    # Fetched from a hub if need be; pickles only if it has nothing else.
     try:
         directory = Path(name).expanduser()
         if directory.is_dir():
@@ -130,7 +127,7 @@ def _copy_and_why(name: str) -> tuple[Path | None, str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress transformers' progress bars and load reports: this module reports the same in its own words."""
+    # transformers' progress bars and load reports: this package reports the same in its own words.
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -154,12 +151,10 @@ AutoClass: TypeAlias = type[
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of model.
+    """A kind of model, by the classes that load it and the config classes of which transformers has such a model."""
 
-    ``autos``: the classes that load it, with the config classes of which transformers has such a model; code of a
-    checkpoint's own is for the last. ``require`` refuses a model without the layers that serving needs. ``optional``:
-    prefixes of weights that may be missing. ``on_any_trunk``: a causal model may be given a score layer.
-    """
+    # Code of a checkpoint's own is for the last of the autos. require: refuses a model without the layers that serving
+    # needs. optional: prefixes of weights that may be missing. on_any_trunk: a causal model may be given a score layer.
 
     autos: Mapping[AutoClass, Container[type[PreTrainedConfig]]]
     name: str
@@ -300,7 +295,6 @@ def entries_of(directory: Path) -> str:
 
 
 def processor_files(directory: Path) -> dict[str, bytes]:
-    """Return the files of a vision-language model's image processor, by name."""
     files = [*directory.glob("*processor*.json"), *directory.glob("chat_template.json")]
     return {file.name: content(file, linked=True) for file in files}
 
@@ -309,14 +303,8 @@ def holds_tokenizer(directory: Path) -> bool:
     return any(True for pattern in ("*token*", "vocab*", "*.model") for _ in directory.glob(pattern))
 
 
-def require_json(directory: Path) -> None:
-    for file in (directory / name for name in OBJECTS):
-        if file.is_file():
-            read_object(file)
-
-
 def require_data(directory: Path, *, trusted: bool, allow_pickle: bool) -> list[str]:
-    """Check that a model's files are only data; return the names of its tensors, without those in pickles."""
+    # All is data. The names of tensors are returned, without those in pickles.
     if not (directory / CONFIG).is_file():
         raise _without_model(directory)
     if (directory / ADAPTER).exists():
@@ -396,7 +384,6 @@ def require_adapter(directory: Path, *, allow_pickle: bool | None) -> Adapter | 
 
 
 def shards(index: Path) -> list[str]:
-    """Return the names of the files with weights that an index lists; none without an index."""
     if not index.is_file():
         return []
     described = read_object(index)
@@ -481,12 +468,9 @@ RewardKind: TypeAlias = Literal["scalar", "process", "classifier", "similarity"]
 
 @quiet()
 def reward_kind(directory: Path, *, trusted: bool = False) -> RewardKind:
-    """Return the kind of reward model that a directory holds.
-
-    A sequence classification model is ``scalar`` if transformers applies its head to the last token of a causal model,
-    else a ``classifier``; a token classification model is ``process``; an encoder without a head, or what
-    sentence-transformers has written, is ``similarity``. All else is ``scalar``, to be refused when it is loaded.
-    """
+    # A sequence classifier is scalar if transformers applies its head to the last token of a causal model, else a
+    # classifier; an encoder without a head, or what sentence-transformers has written, is for similarity. All else is
+    # scalar, to be refused when it is loaded.
     if (directory / MODULES).is_file():
         return "similarity"
     if (directory / ADAPTER).is_file() or not (directory / CONFIG).is_file():

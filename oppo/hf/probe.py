@@ -190,7 +190,7 @@ def _name(model: PreTrainedModel) -> str:
 
 
 def known_reason(model: PreTrainedModel) -> str | None:
-    """Return why ``model`` cannot be served row by row, as its parts say, without weights; ``None``: try it."""
+    # As its parts say, without weights; None: try it.
     # Some faults show only in sequences that are longer than the probe's.
     text = model.config.get_text_config()
     alibi = (getattr(config, "alibi", False) for config in (text, getattr(text, "attn_config", None)))

@@ -24,7 +24,6 @@ from oppo.hf.introspection import FAILURES, backbone, has_experts
 
 
 def routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """Return the routers of a mixture of experts by layer, and the index of the logits among the outputs of each."""
     trunk = backbone(model)
     known = (trunk._can_record_outputs or {}).get("router_logits", [])  # noqa: SLF001 - no public name says it
     recorders = known if isinstance(known, list) else [known]
@@ -38,10 +37,9 @@ def _layer(name: str) -> int:
 
 
 class Route(NamedTuple):
-    """The answer of the router of a ``layer``: logits [N, E] and experts, int64 [N, k]; ``None``: it does not say.
+    """The answer of the router of a ``layer``: logits [N, E] and experts, int64 [N, k]; ``None``: it does not say."""
 
-    ``own``: those that it would have chosen, where others were replayed; -1 where it chose freely.
-    """
+    # own: those that it would have chosen, where others were replayed; -1 where it chose freely
 
     layer: int
     logits: Tensor
@@ -162,13 +160,12 @@ def replayed() -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class RouterReplay:
-    """Trains with the experts that the policy chose while it decoded ("R3": Ma et al. 2025, arXiv 2510.11370).
+    """Trains with the experts that the policy chose while it decoded ("R3": Ma et al. 2025, arXiv 2510.11370)."""
 
-    A router that chooses anew may choose others, by rounding or under newer weights, so that importance ratios compare
-    two models. Replayed, its scores, gate weights and gradients still belong to the weights that are trained. A critic
-    on the actor's trunk reads replayed states in an update, while the values of the rollouts came from routers that
-    chose freely.
-    """
+    # A router that chooses anew may choose others, by rounding or under newer weights, so that importance ratios
+    # compare two models. Replayed, its scores, gate weights and gradients still belong to the weights that are trained.
+    # A critic on the actor's trunk reads replayed states in an update, while the values of the rollouts came from
+    # routers that chose freely.
 
     layers: tuple[int, ...]
     depth: int
@@ -177,7 +174,6 @@ class RouterReplay:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RouterReplay:
-        """Return the replay of a causal language model, after trying each of its routers on one token."""
         record_routers(model)
         names = {module: name for name, module in backbone(model).named_modules()}
         found = [module for module, _ in routers(model)] if has_experts(model) else []
@@ -271,12 +267,11 @@ class RouteRecords:
 
 @dataclass(frozen=True, slots=True)
 class LoadBalancing:
-    """The auxiliary loss of the routers as transformers has it (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6).
+    """The auxiliary loss of the routers as transformers has it (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6)."""
 
-    That is ``E * sum(f * p)``: the mean number of times that an expert is among the first k, and its mean probability,
-    over the tokens of a minibatch and all layers, padding left out. ``f`` has no gradient, so with ``f`` of the whole
-    minibatch the loss is a sum over micro-batches.
-    """
+    # E * sum(f * p): the mean number of times that an expert is among the first k, and its mean probability, over the
+    # tokens of a minibatch and all layers, padding left out. f has no gradient, so with f of the whole minibatch the
+    # loss is a sum over micro-batches.
 
     weight: float = 0.0
     experts: int = 0
@@ -284,7 +279,6 @@ class LoadBalancing:
 
     @classmethod
     def of(cls, actor: PreTrainedModel, weight: float | None) -> LoadBalancing:
-        """Return the loss of a causal model; its config says the weight if that is ``None``."""
         if weight is None:
             asked = getattr(actor.config.get_text_config(), "output_router_logits", False)
             named = [getattr(actor, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef")]
@@ -320,11 +314,9 @@ class LoadBalancing:
 
 
 def expert_loads(routes: Sequence[Route], read: Tensor) -> Tensor | None:
-    """Return counts of tokens, without padding, int64 [layers, E + 2]; ``None`` if the routers do not say.
-
-    Those are each expert's tokens, those whose experts were replayed, and of these those with other experts than the
-    router would have chosen.
-    """
+    """Return counts of tokens, without padding, int64 [layers, E + 2]; ``None`` if the routers do not say."""
+    # Each expert's tokens, those whose experts were replayed, and of these those with other experts than the router's
+    # own.
     counted, loads = read.flatten().long(), list[Tensor]()
     for _, logits, experts, own in routes:
         if experts is not None:

@@ -47,10 +47,9 @@ _GENERATION: Final = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # ta
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text to be tokenized; of the ``data`` spans of ``text``, and of ``pair``, special tokens are ordinary text.
+    """A text to be tokenized; of the ``data`` spans of ``text``, and of ``pair``, special tokens are ordinary text."""
 
-    ``special``: whether the tokenizer adds its special tokens; a chat template has them already.
-    """
+    # special: whether the tokenizer adds its special tokens; a chat template has them already
 
     text: str
     pair: str | None = None
@@ -174,14 +173,12 @@ class HfTokenizer:
         self._has_rendered = False
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer, and the files beside it."""
         self.inner.save_pretrained(directory)
         for name, content in self.beside.items():
             (directory / name).write_bytes(content)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether :meth:`encode_chat` can be used."""
         return bool(self.inner.chat_template)
 
     @property
@@ -190,11 +187,7 @@ class HfTokenizer:
         return str(self.inner.get_chat_template(tools=self._shown_tools))
 
     def template_variables(self) -> set[str]:
-        """Return the names that the chat template reads.
-
-        Raises:
-            ConfigError: it is no template.
-        """
+        """Return the names that the chat template reads."""
         try:
             return meta.find_undeclared_variables(_parsed(self.chat_template))
         except TemplateSyntaxError as error:
@@ -205,13 +198,12 @@ class HfTokenizer:
         return self._marked(self.tools) or None  # templates ask whether there are tools: an empty list is some to many
 
     def encode(self, text: str, *, last: int | None = None) -> list[int]:
-        """Return the token ids of a prompt: those that the text spells, behind what the tokenizer begins texts with.
+        """Return the token ids of a prompt, behind what the tokenizer begins texts with.
 
         A rendered prompt, which spells that beginning, gets no second one, and a prompt never ends with what the
-        tokenizer ends texts with.
+        tokenizer ends texts with. Special tokens that the text spells are special tokens.
 
         Args:
-            text: special tokens that it spells are special tokens.
             last: only so many characters, the last ones, are read; ``None``: all.
         """
         before, _ = self.around
@@ -308,10 +300,7 @@ class HfTokenizer:
         return [token for text, data in parts for token in (self.encode_exactly if data else self.encode_whole)(text)]
 
     def segments(self, rendered: Rendered) -> list[tuple[str, bool]]:
-        """Return the parts of a text that are tokenized apart, one after the other, and whether each is data.
-
-        That is the whole text, unless data in it spells a special token, which is a part of its own then.
-        """
+        """Return the parts of a text that are tokenized apart, and whether each is data that spells a special token."""
         text, data = rendered.text, rendered.data
         if any(start <= 0 and stop >= len(text) for start, stop in data):
             return [(text, True)]
@@ -324,7 +313,6 @@ class HfTokenizer:
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer puts before a text, and behind it."""
         bare, whole = self.encode_whole("a"), list(self.inner.encode("a"))
         starts = range(len(whole) - len(bare) + 1)
         at = next((start for start in starts if whole[start : start + len(bare)] == bare), 0)
@@ -366,7 +354,6 @@ class HfTokenizer:
 
     @cached_property
     def size(self) -> int:
-        """The largest token id, and one."""
         return max(self.inner.get_vocab().values(), default=-1) + 1
 
     def stop(
@@ -402,11 +389,7 @@ class HfTokenizer:
         return tuple(dict.fromkeys([*known, *ids]))
 
     def ending_with(self, endings: Sequence[str]) -> tuple[int, ...]:
-        """Return the ids of all tokens whose text ends with one of ``endings``, a line break for example.
-
-        Raises:
-            ConfigError: no token's does.
-        """
+        """Return the ids of all tokens whose text ends with one of ``endings``: at least one, or it is refused."""
         texts = self.inner.batch_decode([[number] for number in range(len(self.inner))])
         found = tuple(number for number, text in enumerate(texts) if text.endswith(tuple(endings)))
         if not found:
@@ -414,11 +397,7 @@ class HfTokenizer:
         return found
 
     def stop_strings(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts that end a response, after checking that :meth:`decode` can produce them.
-
-        Raises:
-            ConfigError: a text contains a special token, which decoded text never does.
-        """
+        """Return the texts that end a response; one with a special token, which is not decoded, is refused."""
         for stop in wanted:
             if hidden := sorted(token for token in self._special_tokens() if token in stop):
                 number = self.inner.convert_tokens_to_ids(hidden[0])
@@ -437,7 +416,7 @@ class HfTokenizer:
         return int(ids[0])
 
     def differs(self, other: HfTokenizer) -> str | None:
-        """Return the first difference to another tokenizer's vocabulary, in words; ``None`` without one."""
+        # in words; None without a difference of the vocabularies
         ours, theirs = self.inner.get_vocab(), other.inner.get_vocab()
         if ours == theirs:
             return None

@@ -35,11 +35,8 @@ T = TypeVar("T")
 
 @torch.no_grad()
 def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
-    """Copy ``weights``, named as in ``state_dict()``, into ``module``, all or none; return how many were copied.
-
-    A tensor in the module's own memory is not copied. Of a module with adapters the rest may be left out: it does not
-    change.
-    """
+    """Copy ``weights``, named as in ``state_dict()``, into ``module``, all or none; return how many were copied."""
+    # A tensor in the module's own memory is not copied. Of a module with adapters the rest does not change.
     targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
     missing = [name for name in changing(targets) if name not in weights]
     unknown = [name for name in weights if name not in targets]
@@ -67,11 +64,10 @@ def changing(weights: Mapping[str, T]) -> Mapping[str, T]:
 
 
 class SentWeights(Bulk, Mapping[str, object]):
-    """Weights that may be sent: pickled, their bytes can be taken out of band, so that nothing copies them.
+    """Weights that may be sent: pickled, their bytes can be taken out of band, so that nothing copies them."""
 
-    Unpickled, they are on the CPU and read-only: they may lie in memory that others read too. Those of a GPU cross to a
-    process of this machine as handles (CUDA IPC): unpickled, once for each pickle, they are the same memory.
-    """
+    # Unpickled, they are on the CPU and read-only: they may lie in memory that others read too. Those of a GPU cross to
+    # a process of this machine as handles (CUDA IPC): unpickled, once for each pickle, they are the same memory.
 
     def __init__(self, tensors: Mapping[str, object]) -> None:
         self._tensors = tensors
@@ -90,7 +86,6 @@ class SentWeights(Bulk, Mapping[str, object]):
         return not any(isinstance(value, Tensor) and value.is_cuda for value in self._tensors.values())
 
     def portable(self) -> SentWeights:
-        """Return the same on the CPU."""
         return SentWeights(
             {name: value.cpu() if isinstance(value, Tensor) else value for name, value in self._tensors.items()}
         )
@@ -195,11 +190,10 @@ class TensorLayout:
 
 
 class SharedModel(Generic[M]):
-    """A model that crosses to another process over the same weights.
+    """A model that crosses to another process over the same weights."""
 
-    Pickling moves the weights into shared memory, once; modules and parameters keep their identity. Changes of weights
-    in place, as by an optimizer, apply to both processes.
-    """
+    # Pickling moves the weights into shared memory, once; modules and parameters keep their identity. Changes of
+    # weights in place, as by an optimizer, apply to both processes.
 
     def __init__(self, model: M) -> None:
         self._model = model

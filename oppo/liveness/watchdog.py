@@ -170,7 +170,6 @@ DEEPEST = 200
 
 
 def await_chain(awaited: object) -> Iterator[str]:
-    """Yield the position of a suspended coroutine in each call, the outermost first."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
         if isinstance(frame, FrameType):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from oppo.declared import Positive, require_declared
+from oppo.declared import Positive, validated
 from oppo.errors import ConfigError
 from oppo.losses.base import Divisor, Input, Inputs, LossValue, Unit, means
 from oppo.losses.ppo import ClippedLoss
 from oppo.losses.terms import PolicyTerm, surrogate_losses
-from oppo.returns import Correction
+from oppo.returns import ImportanceCorrection
 from oppo.training import Aggregation, Surrogate
 
 
@@ -35,7 +35,7 @@ class SequenceLoss(ClippedLoss):
     clip: Positive = 3e-4
     clip_high: Positive | None = 4e-4
     aggregation: Aggregation = "responses"
-    correction: Correction = field(default_factory=lambda: Correction(level="sequence"))
+    correction: ImportanceCorrection = field(default_factory=lambda: ImportanceCorrection(level="sequence"))
     of_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class SequenceLoss(ClippedLoss):
         if self.correction.weight != "none" and self.correction.level == "token":
             raise ConfigError(
                 "the ratio of GSPO is that of a whole response, and so is the weight of a stale one: expected "
-                f"Correction(level='sequence'), got level={self.correction.level!r}"
+                f"ImportanceCorrection(level='sequence'), got level={self.correction.level!r}"
             )
 
     @property
@@ -71,6 +71,7 @@ class SequenceLoss(ClippedLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
+@validated(ConfigError)
 class PairwiseLoss:
     """DPO's loss (Rafailov et al. 2023, arXiv 2305.18290, equation 7) on the two responses to each prompt.
 
@@ -86,9 +87,6 @@ class PairwiseLoss:
     """
 
     beta: Positive = 0.1
-
-    def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
 
     @property
     def unit(self) -> Unit:

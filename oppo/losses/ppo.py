@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo.declared import Fraction, Limit, NonNegative, Positive, require_declared
+from oppo.declared import Fraction, Limit, NonNegative, Positive, validated
 from oppo.errors import ConfigError
 from oppo.losses.base import OF_A_CRITIC, Divisor, Input, Inputs, Loss, LossValue, Unit, means
 from oppo.losses.terms import PolicyTerm, divergences, kl_losses, policy_losses, value_loss
-from oppo.returns import Correction, KLEstimator
+from oppo.returns import ImportanceCorrection, KLEstimator
 from oppo.training import CLIP, Aggregation, Surrogate, SurrogateKind
 
 
 @dataclass(frozen=True, kw_only=True)
+@validated(ConfigError)
 class ClippedLoss:
     """PPO's clipped surrogate loss, an entropy bonus and a KL to the reference: the loss of GRPO and RLOO.
 
@@ -58,7 +59,7 @@ class ClippedLoss:
     kl: NonNegative = 0.0
     kl_estimator: KLEstimator = "k2"
     aggregation: Aggregation = "tokens"
-    correction: Correction = field(default_factory=Correction)
+    correction: ImportanceCorrection = field(default_factory=ImportanceCorrection)
     nll: NonNegative = 0.0
     nll_above: float = 0.0
     distill: NonNegative = 0.0
@@ -67,7 +68,6 @@ class ClippedLoss:
     """Whether the ratio is a whole row's, the geometric mean over its tokens."""
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         Surrogate.of(self)
 
     @property
@@ -196,10 +196,10 @@ def default_loss(*, critic: bool) -> Loss:
 
 
 @torch.no_grad()
-def importance_weights(correction: Correction, inputs: Inputs, *, of_rows: bool = False) -> Tensor:
-    """Return the importance weight of each token, see :class:`oppo.returns.Correction`: float32 [T]; 0 if it is masked.
+def importance_weights(correction: ImportanceCorrection, inputs: Inputs, *, of_rows: bool = False) -> Tensor:
+    """Return the importance weight of each token: float32 [T]; 0 if it is masked.
 
-    Computed in float64; a token that was not sampled has mismatch 1.
+    See :class:`oppo.returns.ImportanceCorrection`. Computed in float64; a token that was not sampled has mismatch 1.
 
     Args:
         correction: of stale tokens.
@@ -214,7 +214,7 @@ def importance_weights(correction: Correction, inputs: Inputs, *, of_rows: bool 
         ...     whole=Whole(tokens=2, rows=1, groups=1, cap=2),
         ...     given={"behaviour": torch.zeros(2), "proximal": torch.tensor([1.0, 2.0]).log()},
         ... )
-        >>> importance_weights(Correction(weight="truncated", cap=1.5), tokens).tolist()
+        >>> importance_weights(ImportanceCorrection(weight="truncated", cap=1.5), tokens).tolist()
         [1.0, 0.75]
     """
     if not correction.weighs:

@@ -245,7 +245,7 @@ def policy_losses(
         advantages: float32 [T].
         mask: bool [T], the tokens that count.
         surrogate: see :func:`surrogate_losses`.
-        weights: float32 [T], see :class:`oppo.returns.Correction`; 1 by default. Of weight 0: loss 0, ratio 1.
+        weights: float32 [T], of :class:`oppo.returns.ImportanceCorrection`; 1 by default. Of weight 0: loss 0, ratio 1.
     """
     weighted = mask if weights is None else mask & (weights > 0)
     difference = torch.where(weighted, logprobs - old_logprobs, torch.zeros_like(logprobs))

@@ -6,15 +6,17 @@ A place makes its calls one at a time, in the order of their priorities (:mod:`o
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from threading import Condition
 from types import TracebackType
-from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar, cast
 
 import anyio.lowlevel
 
@@ -32,13 +34,29 @@ W = TypeVar("W")
 Make: TypeAlias = Callable[[], T]
 """Makes an instance where it will live: a class, or a ``functools.partial`` of one, importable by name."""
 
+Loaded: TypeAlias = Callable[[], object] | None
+"""What is called when weights are loaded, before the next call."""
 
-class Hosted(Protocol[T_co]):
-    """The handle to an instance on the event loop: ``await hosted.call("extend", Reader.extend, events)``."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hosted(Generic[T_co]):
+    """The handle to an instance on the event loop: ``await hosted.call("extend", Reader.extend, events)``.
+
+    Attributes:
+        place: where it lives.
+        track: of its spans.
+    """
+
+    place: Place
+    track: str
+    _here: T_co
+    _priority: Priority = IN_ORDER
+    _guard: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     @property
     def time_slice(self) -> TimeSlice:
         """How long a call in this place should last that nothing waits for."""
+        return self.place.time_slice
 
     @property
     def here(self) -> T_co:
@@ -47,12 +65,25 @@ class Hosted(Protocol[T_co]):
         Raises:
             ModelError: it lives where memory is not shared.
         """
+        return self._here
 
-    def at(self, priority: Priority) -> Hosted[T_co]:
+    def at(self, priority: Priority) -> Self:
         """Return a handle whose calls have this priority; calls of other handles are made in order of arrival.
 
         A place without a queue, such as :class:`~oppo.placement.Inline`, makes every call at once.
         """
+        return replace(self, _priority=priority)
+
+    def guarded(self, guard: Callable[[str], AbstractContextManager[object]]) -> Self:
+        """Return a handle whose calls are made in the context of ``guard(label)`` too, within those there are."""
+        inner = self._guard
+
+        @contextmanager
+        def both(label: str) -> Iterator[None]:
+            with guard(label), inner(label):
+                yield
+
+        return replace(self, _guard=both)
 
     async def call(
         self, label: str, work: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs
@@ -73,10 +104,10 @@ class Hosted(Protocol[T_co]):
             Preempted: the call is preemptible and was not made.
             Exception: whatever ``work`` raised.
         """
+        with self._guard(label):
+            return cast("R", await self._call(label, work, args, kwargs))
 
-    async def load(
-        self, work: Callable[[T_co, W], object], weights: W, loaded: Callable[[], object] | None = None
-    ) -> None:
+    async def load(self, work: Callable[[T_co, W], object], weights: W, loaded: Loaded = None) -> None:
         """Give the instance weights, by ``work(instance, weights)``; the place makes no other call meanwhile.
 
         Where it shares its memory with this process, ``work`` runs here, on :attr:`here`, and nothing crosses.
@@ -91,6 +122,21 @@ class Hosted(Protocol[T_co]):
             ModelLost: the place is closed, or its process died.
             Exception: whatever ``work`` raised.
         """
+        with self._guard("load"):
+            await self._load(work, weights, loaded)
+
+    async def _call(
+        self, label: str, work: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
+        return await self.place.call_at(self._priority, self.track, label, work, self._here, *args, **kwargs)
+
+    async def _load(self, work: Callable[..., object], weights: object, loaded: Loaded) -> None:
+        def load() -> None:
+            work(self._here, weights)
+            if loaded is not None:
+                loaded()
+
+        await self.place.call_at(self._priority, self.track, "load", load)
 
 
 class Hosting(Protocol):
@@ -160,7 +206,7 @@ class Place(Closing, Hosting):
         """
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
-        return LocalInstance(self, maker(make)(), track or self.name)
+        return Hosted(self, track or self.name, maker(make)())
 
     def close(self) -> None:
         """End the place after the call in progress and refuse further calls; idempotent."""
@@ -188,34 +234,6 @@ def maker(make: Make[T]) -> Make[T]:
             f"an object of {type(make).__name__}"
         )
     return make
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalInstance(Generic[T]):
-    place: Place
-    here: T
-    track: str
-    priority: Priority = IN_ORDER
-
-    @property
-    def time_slice(self) -> TimeSlice:
-        return self.place.time_slice
-
-    def at(self, priority: Priority) -> Self:
-        return replace(self, priority=priority)
-
-    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return await self.place.call_at(self.priority, self.track, label, work, self.here, *args, **kwargs)
-
-    async def load(
-        self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
-    ) -> None:
-        def load() -> None:
-            work(self.here, weights)
-            if loaded is not None:
-                loaded()
-
-        await self.place.call_at(self.priority, self.track, "load", load)
 
 
 class Inline(Place):
@@ -333,6 +351,48 @@ async def _outlasting(future: asyncio.Future[R]) -> R:
     return result
 
 
+async def run_detached(name: str, work: Callable[[], R]) -> R:
+    """Run ``work`` in a daemon thread, in the caller's context.
+
+    A caller may give up: the thread then goes on, and keeps neither the run nor the process from ending.
+    """
+    return await result_of(in_thread(name, work))
+
+
+def in_thread(name: str, work: Callable[[], R]) -> Future[R]:
+    """Run ``work`` as :func:`run_detached` does, for a caller on no event loop."""
+    context, outcome = _context_without_loop(), Future[R]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(context.run(work))
+        except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
+
+
+async def result_of(outcome: Future[R]) -> R:
+    loop, over = running_loop(), asyncio.Event()
+
+    def wake(_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nothing waits any more
+            loop.call_soon_threadsafe(over.set)
+
+    outcome.add_done_callback(wake)
+    await over.wait()
+    return outcome.result()
+
+
+def _context_without_loop() -> Context:
+    # sniffio finds no event loop in it.
+    context = copy_context()
+    if (sniffio := sys.modules.get("sniffio")) is not None:
+        context.run(sniffio.current_async_library_cvar.set, None)
+    return context
+
+
 @dataclass(slots=True, eq=False)
 class _Pending:
     """A queued call; ``withdraw`` reports to the caller that it was preempted."""
@@ -352,7 +412,7 @@ class CallQueue:
     """
 
     def __init__(self) -> None:
-        self._change = Condition()
+        self._change = threading.Condition()
         self._pending: list[tuple[bool, int, _Pending]] = []
         self._arrived = 0
         self._holders: set[object] = set()

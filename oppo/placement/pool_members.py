@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from anyio.abc import TaskGroup
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError, one_line
 from oppo.events import Chunk, IntArray, Prompt, Response, ToolTokens
 from oppo.log import logger
-from oppo.models import Decode, Piece, Policy, Sampling, VariesSampling, Weights, require_model
+from oppo.models import Decode, Policy, Sampling, VariesSampling, Weights, require_model
 from oppo.turns import TurnDecode, turn_so_far
 
 T = TypeVar("T")
@@ -77,7 +76,7 @@ class Member:
 
 
 @dataclass(eq=False)
-class Round(ABC):
+class Round:
     """The state of one decoding of a pool.
 
     Attributes:
@@ -87,16 +86,15 @@ class Round(ABC):
         over: set when nothing of it goes on.
     """
 
-    has_cut: bool = field(default=False, init=False)
-    failure: Exception | None = field(default=None, init=False)
-    left: bool = field(default=False, init=False)
-    over: anyio.Event = field(default_factory=anyio.Event, init=False)
+    has_cut: bool = False
+    failure: Exception | None = None
+    left: bool = False
+    over: anyio.Event = field(default_factory=anyio.Event)
 
     @property
     def stops(self) -> bool:
         return self.has_cut or self.left or self.failure is not None
 
-    @abstractmethod
     def note_loss(self, member: Member) -> None:
         """Decode no longer on a member that was lost."""
 
@@ -316,27 +314,9 @@ def _alike(policies: Sequence[Policy], *, weights: bool = True) -> Sequence[Poli
 ALL: Final = 1 << 30
 """More tokens than a response has."""
 
-_NOTHING: Final = Piece(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "cut")
 
-
-def ends(piece: Piece) -> bool:
-    return piece.state not in {"live", "cut"}
-
-
-def _split(piece: Piece, at: int) -> tuple[Piece, Piece]:
-    def part(start: int, stop: int | None) -> Piece:
-        s = slice(start, stop)
-        return Piece(
-            piece.tokens[s],
-            piece.logprobs[s],
-            piece.versions[s],
-            "live" if stop is not None else piece.state,
-            piece.support.slice(start, stop),
-            piece.from_tool,
-            piece.routed_experts.slice(start, stop),
-        )
-
-    return part(0, at), part(at, None)
+def ends(chunk: Chunk | ToolTokens) -> bool:
+    return chunk.state not in {"live", "cut"}
 
 
 class PooledDecode:
@@ -365,7 +345,7 @@ class PooledDecode:
         self.ended = self.reported = self.withheld = self.owed = self.closed = False
         self._members = members
         self._events = response.pieces()
-        self._unread: deque[Piece] = deque()
+        self._unread: deque[Chunk | ToolTokens] = deque()
         self._live = self._drained = self._astray = self._end_read = self._being_read = False
         self._turn = len(turn_so_far(response))  # tokens
         self._unanswered = False
@@ -405,7 +385,7 @@ class PooledDecode:
     def response(self) -> Prompt | Response:
         return Response.of(self.prompt, self._events) if self._events else self.prompt
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         if limit < 1:
             raise ValueError(f"a read takes at least 1 token, not {limit}")
         if self._being_read:
@@ -413,22 +393,22 @@ class PooledDecode:
         self._being_read = True
         try:
             await anyio.lowlevel.checkpoint()
-            while (piece := self._take(limit)) is None:
+            while (chunk := self._take(limit)) is None:
                 if self._ahead:
                     await self._members.change()
                 elif self._can_fetch and not self._unread:
                     await self._fetch(limit)
                 else:
                     await self._news.wait()
-            return piece
+            return chunk
         finally:
             self._being_read = False
 
     @property
     def _ahead(self) -> bool:
         # What is to be read next was made by weights that other members have not got yet.
-        first = self._unread[0] if self._unread else _NOTHING
-        return not first.from_tool and bool((first.versions[-1:] > self._members.version).any())
+        first = self._unread[0] if self._unread else None
+        return isinstance(first, Chunk) and bool((first.versions[-1:] > self._members.version).any())
 
     @property
     def _sits(self) -> bool:
@@ -438,16 +418,16 @@ class PooledDecode:
     def _can_fetch(self) -> bool:
         return self.member is not None and not self.member.lost and not self._drained
 
-    def _take(self, limit: int) -> Piece | None:
+    def _take(self, limit: int) -> Chunk | ToolTokens | None:
         rollout = self.prompt.rollout
         if self.closed:
             raise ProtocolError(f"rollout {rollout} was closed, so it cannot be read")
         if self._end_read:
-            raise ProtocolError(f"the last piece of rollout {rollout} has been read; expected no further read")
+            raise ProtocolError(f"the last chunk of rollout {rollout} has been read; expected no further read")
         if self._unread:
             first = self._unread[0]
             if ends(first) and not self.reported:
-                return _NOTHING if self._over else None
+                return self._nothing(first.start) if self._over else None
             return None if self._ahead else self._pop(first, limit)
         if self.round is not None and self.round.failure is not None:
             raise self.round.failure
@@ -456,12 +436,16 @@ class PooledDecode:
         if self._answer is not None and not self._issued and (self.member is None or self.member.lost):
             self._hear(self._answer)  # so that it is part of the response by the cut
             return self._pop(self._unread[0], limit)
-        return _NOTHING
+        return self._nothing(self.length)
 
-    def _pop(self, first: Piece, limit: int) -> Piece:
+    def _nothing(self, start: int) -> Chunk:
+        none = np.zeros(0, np.int32)
+        return Chunk(self.prompt.rollout, start, none, none.astype(np.float32), none, state="cut")
+
+    def _pop(self, first: Chunk | ToolTokens, limit: int) -> Chunk | ToolTokens:
         if len(first.tokens) > limit:
-            head, self._unread[0] = _split(first, limit)
-            return head
+            self._unread[0] = first.part(limit)
+            return first.part(0, limit)
         self._unread.popleft()
         self._end_read = ends(first)
         goes_on = self._unread or not self._over or self._can_fetch
@@ -496,26 +480,27 @@ class PooledDecode:
             seat, begun = self.seat, self.begun
             if seat is None or not self._can_fetch or unless():
                 return
-            piece = await self._call(partial(seat.read, limit))
-            if piece is not None:
-                self._note(piece)
-                self._drained = piece.state == "cut" and self.begun == begun
+            chunk = await self._call(partial(seat.read, limit))
+            if chunk is not None:
+                self._note(chunk)
+                self._drained = chunk.state == "cut" and self.begun == begun
 
-    def _note(self, piece: Piece) -> None:
-        rollout, member, n = self.prompt.rollout, self.member, len(piece.tokens)
-        if n and not piece.from_tool and int(piece.versions[-1]) > self._members.given and member is not None:
-            self._refuse(member, f"it made tokens of version {piece.versions[-1]}, never given")
+    def _note(self, chunk: Chunk | ToolTokens) -> None:
+        rollout, member, n = self.prompt.rollout, self.member, len(chunk.tokens)
+        newest = int(chunk.versions[-1]) if n and isinstance(chunk, Chunk) else 0
+        if newest > self._members.given and member is not None:
+            self._refuse(member, f"it made tokens of version {newest}, never given")
             return
-        if ends(piece) and not self.reported and not self.withheld and member is not None:
+        if ends(chunk) and not self.reported and not self.withheld and member is not None:
             if not member.lost:
-                self._refuse(member, f"rollout {rollout}: its last piece was readable before cut() was called")
+                self._refuse(member, f"rollout {rollout}: its last chunk was readable before cut() was called")
                 return
             self.withheld = True
         if n:
-            self._append(piece.event(rollout, self.length))
-        if n or ends(piece):
-            self._unread.append(piece)
-        if ends(piece):
+            self._append(chunk)
+        if n or ends(chunk):
+            self._unread.append(chunk)
+        if ends(chunk):
             self.ended, self.owed = True, False
             self.wake()
             if member is not None:
@@ -541,9 +526,9 @@ class PooledDecode:
 
     def _hear(self, given: IntArray) -> None:
         # Tokens of an answer that no engine will give back.
-        zeros = np.zeros(len(given), np.float32)
-        self._unread.append(Piece(given, zeros, np.full(len(given), self.newest, np.int32), "cut", from_tool=True))
-        self._append(ToolTokens(self.prompt.rollout, self.length, given))
+        heard = ToolTokens(self.prompt.rollout, self.length, given, "cut")
+        self._unread.append(heard)
+        self._append(heard)
         self._answer = None
 
     async def turn(self) -> IntArray | None:
@@ -617,9 +602,9 @@ class PooledDecode:
         """Fetch the tokens that its lost member has handed over."""
         async with self._fetching:
             while self.seat is not None and not (self.ended or self._astray):
-                piece = await self.seat.read(ALL)
-                self._note(piece)
-                if piece.state == "cut" or not len(piece.tokens):
+                chunk = await self.seat.read(ALL)
+                self._note(chunk)
+                if chunk.state == "cut" or not len(chunk.tokens):
                     return
 
     def leave(self) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import subprocess
@@ -16,27 +17,27 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.connection import Connection, Pipe
-from typing import ClassVar, Concatenate, Final, Generic, ParamSpec, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, TypeAlias, TypeVar, cast
+
+import anyio
 
 from oppo import observe
 from oppo.declared import require_whole
 from oppo.errors import ModelError, ModelLost, ProtocolError, SessionsLost
 from oppo.log import logger
 from oppo.placement import worker
-from oppo.placement.place import Hosted, LocalInstance, Make, Place, Thread, maker
+from oppo.placement.place import Hosted, Loaded, Make, Place, Thread, in_thread, maker, result_of
 from oppo.placement.shared_memory import Gauge
 from oppo.placement.wire import (
-    Answer,
     Bulk,
     Call,
     Callbacks,
-    Create,
-    Failure,
     Outcome,
     Packet,
     Request,
@@ -46,12 +47,11 @@ from oppo.placement.wire import (
     send,
     unpack,
 )
-from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
+from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-W = TypeVar("W")
 
 RESTART_WINDOW = 3600.0
 """Seconds over which restarts are counted: several deaths in an hour are a lasting fault, one in a day an accident."""
@@ -86,7 +86,7 @@ class Child(ABC):
 
     def orders(self, number: int, make: Make[object]) -> Sequence[Packet]:
         """The order to make an instance, for each process; any child of this kind executes it."""
-        return [pack_with_blocks(Create(number, make))]
+        return [pack_with_blocks(Call(None, make, makes=number))]
 
     def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
         del number
@@ -125,6 +125,9 @@ KILLED: Final = "was killed by this process"
 _GRACE: Final = 5.0
 """Seconds until a child whose socket is closed at either end is killed."""
 
+INTERRUPTED: Final = 2.0
+"""Seconds in which a call of a child that has been interrupted must end."""
+
 
 class ChildProcess(Child):
     """A process of this machine that searches for modules where this one does, ignores Ctrl-C and dies with it.
@@ -134,9 +137,7 @@ class ChildProcess(Child):
 
     def __init__(self, name: str, setup: Setup) -> None:
         super().__init__()
-        first = [Call(None, worker.search, ([str(folder) for folder in sys.path],))]
-        first += [] if setup is None else [Call(None, setup)]
-        packets = [pack_with_blocks(order) for order in first]
+        first = [] if setup is None else [pack_with_blocks(Call(None, setup))]
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = Pipe(duplex=False)
         with theirs, lifeline, _interrupts_blocked():
@@ -150,7 +151,7 @@ class ChildProcess(Child):
         self._unanswered = 0
         self._killed = False
         with suppress(Gone):  # the first order raises it again
-            for packet in packets:
+            for packet in first:
                 self._send(packet)
                 self._unanswered += 1
 
@@ -160,20 +161,18 @@ class ChildProcess(Child):
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
         while self._unanswered:
-            answer = self._answer(Callbacks())
+            outcome = self._answer(Callbacks())
             self._unanswered -= 1
-            if isinstance(answer, Failure):
-                return answer
+            if outcome.error is not None:
+                return outcome
         self._send(packet)
         return self._answer(callbacks or Callbacks())
 
     def _answer(self, callbacks: Callbacks) -> Outcome:
-        # An error of a callback takes the place of the answer.
         while isinstance(message := self._receive(), Request):
             if (reply := callbacks.run(message)) is not None:
                 self._send(reply)
-        answer = cast("Outcome", message)
-        return answer if callbacks.error is None else Failure(answer.start, answer.end, callbacks.error)
+        return callbacks.over(cast("Outcome", message))
 
     def end(self) -> None:
         self._connection.close()
@@ -229,15 +228,6 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Instance:
-    """An instance in a child, with the orders that make it again."""
-
-    number: int
-    track: str
-    orders: Sequence[Packet]
-
-
 class Process(Place):
     """One child process, for one model or shared by several.
 
@@ -289,7 +279,7 @@ class Process(Place):
         self._start = start
         self._child = start(name, setup)
         self._aborted = False
-        self._instances: list[Instance] = []
+        self._instances: list[ChildInstance[Any]] = []
         self._loads: dict[int, Callable[[], Packet]] = {}
         self._used: set[int] = set()
         self._bereft: set[int] = set()
@@ -312,10 +302,13 @@ class Process(Place):
         """
         number = len(self._instances)
         orders = self._child.orders(number, maker(make))
-        shares = any(not isinstance(block, Gauge) for block in orders[0].blocks)
-        here = make() if shares else None
-        self._instances.append(Instance(number, track or self.name, orders))
-        return ChildInstance(self, self._instances[-1], here)
+        shares = any(not isinstance(block, Gauge) for block in orders[0].parts)
+        here = cast("T", make() if shares else None)
+        hosted = ChildInstance(
+            self, track or self.name, here, process=self, orders=orders, number=number, shares=shares
+        )
+        self._instances.append(hosted)
+        return hosted
 
     def wait_until_ready(self) -> None:
         """Return when the child holds every instance; without this, each is made at its first call.
@@ -326,11 +319,11 @@ class Process(Place):
         """
         for instance in self._instances:
             with self._turn:
-                failure = self._restarting(lambda: self._created(instance), f"'create' for {instance.track!r}")  # noqa: B023
+                failure = self._restarting(partial(self._created, instance), f"'create' for {instance.track!r}")
             if failure is not None:
                 failure.result(self.name)
 
-    async def call_in_child(self, priority: Priority, instance: Instance, label: str, call: Call) -> object:
+    async def call_in_child(self, priority: Priority, instance: ChildInstance[Any], label: str, call: Call) -> object:
         callbacks = Callbacks()
         stubbed = callbacks.extract(call)
         if callbacks and self._restarts:
@@ -351,16 +344,14 @@ class Process(Place):
 
         return await self._answered(priority, instance.track, label, ask)
 
-    async def load_in_child(
-        self, priority: Priority, instance: Instance, call: Call, loaded: Callable[[], object] | None
-    ) -> None:
+    async def load_in_child(self, priority: Priority, instance: ChildInstance[Any], call: Call, loaded: Loaded) -> None:
         packed: Callable[[], Packet] = partial(self._child.packed_load, call)
         if all(each.lasts for each in call.args if isinstance(each, Bulk)):
             packed = cache(packed)
 
         def load() -> Outcome:
             outcome = self._created(instance) or self._child.ask(packed())
-            if isinstance(outcome, Answer):
+            if outcome.error is None:
                 if self._restarts:
                     self._loads[instance.number] = packed
                 if loaded is not None:
@@ -400,14 +391,15 @@ class Process(Place):
         self._require_open(f"{self.what} of", label)
         return await self._thread.call_at(priority, self.name, label, work)
 
-    def _created(self, instance: Instance) -> Failure | None:
+    def _created(self, instance: ChildInstance[Any]) -> Outcome | None:
+        # The failure, if there is one.
         if instance.number in self._child.created:
             return None
-        answer = self._child.create(instance.number, instance.orders)
-        if isinstance(answer, Answer) and (load := self._loads.get(instance.number)) is not None:
-            answer = self._child.ask(load())
-        if isinstance(answer, Failure):
-            return answer
+        outcome = self._child.create(instance.number, instance.orders)
+        if outcome.error is None and (load := self._loads.get(instance.number)) is not None:
+            outcome = self._child.ask(load())
+        if outcome.error is not None:
+            return outcome
         self._child.created.add(instance.number)
         return None
 
@@ -449,38 +441,100 @@ class Process(Place):
         self._child.end()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChildInstance(Generic[T]):
-    """The handle to an instance in a child; implements :class:`~oppo.placement.Hosted`."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChildInstance(Hosted[T]):
+    """The handle to an instance in a child, with the orders that make it again."""
 
-    place: Process
-    instance: Instance
-    shared: T | None
-    priority: Priority = IN_ORDER
-
-    @property
-    def time_slice(self) -> TimeSlice:
-        return self.place.time_slice
+    process: Process
+    orders: Sequence[Packet]
+    number: int
+    shares: bool
 
     @property
     def here(self) -> T:
-        if self.shared is None:
-            raise ModelError(f"{self.instance.track!r} shares no memory with this process: {self.place.name!r} has it")
-        return self.shared
+        if not self.shares:
+            raise ModelError(f"{self.track!r} shares no memory with this process: {self.place.name!r} has it")
+        return self._here
 
-    def at(self, priority: Priority) -> Self:
-        return replace(self, priority=priority)
+    async def _call(
+        self, label: str, work: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
+        return await self.process.call_in_child(self._priority, self, label, Call(self.number, work, args, kwargs))
 
-    async def call(self, label: str, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        call = Call(self.instance.number, work, args, kwargs)
-        return cast("R", await self.place.call_in_child(self.priority, self.instance, label, call))
-
-    async def load(
-        self, work: Callable[[T, W], object], weights: W, loaded: Callable[[], object] | None = None
-    ) -> None:
-        if self.shared is not None:
-            here = LocalInstance(self.place, self.shared, self.instance.track, self.priority)
-            await here.load(work, weights, loaded)
+    async def _load(self, work: Callable[..., object], weights: object, loaded: Loaded) -> None:
+        if self.shares:
+            await super()._load(work, weights, loaded)
         else:
-            call = Call(self.instance.number, work, (weights,))
-            await self.place.load_in_child(self.priority, self.instance, call, loaded)
+            await self.process.load_in_child(self._priority, self, Call(self.number, work, (weights,)), loaded)
+
+
+class DisposableProcess(Generic[T]):
+    """An object in a child process of its own, for code that may also hold the interpreter lock or crash.
+
+    Calls are made one at a time. The first starts the child, unless :meth:`start` has; the next replaces a dead one.
+    A caller that is cancelled does not wait: the child is killed.
+
+    Args:
+        instance: can be pickled, importable by name.
+        timeout: seconds of a call, without the start. The call is then interrupted; a child that goes on for
+            :data:`INTERRUPTED` is killed.
+    """
+
+    def __init__(self, name: str, instance: T, *, timeout: float = math.inf) -> None:
+        self._name = name
+        self._timeout = timeout
+        self._create = pack_with_blocks(Call(None, partial(_itself, instance), makes=0))
+        self._child: ChildProcess | None = None
+        self._turn = anyio.Lock()
+
+    async def start(self) -> None:
+        async with self._turn:
+            await self._started()
+
+    async def call(self, work: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        packet = pack(Call(0, work, args, kwargs))
+        async with self._turn:
+            child = await self._started()
+            with self._disposed_of():
+                asked = self._asked(child, packet)
+                with anyio.move_on_after(self._timeout):
+                    return cast("R", await result_of(asked))
+                child.interrupt()
+                with anyio.move_on_after(INTERRUPTED), suppress(Exception):
+                    await result_of(asked)
+                if not asked.done() or isinstance(asked.exception(), Gone):
+                    self.close()
+                raise TimeoutError
+
+    async def _started(self) -> ChildProcess:
+        if self._child is None:
+            self._child = child = ChildProcess(self._name, worker.heed_interrupts)
+            with self._disposed_of(Exception):
+                await result_of(self._asked(child, self._create))
+            return child
+        return self._child
+
+    def _asked(self, child: ChildProcess, packet: Packet) -> Future[object]:
+        return in_thread(f"oppo-{self._name}", lambda: child.ask(packet).result(self._name))
+
+    @contextmanager
+    def _disposed_of(self, *errors: type[Exception]) -> Iterator[None]:
+        # Kills the child where the body is cancelled, the child is found dead, or one of ``errors`` is raised.
+        try:
+            yield
+        except Gone as gone:
+            self.close()
+            raise ModelLost(f"the process of {self._name!r} {gone}") from None
+        except (anyio.get_cancelled_exc_class(), *errors):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the child, whatever it is doing; idempotent."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+
+
+def _itself(instance: T) -> T:
+    return instance

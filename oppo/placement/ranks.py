@@ -8,12 +8,12 @@ dead.
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
-from typing import Final, Protocol, cast, runtime_checkable
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias, cast, runtime_checkable
 
 from oppo import observe
 from oppo.declared import require_whole
@@ -22,7 +22,7 @@ from oppo.errors import ModelError, ProtocolError
 from oppo.log import with_route
 from oppo.placement.place import Make
 from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
-from oppo.placement.wire import Call, Callbacks, Failure, Outcome, Packet, pack
+from oppo.placement.wire import Call, Callbacks, Outcome, Packet, pack
 from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
 _GRACE: Final = 2.0
@@ -45,29 +45,13 @@ class Member(Protocol):
         """
 
 
-class Meeting(Protocol):
-    """Where the copies of an instance meet."""
-
-    def of(self, number: int, first: Child) -> str:
-        """The meeting of an instance, with this child as rank 0: see :meth:`Member.join`."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
+Meet: TypeAlias = Callable[[int, Child], str]
+"""Returns where the copies of an instance, by its number, meet: see :meth:`Member.join`. The child is rank 0."""
 
 
-class FileMeeting:
-    """Ranks of one machine meet by a file that no other user may read."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._folder = self._stack.enter_context(temporary("ranks"))
-
-    def of(self, number: int, first: Child) -> str:
-        del first
-        return (self._folder / str(number)).as_uri()
-
-    def close(self) -> None:
-        self._stack.close()
+def _file(folder: Path, number: int, first: Child) -> str:
+    del first
+    return (folder / str(number)).as_uri()
 
 
 _LISTENERS: Final[dict[str, socket.socket]] = {}
@@ -87,16 +71,22 @@ def listener(meeting: str) -> socket.socket | None:
 
 
 class RankedChild(Child):
-    """The ranks as one child; each is started by one of ``starts``."""
+    """The ranks as one child; each is started by one of ``starts``; ``close`` is called in the end."""
 
-    def __init__(self, starts: Sequence[Start], meeting: Meeting, name: str, setup: Setup) -> None:
+    def __init__(
+        self, starts: Sequence[Start], meet: Meet, close: Callable[[], object], name: str, setup: Setup
+    ) -> None:
         super().__init__()
         self._name = name
-        self._meeting = meeting
-        self._ranks = [start(f"{name} {rank}", setup) for rank, start in enumerate(starts)]
+        self._meet = meet
+        self._close = close
+        try:
+            self._ranks = [start(f"{name} {rank}", setup) for rank, start in enumerate(starts)]
+        except BaseException:
+            close()
+            raise
         self._pool = ThreadPoolExecutor(len(starts), thread_name_prefix=f"oppo-{name}-ranks")
         self._lost: Gone | None = None
-        self._turn = threading.RLock()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -107,17 +97,15 @@ class RankedChild(Child):
         return [packet for rank in self._ranks for packet in packed[type(rank)]]
 
     def create(self, number: int, orders: Sequence[Packet]) -> Outcome:
-        with self._turn:
-            answer = self._ask_each(orders)
-            if isinstance(answer, Failure):
-                return answer
-            try:
-                meeting = self._meeting.of(number, self._ranks[0])
-            except Gone as gone:
-                raise self._end([], self._death(0, gone)) from None
-            size = len(self._ranks)
-            joins = [pack(Call(number, _join, (self._name, rank, size, meeting))) for rank in range(size)]
-            return self._ask_each(joins)
+        answer = self._ask_each(orders)
+        if answer.error is not None:
+            return answer
+        try:
+            meeting = self._meet(number, self._ranks[0])
+        except Gone as gone:
+            raise self._end([], self._death(0, gone)) from None
+        size = len(self._ranks)
+        return self._ask_each([pack(Call(number, _join, (self._name, rank, size, meeting))) for rank in range(size)])
 
     def ask(self, packet: Packet, callbacks: Callbacks | None = None) -> Outcome:
         if callbacks:
@@ -125,17 +113,11 @@ class RankedChild(Child):
         return self._ask_each([packet] * len(self._ranks))
 
     def _ask_each(self, packets: Sequence[Packet]) -> Outcome:
-        with self._turn:
-            if self._lost is not None:
-                raise self._lost
-            asked = [
-                self._pool.submit(with_route(rank.ask), each) for rank, each in zip(self._ranks, packets, strict=True)
-            ]
-            _wait(asked)
-            return self._outcome(asked)
-
-    def _outcome(self, asked: Sequence[Future[Outcome]]) -> Outcome:
         # The ranks end if some could wait for others forever.
+        if self._lost is not None:
+            raise self._lost
+        asked = [self._pool.submit(with_route(rank.ask), each) for rank, each in zip(self._ranks, packets, strict=True)]
+        _wait(asked)
         for rank, each in enumerate(asked):
             if each.done() and (gone := each.exception()) is not None:
                 raise self._end(asked, self._death(rank, gone)) from None
@@ -143,7 +125,7 @@ class RankedChild(Child):
         if failures and len(failures) < len(asked):
             rank, failure = next(iter(failures.items()))
             alone = self._end(asked, Gone("failed alone", who=f"rank {rank} of {self._name!r}", sequel=_ENDED))
-            cast("Failure", failure).error.add_note(f"{alone.who} {alone}{alone.sequel}")
+            cast("BaseException", failure.error).add_note(f"{alone.who} {alone}{alone.sequel}")
             return failure
         return asked[0].result()
 
@@ -151,7 +133,7 @@ class RankedChild(Child):
         for rank in self._ranks:
             rank.end()
         self._pool.shutdown()
-        self._meeting.close()
+        self._close()
 
     def kill(self) -> None:
         self._lost = self._lost or Gone("were killed by this process", who=f"the ranks of {self._name!r}")
@@ -189,7 +171,7 @@ def _wait(asked: Sequence[Future[Outcome]]) -> None:
 
 
 def _failed(asked: Future[Outcome]) -> bool:
-    return isinstance(asked.result(), Failure)
+    return asked.result().error is not None
 
 
 class Ranks(Process):
@@ -227,5 +209,7 @@ class Ranks(Process):
         time_slice: TimeSlice = DEFAULT_TIME_SLICE,
     ) -> None:
         require_whole("ranks", count, 1)
-        start = partial(RankedChild, [ChildProcess] * count, FileMeeting())
+        stack = ExitStack()
+        folder = stack.enter_context(temporary("ranks"))  # its files can be read by no other user
+        start = partial(RankedChild, [ChildProcess] * count, partial(_file, folder), stack.close)
         super().__init__(name, listener=listener, setup=setup, time_slice=time_slice, start=start)

@@ -87,7 +87,7 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
     """
 
     def __init__(self, make: Make[C], place: Hosting) -> None:
-        self._hosted = place.host(make)
+        self._hosted = place.host(make).guarded(_lost_for_good)
         self.core = self._hosted.here
 
     @property
@@ -109,23 +109,19 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
 
     async def given(self, label: str, work: Callable[[C, Batch], R], batch: Batch) -> R:
         """Return the result of a method of the core for a batch."""
-        with _lost_for_good():
-            return await self._hosted.call(label, work, _training_part(batch))
+        return await self._hosted.call(label, work, _training_part(batch))
 
     def weights(self) -> Weights:
         return self.core.weights()
 
     async def write(self, directory: Path) -> None:
-        with _lost_for_good():
-            await self._hosted.call("write", type(self.core).write, directory)
+        await self._hosted.call("write", type(self.core).write, directory)
 
     async def save(self, directory: Path) -> None:
-        with _lost_for_good():
-            await self._hosted.call("save", type(self.core).save, directory)
+        await self._hosted.call("save", type(self.core).save, directory)
 
     async def restore(self, directory: Path) -> None:
-        with _lost_for_good():
-            await self._hosted.call("restore", type(self.core).restore, directory)
+        await self._hosted.call("restore", type(self.core).restore, directory)
 
 
 def _training_part(batch: Batch) -> Batch:
@@ -139,7 +135,8 @@ def _training_part(batch: Batch) -> Batch:
 
 
 @contextmanager
-def _lost_for_good() -> Iterator[None]:
+def _lost_for_good(call: str) -> Iterator[None]:
+    del call
     try:
         yield
     except ModelLost as lost:

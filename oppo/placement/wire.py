@@ -1,6 +1,6 @@
 """The messages between a process and a child that it started, how they cross the socket, and callbacks.
 
-Each order has one answer, in order. Before the answer to a call the child may send requests for its callbacks; each
+Each order has one outcome, in order. Before the outcome of a call the child may send requests for its callbacks; each
 has a reply, unless it is one-way. Messages are pickled, which is safe here and nowhere else: the socket has no name,
 only the child holds its other end, and no pickle is ever written to or read from a file. Blocks of shared memory travel
 beside the pickle, as file descriptors; where memory is not shared, large things (:class:`Bulk`) travel beside it.
@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pickle import HIGHEST_PROTOCOL, Pickler, PicklingError, Unpickler, dumps
 from types import FunctionType
-from typing import Generic, NamedTuple, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 from oppo.errors import ModelError, OppoError
 from oppo.placement.shared_memory import Block
@@ -31,48 +31,35 @@ _COUNT = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Create:
-    number: int
-    make: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Call:
+    """An order to call a method of an instance, by its number, or a function; ``makes``: the instance it returns."""
+
     instance: int | None
     work: Callable[..., object]
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
+    makes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """What an order returned, and when the child began and ended it."""
+class Outcome:
+    """What an order returned or raised, and when the child began and ended it.
+
+    ``report``: the traceback of the error, empty if a callback raised it in this process.
+    """
 
     start: float
     end: float
-    value: object
-
-    def result(self, process: str) -> object:
-        del process
-        return self.value
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Failure:
-    """The error that an order raised; ``report``: its traceback, empty if a callback raised it in this process."""
-
-    start: float
-    end: float
-    error: BaseException
+    value: object = None
+    error: BaseException | None = None
     report: str = ""
 
-    def result(self, process: str) -> NoReturn:
+    def result(self, process: str) -> object:
+        if self.error is None:
+            return self.value
         if self.report and not isinstance(self.error, OppoError):
             self.error.add_note(f"in the process of {process!r}:\n{self.report}".rstrip())
         raise self.error
-
-
-Outcome: TypeAlias = Answer | Failure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,12 +102,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reply:
-    value: object
+    """``failed``: a callback has, so the child must end the call."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Refusal:
-    """A callback failed, so the child must end the call."""
+    value: object = None
+    failed: bool = False
 
 
 class Bulk:
@@ -137,11 +122,10 @@ class Bulk:
 
 
 class Packet(NamedTuple):
-    """A pickled message, its shared memory, and its large things, or references to them in a store."""
+    """A pickled message, and what goes beside it: shared memory, or large things or references to them in a store."""
 
     data: bytes
-    blocks: Sequence[Block] = ()
-    bulk: Sequence[object] = ()
+    parts: Sequence[object] = ()
 
 
 class _Packer(Pickler):
@@ -180,37 +164,33 @@ def unpacked(data: bytes, fetch: Callable[[int], object]) -> object:
 
 
 def pack(message: object) -> Packet:
-    # Without looking for blocks: the fast way, as calls and answers are many.
+    # Without looking for parts: the fast way, as calls and answers are many.
     with _crossing():
         return Packet(dumps(message, HIGHEST_PROTOCOL))
 
 
 def pack_with_blocks(message: object) -> Packet:
-    blocks: list[Block] = []
-
-    def aside(part: object) -> int | None:
-        if not isinstance(part, Block):
-            return None
-        blocks.append(part)
-        return len(blocks) - 1
-
-    return Packet(packed(message, aside), blocks)
+    return _pack_with(Block, message)
 
 
 def pack_with_bulk(message: object) -> Packet:
-    bulk: list[object] = []
+    return _pack_with(Bulk, message)
+
+
+def _pack_with(kind: type[Block | Bulk], message: object) -> Packet:
+    parts: list[object] = []
 
     def aside(part: object) -> int | None:
-        if not isinstance(part, Bulk):
+        if not isinstance(part, kind):
             return None
-        bulk.append(part.portable())
-        return len(bulk) - 1
+        parts.append(part.portable() if isinstance(part, Bulk) else part)
+        return len(parts) - 1
 
-    return Packet(packed(message, aside), bulk=bulk)
+    return Packet(packed(message, aside), parts)
 
 
 def unpack(packet: Packet) -> object:
-    return unpacked(packet.data, (packet.blocks or packet.bulk).__getitem__)
+    return unpacked(packet.data, packet.parts.__getitem__)
 
 
 @contextmanager
@@ -224,9 +204,9 @@ def _crossing() -> Iterator[None]:
 
 
 def send(connection: Connection[bytes, bytes], packet: Packet) -> None:
-    connection.send_bytes(len(packet.blocks).to_bytes(_COUNT, sys.byteorder) + packet.data)
-    for block in packet.blocks:
-        send_handle(connection, block.fileno(), 0)
+    connection.send_bytes(len(packet.parts).to_bytes(_COUNT, sys.byteorder) + packet.data)
+    for block in packet.parts:
+        send_handle(connection, cast("Block", block).fileno(), 0)
 
 
 def receive(connection: Connection[bytes, bytes]) -> Packet:
@@ -263,4 +243,8 @@ class Callbacks:
             return None if request.stub.oneway else pack(Reply(value))
         except BaseException as error:  # noqa: BLE001 - the call raises it
             self.error = error
-            return pack(Refusal())
+            return pack(Reply(failed=True))
+
+    def over(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of the call; an error of a callback takes its place."""
+        return outcome if self.error is None else Outcome(outcome.start, outcome.end, error=self.error)

@@ -1,4 +1,4 @@
-"""The child's side of a process place: execute an order, answer, and so on until the parent closes the socket."""
+"""The child's side: execute an order, answer, and so on until the parent closes the socket."""
 
 from __future__ import annotations
 
@@ -9,30 +9,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import NoReturn, Protocol, TextIO, cast
+from typing import NoReturn, TextIO, cast
 
 from oppo import observe
 from oppo.errors import ModelError
-from oppo.placement.wire import (
-    Answer,
-    Call,
-    Create,
-    Failure,
-    Packet,
-    Refusal,
-    Reply,
-    Request,
-    Stub,
-    pack,
-    receive,
-    send,
-    unpack,
-)
+from oppo.placement.wire import Call, Outcome, Packet, Reply, Request, Stub, pack, receive, send, unpack
 from oppo.redact import HarmlessStream
 
 
@@ -81,48 +68,48 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGUSR1, interrupt)
 
 
-def serve(fd: int, lifeline: int) -> None:
-    """Answer the orders that come over the socket ``fd`` until the parent closes it, and exit."""
-    # Ctrl-C is left to the parent. What user code prints here is shown without secrets and control characters.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(fd, False)
-    os.set_inheritable(lifeline, False)
-    die_with(lifeline)
-    sys.stdout, sys.stderr = cast("TextIO", HarmlessStream(sys.stdout)), cast("TextIO", HarmlessStream(sys.stderr))
-    connection: Connection[bytes, bytes] = Connection(fd)
-    line = _SocketLine(connection)
-    instances: dict[int, object] = {}
-    with suppress(EOFError, ConnectionError):
-        while True:
-            order, requests = receive(connection), Requests(line)
-            answered = answer(order, instances, bind=requests.bind)
-            if answered is not None:
-                sys.stdout.flush()
-                send(connection, answered)
-    exit_at_once()
-
-
 class CallbackFailedError(Exception):
     """A callback failed in the parent, which raises its error; this one ends the call in the child."""
 
 
-class Line(Protocol):
-    """The way of a call to its caller."""
+class Caller(ABC):
+    """The way of a call to its caller, for its callbacks."""
 
+    def __init__(self) -> None:
+        self._failed = False
+
+    @abstractmethod
     def send(self, request: Packet) -> None:
         """Send a request, without waiting for its reply."""
 
+    @abstractmethod
     def receive(self) -> Packet:
         """Return the next reply; wait for it."""
 
+    @abstractmethod
     def has_come(self) -> bool:
         """Return whether a reply is there."""
 
+    def bind(self, argument: object) -> object:
+        return partial(self._request, argument) if isinstance(argument, Stub) else argument
 
-class _SocketLine:
+    def _request(self, stub: Stub, /, *args: object, **kwargs: object) -> object:
+        if not self._failed:
+            self.send(pack(Request(stub, args, kwargs)))
+            if stub.oneway and not self.has_come():
+                return None
+            reply = cast("Reply", unpack(self.receive()))
+            if not reply.failed:
+                return reply.value
+            self._failed = True
+        raise CallbackFailedError
+
+
+class _SocketCaller(Caller):
     def __init__(self, connection: Connection[bytes, bytes]) -> None:
+        super().__init__()
         self._connection = connection
-        self._replies = select.poll()
+        self._replies = select.poll()  # many times as fast as the connection's own poll()
         self._replies.register(connection, select.POLLIN)
 
     def send(self, request: Packet) -> None:
@@ -135,59 +122,49 @@ class _SocketLine:
         return bool(self._replies.poll(0))
 
 
-class Requests:
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self._refused = False
-
-    def bind(self, argument: object) -> object:
-        return partial(self._request, argument) if isinstance(argument, Stub) else argument
-
-    def _request(self, stub: Stub, /, *args: object, **kwargs: object) -> object:
-        if not self._refused:
-            self._line.send(pack(Request(stub, args, kwargs)))
-            if stub.oneway and not self._line.has_come():
-                return None
-            reply = unpack(self._line.receive())
-            if isinstance(reply, Reply):
-                return reply.value
-            self._refused = True
-        raise CallbackFailedError
-
-
-def search(path: Sequence[str]) -> None:
-    sys.path[:] = path
+def serve(fd: int, lifeline: int) -> None:
+    """Answer the orders that come over the socket ``fd`` until the parent closes it, and exit."""
+    # Ctrl-C is left to the parent. What user code prints here is shown without secrets and control characters.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(fd, False)
+    os.set_inheritable(lifeline, False)
+    die_with(lifeline)
+    sys.stdout, sys.stderr = cast("TextIO", HarmlessStream(sys.stdout)), cast("TextIO", HarmlessStream(sys.stderr))
+    connection: Connection[bytes, bytes] = Connection(fd)
+    instances: dict[int, object] = {}
+    with suppress(EOFError, ConnectionError):
+        while True:
+            answered = answer(receive(connection), instances, _SocketCaller(connection))
+            if answered is not None:
+                sys.stdout.flush()
+                send(connection, answered)
+    exit_at_once()
 
 
 def answer(
-    packet: Packet,
-    instances: dict[int, object],
-    *,
-    bind: Callable[[object], object],
-    seal: Callable[[object], Packet] = pack,
+    packet: Packet, instances: dict[int, object], caller: Caller, *, seal: Callable[[object], Packet] = pack
 ) -> Packet | None:
+    """Execute an order and return its outcome; none to a reply for a callback of a call that is over."""
     start = observe.now()
     try:
         order = unpack(packet)
-        if isinstance(order, Refusal):
+        if isinstance(order, Reply):
             return None
-        value = _execute(order, instances, bind)
-        return seal(Answer(start, observe.now(), value))
+        value = _execute(cast("Call", order), instances, caller)
+        return seal(Outcome(start, observe.now(), value))
     except Exception as error:  # noqa: BLE001 - the boundary to the parent, which raises it
         return _failure(error, start)
 
 
-def _execute(order: object, instances: dict[int, object], bind: Callable[[object], object]) -> object:
-    match order:
-        case Create(number, make):
-            instances[number] = make()
-            return None
-        case Call(number, work, args, kwargs):
-            first = () if number is None else (instances[number],)
-            with _in_progress():
-                return work(*first, *map(bind, args), **{name: bind(value) for name, value in kwargs.items()})
-        case _:
-            raise ModelError(f"expected an order, got {type(order).__name__}")
+def _execute(call: Call, instances: dict[int, object], caller: Caller) -> object:
+    first = () if call.instance is None else (instances[call.instance],)
+    kwargs = {name: caller.bind(value) for name, value in call.kwargs.items()}
+    with _in_progress():
+        value = call.work(*first, *map(caller.bind, call.args), **kwargs)
+    if call.makes is None:
+        return value
+    instances[call.makes] = value
+    return None
 
 
 @contextmanager
@@ -206,8 +183,9 @@ def _failure(error: Exception, start: float) -> Packet:
     report = "".join(traceback.format_exception(error))
     end = observe.now()
     try:
-        packet = pack(Failure(start, end, error, report))
+        packet = pack(Outcome(start, end, error=error, report=report))
         unpack(packet)
     except Exception:  # noqa: BLE001 - errors of other libraries pickle and unpickle as they please
-        return pack(Failure(start, end, ModelError(f"{type(error).__name__}: {error}\n{report}".rstrip()), report))
+        told = ModelError(f"{type(error).__name__}: {error}\n{report}".rstrip())
+        return pack(Outcome(start, end, error=told, report=report))
     return packet

@@ -29,7 +29,7 @@ ROW: Final = 15  # height of a line of a legend
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """A rectangle of ``width`` x ``height`` pixels for x from 0 to ``right`` and y from ``bottom`` to ``top``."""
+    """Maps x from 0 to ``right`` and y from ``bottom`` to ``top`` to ``width`` x ``height`` pixels."""
 
     width: float
     height: float
@@ -47,7 +47,6 @@ class Axes:
         return f"{self.x(x):.1f} {self.y(y):.1f}"
 
     def framed(self, drawn: str, *, label: str = "", start: str = "0", end: str = "", y: str = ".3g") -> str:
-        """Return a drawing over rules at three levels of y, in format ``y``; labels are of the x axis and its ends."""
         levels = [self.bottom + part * (self.top - self.bottom) for part in (0.0, 0.5, 1.0)]
         rules = (rule(0, self.y(level), self.width, self.y(level)) for level in levels)
         near_zero = 1e-3 * (self.top - self.bottom)
@@ -124,10 +123,7 @@ _ACROSS, _DOWN = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
 
 def lines(title: str, series: Series, *, gaps: bool = True, within: Sequence[float] = ()) -> str:
-    """Return a chart with one line for each series; a missing or non-finite value is a gap, or is passed over.
-
-    More than ``MOST`` steps are drawn in blocks, by the lowest and the highest value of each, so that spikes stay.
-    """
+    # More than ``MOST`` steps are drawn in blocks, by the lowest and the highest value of each, so that spikes stay.
     series = {name: each for name, each in series.items() if any(v is not None and math.isfinite(v) for v in each)}
     values = [v for each in series.values() for v in each if v is not None and math.isfinite(v)]
     if not values:
@@ -145,10 +141,7 @@ def lines(title: str, series: Series, *, gaps: bool = True, within: Sequence[flo
 
 
 def stacked(title: str, series: Series) -> str:
-    """Return a chart with one bar a step, the series on top of one another; a missing value counts as 0.
-
-    More than ``MOST`` steps are drawn in blocks, by their means, which the title says. An empty text if all is 0.
-    """
+    # More than ``MOST`` steps are drawn in blocks, by their means, which the title says.
     count = max((len(each) for each in series.values()), default=0)
     columns = [
         [max(0.0, (each[i] if i < len(each) else None) or 0.0) for each in series.values()] for i in range(count)
@@ -226,8 +219,6 @@ _FAINT = 0.35  # opacity
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """Consecutive steps of one run, under a name."""
-
     name: str
     steps: Sequence[TimedStep]
 
@@ -307,9 +298,8 @@ def _block(excerpt: Excerpt, scale: Axes) -> str:
     for step, start in zip(excerpt.steps, starts, strict=True):
         if step.cut is not None and step.deferred:
             at = scale.x(step.cut - origin)  # with lookahead the next step has begun, and waits for it to decode
-            drawn.append(
-                _arrow(at, start if start > at else at + _STUB, bottom + 10, f"{step.deferred} responses deferred")
-            )
+            label = f"{step.deferred} response{'s' * (step.deferred != 1)} deferred"
+            drawn.append(_arrow(at, start if start > at else at + _STUB, bottom + 10, label))
     return "".join(drawn)
 
 

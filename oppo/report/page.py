@@ -28,6 +28,7 @@ td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-ali
 
 
 _WINDOW = 8  # steps in the latest bottleneck
+_MFU = "Model FLOPs utilisation (share)"
 
 
 def page(
@@ -51,10 +52,8 @@ def page(
             stacked("Step time by bottleneck (share)", {part: _column(records, PREFIX + part) for part in PARTS}),
             *_deferred(records),
             *_hidden(records),
-            *(
-                lines(title, {label: _column(records, name) for label, name in names.items()}, within=(0,))
-                for title, names in (("Model FLOPs utilisation (share)", MFU), ("GPU memory (GiB)", MEMORY))
-            ),
+            *_utilisation(records),
+            lines("GPU memory (GiB)", {label: _column(records, name) for label, name in MEMORY.items()}, within=(0,)),
         ]
     )
     charts = charts or "<p>No step was made.</p>"
@@ -82,6 +81,17 @@ def _hidden(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
     if hidden_fraction(records) is not None:
         shares = _column(records, "overlap/hidden_fraction")
         yield lines("Scoring hidden behind decoding and training (share)", {"share": shares}, within=(0, 1))
+
+
+def _utilisation(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
+    found = {kind: _column(records, name) for kind, name in MFU.items()}
+    wrong = [kind for kind, shares in found.items() if any((share or 0.0) > 1 for share in shares)]
+    yield lines(_MFU, {kind: shares for kind, shares in found.items() if kind not in wrong}, within=(0,))
+    if wrong:
+        # That of a CPU is measured when a run begins, beside whatever else the machine does then.
+        yield f"<p>{_MFU}: not drawn for {' and '.join(wrong)}, which were faster than the peak that was measured.</p>"
+    elif records and not any(share is not None for shares in found.values() for share in shares):
+        yield f"<p>{_MFU}: not drawn, since the peak of the device is not known.</p>"
 
 
 def _held_out(evaluations: Sequence[Record]) -> Iterator[str]:

@@ -96,8 +96,7 @@ _NOTICE = 240  # characters of each
 
 @dataclass(slots=True)
 class _Stage:
-    """A stage in the latest step for which it has sent something: with lookahead, each may be in another one."""
-
+    # The latest step for which it has sent something: with lookahead, each may be in another one.
     step: int
     sent: int = 0  # items
     seconds: float | None = None  # of a finished execution
@@ -246,7 +245,7 @@ class Panel(Observer):
 
     def _devices(self) -> Iterator[Text]:
         found = {} if self._report is None else self._report.metrics
-        shown = [f"{kind} MFU {found[name]:.1%}" for kind, name in MFU.items() if name in found]
+        shown = [f"{kind} MFU {found[name]:.1%}" for kind, name in MFU.items() if found.get(name, 2.0) <= 1]
         shown += [f"{found[name]:.1f} GiB {kind}" for kind, name in MEMORY.items() if name in found]
         if shown:
             yield Text("  ".join(shown))
@@ -295,7 +294,6 @@ def line(report: StepReport, done: int, steps: int) -> str:
 
 
 def held_out(metrics: Mapping[str, float]) -> str:
-    """Return the held-out score of an evaluation, with half the width of its confidence interval."""
     interval = f" +- {metrics['eval/score_ci95']:.3f}" if "eval/score_ci95" in metrics else ""
     return f"held-out {_short(metrics.get('eval/score', math.nan))}{interval}"
 

@@ -39,15 +39,13 @@ from oppo.errors import ConfigError
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
 from oppo.observe import Span
 from oppo.redact import redacted
-from oppo.stages.selection import Rounds
+from oppo.stages.dynamic_sampling import Rounds
 from oppo.turns import Answered
 
 LOCK = "running.lock"  # the file that is locked: it holds the process id of the run, which removes it in the end
 
 
 class Lock:
-    """Holds the lock of a directory until it is released."""
-
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
         self._file = opened(self._path, "a+")
@@ -88,7 +86,6 @@ def is_locked(directory: Path) -> bool:
 
 
 def taken(directory: Path) -> str:
-    """Return the message that names the process writing the directory."""
     try:
         with opened(directory / LOCK, "r") as file:
             owner = file.read(20).strip()
@@ -116,7 +113,6 @@ _LONGEST = 2**26  # bytes of a line
 
 
 def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[Record]:
-    """Yield the records of a file, each with the index of its step; none without the file."""
     try:
         file = opened(path, "r")
     except FileNotFoundError:
@@ -263,7 +259,6 @@ def ended(path: Path) -> int | None:
 
 
 def require_unused(path: Path) -> None:
-    """Check that a new run could write ``path``, which may have to be made."""
     try:
         nearest = next(each for each in (path, *path.parents) if each.exists())
         writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
@@ -279,7 +274,6 @@ def require_unused(path: Path) -> None:
 
 
 def require_stepless(path: Path) -> None:
-    """Check that a directory holds at most the files of a run that made no step."""
     used = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
     if STEPLESS.issuperset(used) and next(read(path / METRICS), None) is None:
         return
@@ -301,7 +295,6 @@ JOURNAL = "journal.jsonl"  # the journal of a run directory
 
 
 def journal_entry(step: int, item: object, at: float) -> Record | None:
-    """Return the line for an item, ``None`` for items that the journal leaves out."""
     if isinstance(item, Chunk):  # the most frequent by far
         return None
     if isinstance(item, Prompt):
@@ -320,7 +313,6 @@ def journal_entry(step: int, item: object, at: float) -> Record | None:
 
 
 def journal_rounds(step: int, selected: Rounds, at: float) -> Iterator[Record]:
-    """Yield a line for each round of a step's selection; prompts are identified by their admission numbers."""
     for number, each in enumerate(selected, 1):
         yield {"step": step, "at": round(at, 6), "event": "round", "round": number, **asdict(each)}
 
@@ -344,14 +336,12 @@ def story(path: Path, rollout: int) -> list[Record]:
 
 @dataclass(frozen=True)
 class Replay:
-    """The decisions that a resumed run repeats, from its journal."""
-
+    # What a resumed run decides as before
     observations: Mapping[int, Observation] = field(default_factory=dict)  # by step
     drains: frozenset[int] = frozenset()  # the steps after which the run drained because a signal had ended it
 
 
 def read_replay(path: Path, first: int = 0) -> Replay:
-    """Return what a resumed run repeats by the journal at ``path``, with the observations from step ``first`` on."""
     observed: dict[int, Observation] = {}
     drained: set[int] = set()
     for record in read(path):
@@ -398,12 +388,7 @@ Work: TypeAlias = dict[str, dict[str, list[float]]]
 
 
 def work_of(spans: Iterable[Span]) -> Work:
-    """Return the models' work in spans, without evaluations, which are no part of a step.
-
-    Example:
-        >>> work_of([Span("reward", "extend", 0.0, 0.5), Span("reward", "extend", 1.0, 1.25)])
-        {'reward': {'extend': [2, 0.75]}}
-    """
+    # An evaluation is no part of a step
     found: Work = {}
     for span in (span for span in spans if span.role != "evaluate"):
         calls = found.setdefault(span.track, {}).setdefault(span.label, [0, 0.0])
@@ -438,7 +423,6 @@ class Writer:
             self._jobs.put(job)
 
     def flush(self) -> None:
-        """Block until every job submitted so far is done or, after a failure, dropped."""
         self._jobs.join()
         self._raise()
 

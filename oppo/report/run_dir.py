@@ -71,7 +71,7 @@ from oppo.report.records import (
 )
 from oppo.report.trace import TRACED, Timekeeper, Trace, TraceFile
 from oppo.scorers import Extras
-from oppo.stages.selection import Rounds
+from oppo.stages.dynamic_sampling import Rounds
 
 
 def samples(
@@ -112,7 +112,6 @@ def _completion(response: Response, decode: Detokenize) -> Record:
 
 
 def evaluation_record(found: Evaluated, count: int, decode: Detokenize | None) -> Record:
-    """Return the line of an evaluation, with the answers to the first ``count`` prompts, the same in every line."""
     answers = () if decode is None else found.answers[:count]
     metrics = {name: finite(value) for name, value in found.metrics.items()}
     return {
@@ -360,10 +359,6 @@ class RunDirectory(Observer):
 
 
 def write_page(path: Path, excerpts: Sequence[Excerpt]) -> None:
-    """Write ``report.html`` of a run from the records in its directory.
-
-    ``excerpts`` fill the page's timeline, on one scale; those without a step are left out.
-    """
     of_step = (list(group) for _, group in groupby(read(path / SAMPLES), key=itemgetter("step")))
     shown = [*islice(of_step, 1), *deque(of_step, _SHOWN_STEPS)]
     opening = timeline(excerpts)

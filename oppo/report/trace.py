@@ -21,8 +21,7 @@ from oppo.observe import Observer, Span
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One step; all times in seconds on the clock of :mod:`oppo.observe`."""
-
+    # All times in seconds on the clock of :mod:`oppo.observe`
     index: int  # of the step in its run, from 0
     start: float
     end: float
@@ -56,7 +55,6 @@ class Timekeeper(Observer):
             self._new.append(span)
 
     def take(self) -> list[Span]:
-        """Return the models' spans since the last call; each belongs to the step that it names."""
         with self._lock:
             spans, self._new = self._new, []
         self._work += [span for span in spans if span.step is not None]
@@ -77,7 +75,6 @@ class Timekeeper(Observer):
         self.complete(step)
 
     def complete(self, step: int) -> Sequence[Span]:
-        """Keep the step that is over, and return the models' spans since the last call."""
         spans, whole, cut = self.take(), self._whole, self._cuts.get(step, _Cut())
         if whole is not None:
             own = tuple(span for span in self._work if span.step == step)
@@ -101,8 +98,6 @@ TRACED = 20  # steps at the beginning of a run, and as many at its end, that its
 
 
 class Trace:
-    """Turns spans and items into trace events, and names each track once; writes nothing itself."""
-
     def __init__(self) -> None:
         self._tids: dict[tuple[TraceProcess, str], int] = {}
         self._deferred: set[int] = set()
@@ -113,7 +108,6 @@ class Trace:
         self._events: list[Event] = []
 
     def span(self, span: Span, process: TraceProcess) -> None:
-        """Add a slice to the span's track; its arguments name the step."""
         duration = _microseconds(max(0.0, span.end - span.start))
         place = self._place(process, self._lane(span) if span.kind == "step" else span.track)
         slice_ = {"ph": "X", "name": span.label, "ts": _microseconds(span.start), "dur": duration, **place}
@@ -191,7 +185,6 @@ class TraceFile:
             self._shorten()
 
     def close(self, names: str, events: str) -> None:
-        """Write the events after the last step, and remove the steps between the first and the last ones."""
         self._shorten()
         self._file.write(f'{names}{events}{{"ph":"M","name":"process_labels","pid":1,"args":{{"labels":"oppo"}}}}\n]\n')
 

@@ -308,8 +308,7 @@ def load_reward(
 
 @dataclass(frozen=True, slots=True)
 class _FilePlace:
-    """A place to which instances of a file's classes can go, also if it is another process."""
-
+    # Instances of a file's classes can go there, also if it is another process.
     place: Hosting
     file: str
 

@@ -24,14 +24,14 @@ import anyio
 import numpy as np
 
 from oppo import user_code
-from oppo.errors import RewardError, as_itself, one_line, shown
+from oppo.errors import RewardError, one_line, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.log import logger
 from oppo.models import RewardFunction, Scorer
 from oppo.placement.place import Closing
 from oppo.returns import TokenRewards
-from oppo.scorers import ScorerCapabilities
-from oppo.user_code import CONCURRENCY, CallsFunction, CheckedFunction, UserCalls, UserFunction
+from oppo.scorers import ScorerCapabilities, WholeScorer
+from oppo.user_code import CallsFunction, CheckedFunction, UserCalls, UserFunction
 
 K = TypeVar("K")
 
@@ -60,7 +60,6 @@ Placed: TypeAlias = TokenRewards | ByCharacter | Mapping[int, float]
 
 
 def is_placed(item: object) -> bool:
-    """Whether a score has the form of rewards at places."""
     one_row = isinstance(item, np.ndarray) and item.ndim == 1
     return one_row or isinstance(item, TokenRewards | ByCharacter | Mapping | list | tuple)
 
@@ -164,8 +163,6 @@ class TrainerState:
 
 @dataclass(slots=True)
 class CallLog:
-    """What a reward function logs while it is called for ``count`` completions."""
-
     count: int
     extras: dict[str, list[object]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
@@ -217,8 +214,7 @@ class RewardFailure(RewardError):  # noqa: N818 - it says what happened
 
 
 class Rollouts(tuple[int, ...]):
-    """The numbers of rollouts, as errors show them."""
-
+    # As errors show them.
     __slots__ = ()
 
     def __str__(self) -> str:
@@ -227,8 +223,7 @@ class Rollouts(tuple[int, ...]):
 
 @dataclass(frozen=True)
 class CalledFunction(CheckedFunction[Mapping[str, object], Rollouts, tuple[list[ReturnedScore], CallLog]]):
-    """A reward function with the check of its scores, and what it logs. ``logs``: which of :data:`LOGS` it is given."""
-
+    # `logs`: those of LOGS that it is given.
     kind: ClassVar[str] = "reward function"
     error: ClassVar[type[RewardFailure]] = RewardFailure
     optional: bool = False
@@ -305,7 +300,7 @@ def load_function(spec: str) -> RewardFunction:
 
 
 def parameters_of(function: Callable[..., object], name: str) -> tuple[Sequence[inspect.Parameter], bool]:
-    """The parameters of a function that have names, and whether it takes any others."""
+    # Those that have names, and whether it takes any others.
     kinds = inspect.Parameter
     try:
         signature = inspect.signature(function)
@@ -389,13 +384,6 @@ class FunctionReward(
     Raises:
         ConfigError: ``concurrency`` or ``timeout`` is out of range.
         RewardError: the function takes none of :data:`ARGUMENTS`, or cannot be called in a process.
-
-    Example:
-        >>> async def main() -> list[float | Drop]:
-        ...     reward = FunctionReward(lambda prompts, completions: [len(c) for c in completions], decode=str)
-        ...     return await reward.finish([])
-        >>> anyio.run(main)
-        []
     """
 
     def __init__(
@@ -433,13 +421,9 @@ class FunctionReward(
         self._required = [p.name for p in named if p.name in self._named and p.default is inspect.Parameter.empty]
         self.name = user.name
         self._function = CalledFunction(user, optional, self._given & LOGS)
-        default = CONCURRENCY if user.is_async else 1
-        self._calls = UserCalls(
-            self._function,
-            concurrency=default if concurrency is None else concurrency,
-            timeout=timeout,
-            process=process,
-        )
+        if concurrency is None and not user.is_async:
+            concurrency = 1
+        self._calls = UserCalls(self._function, concurrency=concurrency, timeout=timeout, process=process)
         self._decode = decode
         self._on_failure = on_failure
         self._pauses = PAUSES if on_failure == "retry" else ()
@@ -510,16 +494,11 @@ class FunctionReward(
             return [Drop(each.rollout, str(failure)) for each in finished]
 
     async def _apart(self, work: _Work, finished: Sequence[Finish]) -> list[float | Drop]:
-        scores: dict[int, float | Drop] = {}
+        async def score(one: Finish) -> float | Drop:
+            (found,) = await work([one])
+            return found
 
-        async def score(one: Finish) -> None:
-            (scores[one.rollout],) = await work([one])
-
-        with as_itself():
-            async with anyio.create_task_group() as tasks:
-                for each in finished:
-                    tasks.start_soon(score, each)
-        return [scores[each.rollout] for each in finished]
+        return [*await WholeScorer(score).finish(finished)]
 
     async def _scored(self, finished: Sequence[Finish]) -> list[float | Drop]:
         scores = await self._attempt(finished)

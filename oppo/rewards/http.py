@@ -9,11 +9,10 @@ import codecs
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import TracebackType
-from typing import Final, Self, TypeAlias
+from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
 import anyio
@@ -24,7 +23,7 @@ from oppo.declared import require_real, require_whole, split_url
 from oppo.errors import ConfigError, RewardError, one_line, shortened
 from oppo.log import logger
 from oppo.rewards.function import ARGUMENTS
-from oppo.user_code import CONCURRENCY
+from oppo.user_code import CONCURRENCY, Shared
 
 __all__ = ["JSON", "PASSING", "HttpReward", "ServiceFailure", "as_table", "from_table"]
 
@@ -52,8 +51,7 @@ def from_table(answer: JSON) -> object:
 
 
 class _Passing(ServiceFailure):
-    """A failure that may pass; the service asks for a pause of so many seconds, or does not say."""
-
+    # `pause`: the seconds that the service asks for, if it does.
     def __init__(self, message: str, pause: float | None = None) -> None:
         super().__init__(message)
         self.pause = pause
@@ -66,7 +64,7 @@ class _Session:
 
 
 @dataclass(eq=False)
-class HttpReward:
+class HttpReward(Shared):
     """An async reward function that posts JSON to a service and reads the scores from its answer.
 
     Give it to :class:`oppo.FunctionReward`, or name it in a file, as the source of a reward: ``source =
@@ -90,11 +88,6 @@ class HttpReward:
 
     Raises:
         ConfigError: the URL is none, or a number is out of range.
-
-    Example:
-        >>> judge = HttpReward("http://localhost:8000/score")
-        >>> judge.__name__
-        'http://localhost:8000/score'
     """
 
     url: str
@@ -109,7 +102,6 @@ class HttpReward:
     scores: Callable[[JSON], object] = from_table
     transport: httpx.AsyncBaseTransport | None = None
     _session: _Session | None = field(default=None, init=False, repr=False)
-    _users: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         split_url(self.url, "a service")
@@ -125,17 +117,12 @@ class HttpReward:
         port = "" if parts.port is None else f":{parts.port}"
         return f"{parts.scheme}://{parts.hostname}{port}{parts.path}"
 
-    async def __aenter__(self) -> Self:
-        if not self._users:
-            self._session = self._connected()
-        self._users += 1
-        return self
+    async def _open(self, stack: AsyncExitStack) -> None:
+        self._session = self._connected()
+        stack.push_async_callback(self._close)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._users -= 1
-        if not self._users and self._session is not None:
+    async def _close(self) -> None:
+        if self._session is not None:
             session, self._session = self._session, None
             await session.client.aclose()
 

@@ -26,8 +26,7 @@ from oppo.errors import ConfigError, ModelError, one_line, shown
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
 from oppo.hf.as_text.rendering import Form
-from oppo.hf.as_text.streamed import Bridge
-from oppo.hf.as_text.teacher import BridgedTeacher
+from oppo.hf.as_text.streamed import Bridge, BridgedTeacher
 from oppo.hf.calls import ToolSchema
 from oppo.hf.chat import chatting
 from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges

@@ -20,14 +20,19 @@ from oppo.errors import ConfigError
 from oppo.log import routed
 from oppo.run.graph import admission_of
 from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated
-from oppo.simulate.costs import GPUS, MODELS, Gpu, System, Transformer, Workload
-from oppo.simulate.profile import (
+from oppo.simulate.costs import (
+    GPUS,
+    MODELS,
     EngineSection,
+    Gpu,
     LayoutSection,
     LengthsSection,
     ModelsSection,
     Profile,
     ScheduleSection,
+    System,
+    Transformer,
+    Workload,
     WorkloadSection,
 )
 from oppo.simulate.run import Schedule, ladder

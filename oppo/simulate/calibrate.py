@@ -271,7 +271,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
-        """Raises ``ConfigError`` without a finished run, ``DataError`` where its records lack something."""
+        # Raises ConfigError without a finished run, DataError where its records lack something.
         if not (directory / METRICS).is_file():
             raise ConfigError(f"there is no run in {directory}: expected the file {directory / METRICS}")
         if ended(directory) is None:
@@ -329,7 +329,7 @@ def measured_step(seen: Observation, metrics: Mapping[str, Any], work: Work) -> 
 
 
 def lengths_of(journal: Iterable[Record]) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths of the finished responses in a journal, in tokens, by group; of whole groups only."""
+    # Of whole groups only.
     group_of: dict[object, object] = {}
     finished: dict[object, list[int]] = {}
     for each in journal:

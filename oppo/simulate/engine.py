@@ -147,8 +147,7 @@ _DAY = 24 * 3600  # the longest time, in seconds, that asyncio waits at once
 
 
 class _IdleSelector(selectors.DefaultSelector):
-    """Calls ``pass_time`` wherever the loop would sleep."""
-
+    # Calls `pass_time` wherever the loop would sleep.
     def __init__(self, refuse_threads: Callable[[], None], pass_time: Callable[[float | None], None]) -> None:
         super().__init__()
         self._refuse_threads = refuse_threads
@@ -233,8 +232,10 @@ class Job:
         self._slowdown = 1.0
         self._lost = 0.0  # seconds of the clock that brought nothing, while nothing interferes
         self._since = self._at = 0.0  # a time and the position then, while something does
+        self._target = math.nan  # the position that is waited for
+        self._timer: asyncio.TimerHandle | None = None
         self._wake = anyio.Event()
-        self._interrupted = False
+        self._due = False
         self._first = self.position
 
     @property
@@ -243,7 +244,7 @@ class Job:
 
     @property
     def position(self) -> float:
-        """What is done by now, in seconds: without interference exactly the loop's time."""
+        # Seconds; without interference exactly the loop's time.
         now = self._now()
         return now - self._lost if self._slowdown == 1 else self._at + (now - self._since) / self._slowdown
 
@@ -251,32 +252,31 @@ class Job:
         if slowdown != self._slowdown:
             self._since, self._at = self._now(), self.position
             self._lost, self._slowdown = self._since - self._at, slowdown
-            self._wake.set()
+            if self._timer is not None:  # its task sleeps on
+                self._timer.cancel()
+                self._arm()
 
     def interrupt(self) -> None:
-        self._interrupted = True
         self._wake.set()
 
     async def reach(self, position: float) -> bool:
         """Wait until a position is reached; return false if interrupted before."""
-        loop = running_loop()
-        self._interrupted = False
-        while True:
-            self._wake = anyio.Event()
-            due = False
+        self._wake, self._due, self._target = anyio.Event(), False, position
+        self._arm()
+        try:
+            await self._wake.wait()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        return self._due
 
-            def arrive(wake: anyio.Event = self._wake) -> None:
-                nonlocal due
-                due = True
-                wake.set()
+    def _arm(self) -> None:
+        self._timer = running_loop().call_at(self._time_of(self._target), self._arrive)
 
-            timer = loop.call_at(self._time_of(position), arrive)
-            try:
-                await self._wake.wait()
-            finally:
-                timer.cancel()
-            if due or self._interrupted:
-                return due
+    def _arrive(self) -> None:
+        self._due = True
+        self._wake.set()
 
     def _time_of(self, position: float) -> float:
         if self._slowdown == 1:
@@ -303,16 +303,14 @@ RowT = TypeVar("RowT", bound=Row)
 
 @dataclass(slots=True)
 class Seat:
-    """The place of a row in a lane: it had ``made`` tokens when the lane had made ``since`` decode steps."""
-
+    # Its row had `made` tokens when the lane had made `since` decode steps.
     made: int
     since: int
     order: int  # ordinal of its joining, by which rows are attended to
 
 
 class Lane(Generic[RowT]):
-    """One engine, or one of several replicas."""
-
+    # One engine, or one of several replicas.
     def __init__(
         self,
         seconds: Callable[[int, int], float],  # of a decode step, by its rows and the tokens of their responses

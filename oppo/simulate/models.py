@@ -14,15 +14,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Generic, TypeAlias, TypeVar
 
 import anyio
 import numpy as np
 
-from oppo.declared import require_declared, require_real, require_whole
+from oppo.declared import require_real, require_whole, validated
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, ToolTokens
-from oppo.models import Scorer, SyncedModel, Trained, TrainerCapabilities, Weights
+from oppo.models import SyncedModel, Trained, TrainerCapabilities, Weights
 from oppo.observe import Span, SpanListener, silent
 from oppo.scheduling import IN_ORDER, Preempted, Priority
 from oppo.scorers import RolloutSession, RolloutSessions
@@ -32,7 +32,6 @@ from oppo.stages.batch import ScoredRollout
 from oppo.weight_sync import sync
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 # `f(start, stop)`: seconds to read positions `start .. stop` of a rollout; the prompt's positions are below 0
 ReadSeconds: TypeAlias = Callable[[int, int], float]
@@ -40,12 +39,11 @@ ReadSeconds: TypeAlias = Callable[[int, int], float]
 
 @dataclass(slots=True, eq=False)
 class Session(RolloutSession):
-    """What a fake scorer has read of one rollout."""
-
     tokens: array[int] = field(default_factory=lambda: array("i"))  # read so far, the prompt's included
 
 
 @dataclass(eq=False)
+@validated()
 class FakeScorer(Generic[T]):
     """A scorer whose value of a rollout depends on all that it read of it, and on the versions that read it.
 
@@ -68,7 +66,6 @@ class FakeScorer(Generic[T]):
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        require_declared(self)
         require_seconds(f"per_token of {type(self).__name__}", self.per_token)
         self.sessions = RolloutSessions(
             type(self).__name__, lambda prompt: Session(prompt.rollout, len(prompt.tokens), self.version)
@@ -144,11 +141,8 @@ class FakeCritic(FakeScorer[FloatArray]):
         return weights
 
 
-class SyncableScorer(SyncedModel, Scorer[T_co], Protocol[T_co]):
-    """A scorer whose weights follow the trainer's: the critic."""
-
-
 @dataclass(eq=False)
+@validated()
 class FakeTrainer:
     """A trainer that records its batches.
 
@@ -174,7 +168,6 @@ class FakeTrainer:
     device: Device | None = None
 
     def __post_init__(self) -> None:
-        require_declared(self)
         require_seconds("seconds of FakeTrainer", self.seconds)
         require_seconds("accumulating of FakeTrainer", self.accumulating)
 
@@ -249,18 +242,7 @@ class _Pending:
 
 
 class FakePlace:
-    """Makes one call at a time, in the order of arrival, urgent ones first (:mod:`oppo.scheduling`).
-
-    Example:
-        >>> place = FakePlace()
-        >>> async def call() -> float:
-        ...     async with place.reserved():
-        ...         await anyio.sleep(1)
-        ...     return anyio.current_time()
-        >>> from oppo.testing import run_virtual
-        >>> run_virtual(call)
-        1.0
-    """
+    """Makes one call at a time, in the order of arrival, urgent ones first (:mod:`oppo.scheduling`)."""
 
     def __init__(self, listener: SpanListener = silent) -> None:
         self._listener = listener
@@ -321,7 +303,7 @@ class FakePlace:
 
 
 class PlacedScorer(Generic[T]):
-    def __init__(self, scorer: Scorer[T], place: FakePlace, track: str = "") -> None:
+    def __init__(self, scorer: FakeScorer[T], place: FakePlace, track: str = "") -> None:
         self._scorer = scorer
         self._place = place
         self._track = track
@@ -344,21 +326,11 @@ class PlacedScorer(Generic[T]):
 
 
 class PlacedCritic(PlacedScorer[T]):
-    def __init__(self, scorer: SyncableScorer[T], place: FakePlace, track: str = "") -> None:
-        super().__init__(scorer, place, track)
-        self._follower = scorer
-
     async def load(self, weights: Weights) -> None:
-        await self._follower.load(weights)
+        self._scorer.version = weights.version
 
     async def copied(self, weights: Weights) -> Weights:
         return weights
-
-
-def placed(scorer: Scorer[T], place: FakePlace, track: str = "") -> PlacedScorer[T]:
-    if isinstance(scorer, SyncedModel):
-        return PlacedCritic(cast("SyncableScorer[T]", scorer), place, track)
-    return PlacedScorer(scorer, place, track)
 
 
 def fake_batch(

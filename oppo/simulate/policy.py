@@ -22,10 +22,10 @@ import anyio.lowlevel
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.declared import require_declared
+from oppo.declared import validated
 from oppo.errors import ProtocolError, as_itself, running_loop
-from oppo.events import UNTRUNCATED, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Piece, PieceState, Weights
+from oppo.events import UNTRUNCATED, Chunk, ChunkState, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.simulate.engine import Device, Lane
 from oppo.simulate.models import ReadSeconds, noises, require_seconds
 
@@ -39,8 +39,7 @@ StepSeconds: TypeAlias = Callable[[int, int], float]
 
 @dataclass(eq=False)
 class _Load:
-    """New weights on their way: the ``number``-th, which these lanes have not adopted yet."""
-
+    # The `number`-th weights, on their way to the lanes that have not adopted them.
     version: int
     number: int
     lanes: dict[Lane[FakeDecode], None] = field(default_factory=dict)
@@ -48,6 +47,7 @@ class _Load:
 
 
 @dataclass(eq=False)
+@validated()
 class FakePolicy:
     """An actor whose decode step serves every live rollout, or that decodes each at its own pace.
 
@@ -98,7 +98,6 @@ class FakePolicy:
     prefilled: int = 0
 
     def __post_init__(self) -> None:
-        require_declared(self)
         require_seconds("seconds of FakePolicy", self.seconds)
         require_seconds("reading of FakePolicy", self.reading)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
@@ -321,8 +320,6 @@ class FakePolicy:
 
 
 class FakeDecode:
-    """A decode of :class:`FakePolicy`."""
-
     def __init__(
         self, policy: FakePolicy, prompt: Prompt, length: int, made: int = 0, versions: Iterable[int] = ()
     ) -> None:
@@ -383,7 +380,7 @@ class FakeDecode:
             self.filled = max(self.filled, self.paused - 1)
 
     def unread(self, load: int, *, again: bool) -> tuple[int, int]:
-        """Return the positions to read before it is decoded on; note them as read by weights ``load``."""
+        # The positions to read before it is decoded on, which then count as read by weights `load`.
         if self.loads < 0 or (again and self.loads != load):
             self.filled = -len(self.prompt.tokens)
         elif self.lane is not None and self in self.lane:
@@ -402,7 +399,7 @@ class FakeDecode:
             self._runs.append((position, version))
 
     def reach(self) -> bool:
-        """Wait for an answer if a turn has ended; return whether one has."""
+        # Whether a turn has ended, whose answer it then waits for.
         self.waiting = self.made in self.ends and self.made < self.length
         return self.waiting
 
@@ -436,7 +433,7 @@ class FakeDecode:
         return True
 
     def wake(self) -> None:
-        """Wake the reader if it has all that it waits for, or if decoding stopped."""
+        # Its reader has all that it waits for, or decoding has stopped.
         decoding, grown = self.policy.is_decoding(self), self._grown
         due = grown is not None and not grown.done()
         if grown is not None and due and (not decoding or self.made >= self._wanted or self._at_turn()):
@@ -449,7 +446,7 @@ class FakeDecode:
             self.made > self.taken
         )
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         if self.closed:
             raise ProtocolError(f"rollout {self.prompt.rollout} was closed, so it cannot be read")
         self._wanted = self.taken + limit
@@ -459,24 +456,21 @@ class FakeDecode:
                 self.lane.expect(self)
             await self._grown
         start, stop, answers = self.taken, min(made, self.taken + limit), self._given()
-        for answer in answers:  # no piece mixes given and sampled tokens
+        for answer in answers:  # no chunk mixes tool tokens and sampled ones
             stop = min([stop, *(end for end in (answer.start, answer.stop) if end > start)])
         self.taken = stop
-        tokens, versions = self.tokens(start, stop), self.versions(start, stop)
-        return Piece(
-            tokens,
-            self._logprobs(start, versions),
-            versions,
-            self._state(made),
-            self.policy.support(tokens),
-            from_tool=any(start in answer for answer in answers),
-        )
+        rollout, tokens, state = self.prompt.rollout, self.tokens(start, stop), self._state(made)
+        if any(start in answer for answer in answers):
+            return ToolTokens(rollout, start, tokens, state)
+        versions = self.versions(start, stop)
+        support = self.policy.support(tokens)
+        return Chunk(rollout, start, tokens, self._logprobs(start, versions), versions, support, state=state)
 
     def _given(self) -> list[range]:
         given = self.policy.given(self.prompt)
         return [*([given] if given.stop else []), *(range(at, at + len(each)) for at, each in self.answers.items())]
 
-    def _state(self, made: int) -> PieceState:
+    def _state(self, made: int) -> ChunkState:
         done = made >= self.length and not self.waiting
         if self.taken < made or (not done and self.policy.is_decoding(self)):
             return "live"

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from oppo.admission import Admission, Continuous, Overcommit, Restarting, Synchronous, TailAdaptive
 from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.algorithms.ppo import ppo
-from oppo.declared import require_declared
 from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Capabilities, Passes, Trained
 from oppo.observe import Observer, SpanListener, silent
 from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
 from oppo.simulate.engine import Device, run_virtual
-from oppo.simulate.models import FakeCritic, FakePlace, FakeScorer, FakeTrainer, PlacedScorer, placed
+from oppo.simulate.models import FakeCritic, FakePlace, FakeScorer, FakeTrainer, PlacedCritic, PlacedScorer
 from oppo.simulate.policy import FakePolicy
 from oppo.stages import Generate, Update
 from oppo.stages.hold import held
@@ -51,11 +50,16 @@ class Restarts:
     waste: float  # discarded tokens for each trained token
     swing: float  # standard deviation of the batches' mean lengths, over their mean
 
+    @classmethod
+    def of(cls, steps: Sequence[StepReport], trained: Sequence[BatchFacts]) -> Restarts:
+        discarded = sum(report.metrics.get("deferral/discarded_tokens", 0.0) for report in steps)
+        means = np.array([each.lengths.mean() for each in trained])
+        return cls(float(discarded / sum(each.lengths.sum() for each in trained)), float(means.std() / means.mean()))
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOutcome:
-    """Statistics of a run without its first and last steps."""
-
+    # Without the first and last steps of the run.
     seconds: float  # mean of a step, until the next could begin
     tokens: float  # trained in a step, mean
     staleness: float  # mean versions between a rollout's first token and its update
@@ -76,53 +80,6 @@ class ScheduleOutcome:
     def per_token(self) -> float:
         return self.seconds / self.tokens
 
-    @classmethod
-    def of(
-        cls,
-        reports: Sequence[StepReport],
-        ends: Sequence[float],
-        batches: Sequence[BatchFacts],
-        *,
-        counted: slice,
-        grain: int = 1,
-        idle: float = 0.0,
-        peak_tokens: float = 0.0,
-        parts: Mapping[str, float] | None = None,
-        restarts: bool = False,
-    ) -> ScheduleOutcome:
-        """Return the statistics of a run.
-
-        ``reports``, ``ends`` (loop time) and ``batches`` are of all steps, of which those ``counted`` leave out the
-        first at least. A token of a batch stands for ``grain``.
-        """
-        steps, trained = reports[counted], batches[counted]
-        seconds = np.diff(ends)[counted.start - 1 : counted.stop - 1]
-        staleness = np.concatenate([each.staleness for each in trained])
-        lengths = [each.lengths for each in trained]
-        predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in steps])
-        extras = tuple(int(report.metrics.get("deferral/overcommit", 0)) for report in reports)
-        cost = None
-        if restarts:
-            discarded = sum(report.metrics.get("deferral/discarded_tokens", 0.0) for report in steps)
-            means = np.array([each.mean() for each in lengths])
-            waste = float(discarded / sum(each.sum() for each in lengths))
-            cost = Restarts(waste, float(means.std() / means.mean()))
-        return cls(
-            seconds=float(seconds.mean()),
-            tokens=grain * float(np.mean([each.sum() for each in lengths])),
-            staleness=float(staleness.mean()),
-            longest_staleness=int(staleness.max()),
-            token_staleness=float(np.mean([each.token_staleness for each in trained])),
-            extra=float(np.mean(extras[counted])),
-            predicted=float(predicted.mean() / seconds.mean()),
-            spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
-            extras=extras,
-            idle=idle,
-            peak_tokens=peak_tokens,
-            parts=parts or {},
-            restarts=cost,
-        )
-
 
 MakeAdmission = Callable[[], Admission]
 MakeChunks = Callable[[], ChunkSize]
@@ -142,9 +99,6 @@ class Schedule:
     in_flight: bool = False  # the actor gets new weights between two decode steps, instead of at the cut
     # the keys of `[step]` with which `oppo train` runs it; empty: it has none
     step: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        require_declared(self)
 
     def chunks(self, grain: int = 1) -> ChunkSize:
         return WholeRollout() if self.chunk is None else Fixed(max(1, self.chunk // grain))
@@ -242,8 +196,6 @@ class CostTrainer(FakeTrainer):
 
 @dataclass(eq=False)
 class SimulatedRun:
-    """A graph of fakes with the costs of a system."""
-
     system: System
     workload: Workload
     schedule: Schedule
@@ -307,21 +259,28 @@ class SimulatedRun:
                 ends.append(anyio.current_time())
                 busy.append(sum(lane.busy for lane in self.policy.lanes))
                 done.append({name: self._done(device) for name, device in self._devices.items()})
-        first, last = self.skipped, self.steps - LAST - ahead
-        working = (busy[last - 1] - busy[first - 1]) / len(self.policy.lanes)
+        first, last, lanes = self.skipped, self.steps - LAST - ahead, self.policy.lanes
+        steps, trained = reports[first:last], self.trainer.facts[first:last]
         elapsed = ends[last - 1] - ends[first - 1]
-        return ScheduleOutcome.of(
-            reports,
-            ends,
-            self.trainer.facts,
-            counted=slice(first, last),
-            grain=self.grain,
-            idle=max(0.0, 1 - working / elapsed),  # a decode step may end after the step
-            peak_tokens=sum(
-                self.grain * lane.peak_tokens + self.workload.prompt * lane.peak_rows for lane in self.policy.lanes
-            ),
+        seconds = np.diff(ends)[first - 1 : last - 1]
+        staleness = np.concatenate([each.staleness for each in trained])
+        predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in steps])
+        extras = tuple(int(report.metrics.get("deferral/overcommit", 0)) for report in reports)
+        return ScheduleOutcome(
+            seconds=float(seconds.mean()),
+            tokens=self.grain * float(np.mean([each.lengths.sum() for each in trained])),
+            staleness=float(staleness.mean()),
+            longest_staleness=int(staleness.max()),
+            token_staleness=float(np.mean([each.token_staleness for each in trained])),
+            extra=float(np.mean(extras[first:last])),
+            predicted=float(predicted.mean() / seconds.mean()),
+            spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
+            extras=extras,
+            # a decode step may end after the step
+            idle=max(0.0, 1 - (busy[last - 1] - busy[first - 1]) / len(lanes) / elapsed),
+            peak_tokens=sum(self.grain * lane.peak_tokens + self.workload.prompt * lane.peak_rows for lane in lanes),
             parts=_busiest(done[first - 1], done[last - 1], elapsed),
-            restarts=isinstance(self.admission, Restarting),
+            restarts=Restarts.of(steps, trained) if isinstance(self.admission, Restarting) else None,
         )
 
     def _done(self, device: Device) -> Mapping[str, float]:
@@ -375,7 +334,9 @@ class SimulatedRun:
         else:
             fake.answering = partial(self._whole, reader)
         place = "scorers" if self.schedule.held else reader.place
-        return placed(fake, self._places.setdefault(place, FakePlace(self.listener)), TRACKS[name])
+        made = self._places.setdefault(place, FakePlace(self.listener))
+        kind: type[PlacedScorer[T]] = PlacedCritic if isinstance(fake, FakeCritic) else PlacedScorer
+        return kind(fake, made, TRACKS[name])
 
     def _reader(self, name: ScorerName) -> Reader:
         return self.system.readers.get(name, Reader(place=name, device=name))

@@ -32,11 +32,7 @@ WARM: Final = 4  # every so-many-th of the steps does not count: those in which 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The mean over seeds, with the least and the greatest value.
-
-    The range of n seeds holds the median of any further ones with probability 1 - 2^(1 - n).
-    """
-
+    # Over seeds. The range of n seeds holds the median of any further ones with probability 1 - 2^(1 - n).
     mean: float
     low: float
     high: float
@@ -88,8 +84,6 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The schedules of a workload beside each other."""
-
     standings: Mapping[str, Standing]  # by name, in the order given
     baseline: str  # the schedule that the others are compared with
     cache: float = 0.0  # bytes of KV cache for a token of the actor; 0: unknown

@@ -2,16 +2,17 @@
 
 from oppo.stages.advantage import GAE, Distillation, GroupRelative, InParts
 from oppo.stages.batch import BatchStage, Gather, ScoredRollout, ScoredRollouts, finished_rollout
+from oppo.stages.dynamic_sampling import DynamicSampling
 from oppo.stages.generate import Generate
 from oppo.stages.metrics import run_metrics
 from oppo.stages.score import Score, synced_models
-from oppo.stages.selection import Selection
 from oppo.stages.update import Update
 
 __all__ = [
     "GAE",
     "BatchStage",
     "Distillation",
+    "DynamicSampling",
     "Gather",
     "Generate",
     "GroupRelative",
@@ -19,7 +20,6 @@ __all__ = [
     "Score",
     "ScoredRollout",
     "ScoredRollouts",
-    "Selection",
     "Update",
     "finished_rollout",
     "run_metrics",

@@ -12,7 +12,7 @@ from typing import Any, Literal, SupportsFloat, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from oppo.declared import Fraction, NonNegative, Positive, require_declared, require_whole
+from oppo.declared import Fraction, NonNegative, Positive, require_whole, validated
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, BatchPart, BoolArray, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
@@ -246,6 +246,7 @@ def truncated(batch: Batch) -> BoolArray:
 
 
 @dataclass(eq=False)
+@validated(ConfigError)
 class GAE(AdaptiveObjective):
     """Joins the results of the scorers and estimates advantages (Schulman et al. 2016, arXiv 1506.02438).
 
@@ -297,7 +298,6 @@ class GAE(AdaptiveObjective):
     control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         self.control = controlled(self.kl)
         if self.bootstrap_truncated and self.mask_truncated:
             raise ConfigError(
@@ -365,6 +365,7 @@ ASTRAY = "a branch of a response that is not trained"
 
 
 @dataclass(eq=False)
+@validated(ConfigError)
 class GroupRelative(AdaptiveObjective):
     """Joins the results of the scorers and compares the responses to each prompt with one another.
 
@@ -402,7 +403,6 @@ class GroupRelative(AdaptiveObjective):
     control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
         self.control = controlled(self.kl)
         if self.advantage == "each_reward" and self.shaping != ScoreShaping():
             raise ConfigError(
@@ -480,6 +480,7 @@ def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
 
 
 @dataclass(eq=False)
+@validated(ConfigError)
 class Distillation(AdaptiveObjective):
     """Joins the results of the scorers; a teacher alone makes the advantages, and the scores are measured.
 
@@ -499,9 +500,6 @@ class Distillation(AdaptiveObjective):
     kl_estimator: KLEstimator = field(default="k1", init=False, repr=False)
     shaping: ScoreShaping = field(default_factory=ScoreShaping, init=False, repr=False)
     control: KLControl = field(default=FixedKL(0.0), init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        require_declared(self, error=ConfigError)
 
     def estimated(self, batch: Batch) -> Batch:
         """Return the batch with advantages of 0, to which the teacher's are added, and the metrics of the scores."""

@@ -23,8 +23,9 @@ from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, not
 from oppo.events import (
     UNROUTED,
     Batch,
+    Chunk,
+    ChunkState,
     Defer,
-    Drop,
     Finish,
     Prompt,
     Response,
@@ -32,14 +33,15 @@ from oppo.events import (
     RoutedExperts,
     StepReport,
     Support,
+    ToolTokens,
     described,
 )
 from oppo.graph import Receiver, Sender, Stateful, Step
-from oppo.models import Decode, Decoding, Piece, PieceState, Policy, entered, require_count, require_model
+from oppo.models import Decode, Decoding, Policy, entered, require_count, require_model
 from oppo.stages.conversations import Conversations
+from oppo.stages.dynamic_sampling import DynamicSampling, Round
 from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit, require_prompt
 from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
-from oppo.stages.selection import Round, Selection
 from oppo.turns import Branching, Environment, MultiTurnPolicy
 
 LENGTHS: Final = 256
@@ -79,7 +81,7 @@ class Generate:
     samples: int = 1
     replay: Mapping[int, Observation] = field(default_factory=dict)
     columns: Callable[[int], Mapping[str, object]] | None = None
-    select: Selection | None = None
+    select: DynamicSampling | None = None
     environment: Environment | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +115,7 @@ class Generate:
         self._restored: dict[int, RolloutSnapshot] = {}
         self._unheard: list[Observation] = []
         self._lengths = deque[int](maxlen=LENGTHS)
+        self._ends = Ended()
 
     @property
     def _refills(self) -> bool:
@@ -144,7 +147,7 @@ class Generate:
         """Report a selection that is no stage of the graph."""
         del named
         fault = (
-            'has a Selection that reads no scores: add the same one after the reward, g.add("select", selection, '
+            'has a DynamicSampling that reads no scores: add the same one after the reward, g.add("select", selection, '
             "score), and give its output to the advantage stage"
         )
         return [] if self.select is None or any(each is self.select for each in stages) else [fault]
@@ -189,7 +192,7 @@ class Generate:
         for name, controller in self._controllers().items():
             controller.load_state_dict(state["controllers"][name])
         if self._conversations is not None:
-            self._conversations.load_state_dict(state.get("conversations", {}))
+            self._conversations.load_state_dict(state["conversations"])
 
     def _state(self, snapshot: RolloutSnapshot) -> dict[str, Any]:
         state = snapshot.state_dict()
@@ -233,11 +236,11 @@ class Generate:
 
     async def run(self, prompts: Receiver[Prompt], /, *, out: Sender[RolloutEvent], step: Step) -> None:
         """Run one step's generation, up to its cut."""
-        out = ended = Ended(out)
-        step.record(ended)
+        self._ends = Ended()
+        step.record(self._ends)
         self._observe(step.observed)
         if self._conversations is not None:
-            self._conversations.begin(step, ended.ended)
+            self._conversations.begin(step, self._ends.ended)
         await self._reopen()
         groups = await self._admit(prompts, step)
         complete = self._ledger.begin(groups)
@@ -258,10 +261,11 @@ class Generate:
             for prompt in unit.prompts:
                 if prompt.rollout in self._in_flight:
                     await self._announce(self._in_flight[prompt.rollout], out)
+                self._ends.deferred.append(prompt.rollout)
                 await out.send(Defer(prompt.rollout, unit.age, self._ledger.restarts))
 
     async def _replace_rejected(
-        self, select: Selection, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step
+        self, select: DynamicSampling, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step
     ) -> None:
         rejected = judged = 0
         for number in count(1):
@@ -342,7 +346,7 @@ class Generate:
             raise ProtocolError(f"the policy stopped decoding rollouts {unfinished} before the step was cut")
         placed = {prompt.rollout for unit in self._ledger.placed for prompt in unit.prompts}
         if broken := sorted(placed & self._in_flight.keys()):
-            raise ProtocolError(f"the policy reported that rollouts {broken} finished, but never gave their last piece")
+            raise ProtocolError(f"the policy reported that rollouts {broken} finished, but never gave their last chunk")
 
     async def _branch(self, branching: Branching, round_: DecodingRound, readers: TaskGroup, mine: TaskGroup) -> None:
         def holds(admission: int) -> bool:  # a branch that comes as the round ends waits for the next
@@ -443,22 +447,22 @@ class Generate:
     async def _read(
         self, rollout: InFlightRollout, size: int, out: Sender[RolloutEvent], round_: DecodingRound
     ) -> None:
-        with noted(f"while decoding rollout {rollout.prompt.rollout}"):
+        number, turns = rollout.prompt.rollout, self._conversations is not None
+        with noted(f"while decoding rollout {number}"):
             await self._announce(rollout, out)  # in this task: decoding does not wait for scorers busy with others
             while rollout.reason is None:
-                piece = await rollout.decode.read(size)
-                turns = self._conversations is not None
-                require_piece(piece, self.policy, rollout.prompt.rollout, size, rollout.newest_version, turns=turns)
-                if len(piece.tokens):
-                    event = piece.event(rollout.prompt.rollout, rollout.length)
-                    rollout.append(event)
-                    await out.send(event)
-                if piece.state == "cut":
+                chunk = await rollout.decode.read(size)
+                start, oldest = rollout.length, rollout.newest_version
+                require_chunk(chunk, self.policy, size, rollout=number, start=start, oldest=oldest, turns=turns)
+                if len(chunk.tokens):
+                    rollout.append(chunk)
+                    await out.send(chunk)
+                if chunk.state == "cut":
                     round_.note_end(rollout)
                     round_.cut.set()
                     return
-                if piece.state != "live":
-                    rollout.reason, rollout.ended = piece.state, anyio.current_time()
+                if chunk.state != "live":
+                    rollout.reason, rollout.ended = chunk.state, anyio.current_time()
                     self._tell_end(rollout)
             round_.note_end(rollout)
             await self._settle(rollout, out, round_)
@@ -491,6 +495,7 @@ class Generate:
             ending = rollout.ending(() if self._conversations is None else self._conversations.said(number))
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self._close(rollout)
+            self._ends.ended.append(number)
             await out.send(ending)
 
 
@@ -577,12 +582,14 @@ def require_turns(policy: Policy) -> MultiTurnPolicy:
     return cast("MultiTurnPolicy", policy)
 
 
-def require_piece(piece: Piece, policy: Policy, rollout: int, limit: int, oldest: int, *, turns: bool = False) -> None:
-    if fault := _fault_of(piece, limit, oldest, policy.version, turns):
+def require_chunk(
+    chunk: object, policy: Policy, limit: int, *, rollout: int, start: int, oldest: int, turns: bool
+) -> None:
+    """Raise ``ProtocolError`` unless ``chunk`` can follow the tokens before ``start``, the last by ``oldest``."""
+    if fault := _fault_of(chunk, limit, rollout, start, turns) or _fault_of_sampled(chunk, oldest, policy.version):
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
 
 
-_STATES: Final = get_args(PieceState)
 _COLUMNS: Final = (
     ("tokens", np.dtype(np.int32)),
     ("logprobs", np.dtype(np.float32)),
@@ -592,45 +599,52 @@ _ROUNDING: Final = 1e-3
 """By which a log-prob may exceed 0."""
 
 
-def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) -> str:
-    if not isinstance(piece, Piece):
-        return f"{described(piece)}; expected a Piece"
-    if piece.state not in _STATES:
-        return f"a piece whose state is {piece.state!r}; expected one of {', '.join(_STATES)}"
-    for name, kind in _COLUMNS:
-        column: object = getattr(piece, name)
+def _fault_of(chunk: object, limit: int, rollout: int, start: int, turns: bool) -> str:
+    if not isinstance(chunk, Chunk | ToolTokens):
+        return f"{described(chunk)}; expected a Chunk or ToolTokens"
+    state = chunk.state
+    if state != "live" and state not in get_args(ChunkState):
+        return f"a chunk whose state is {state!r}; expected one of {', '.join(get_args(ChunkState))}"
+    if chunk.rollout != rollout or chunk.start != start:
+        return f"tokens of rollout {chunk.rollout} from {chunk.start} on; expected tokens from {start} on"
+    for name, kind in _COLUMNS if isinstance(chunk, Chunk) else _COLUMNS[:1]:
+        column: object = getattr(chunk, name)
         if not isinstance(column, np.ndarray) or column.dtype != kind or column.ndim != 1:
-            return f"a piece whose {name} are {described(column)}; expected {kind} [n]"
-    n, versions = len(piece.tokens), piece.versions
+            return f"a chunk whose {name} are {described(column)}; expected {kind} [n]"
+    n = len(chunk.tokens)
     if n > limit:
-        return f"a piece of {n} tokens; expected at most {limit}"
+        return f"a chunk of {n} tokens; expected at most {limit}"
     if not n:
-        ends = piece.state == "cut" or (turns and piece.state != "live")
-        return "" if ends else f"a piece with no token that says {piece.state!r}; only 'cut' may"
-    least = piece.tokens[0] if n == 1 else piece.tokens.min()  # a reduction is ten times as expensive
+        ends = state == "cut" or (turns and state != "live")
+        return "" if ends else f"a chunk with no token that says {state!r}; only 'cut' may"
+    least = chunk.tokens[0] if n == 1 else chunk.tokens.min()  # a reduction is ten times as expensive
     if least < 0:
-        return f"a piece that holds the token id {least}; expected 0 or more"
-    if piece.from_tool:
+        return f"a chunk that holds the token id {least}; expected 0 or more"
+    return ""
+
+
+def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
+    if not isinstance(chunk, Chunk) or not (n := len(chunk.tokens)):
         return ""
-    lengths = (len(piece.logprobs), len(versions))
-    support: object = piece.support
-    routed: object = piece.routed_experts
+    logprobs, versions = chunk.logprobs, chunk.versions
+    support: object = chunk.support
+    routed: object = chunk.routed_experts
     if not isinstance(support, Support):
-        return f"a piece whose support is {described(support)}; expected a Support"
+        return f"a chunk whose support is {described(support)}; expected a Support"
     if routed is not UNROUTED and (
         not isinstance(routed, RoutedExperts) or not routed.describes(n) or (len(routed.ids) and routed.ids.ndim != 3)
     ):
-        return f"a piece of {n} tokens whose routed experts are {described(routed)}; expected RoutedExperts of each"
-    if lengths != (n, n) or not support.describes(n):
+        return f"a chunk of {n} tokens whose routed experts are {described(routed)}; expected RoutedExperts of each"
+    if (len(logprobs), len(versions)) != (n, n) or not support.describes(n):
         return (
-            f"a piece of {n} tokens with {lengths[0]} log-probs, {lengths[1]} versions and a support of "
+            f"a chunk of {n} tokens with {len(logprobs)} log-probs, {len(versions)} versions and a support of "
             f"{len(support.counts)} tokens; expected one of each for each token"
         )
-    if piece.logprobs[0] > _ROUNDING or (n > 1 and (piece.logprobs > _ROUNDING).any()):
-        return f"a piece with a log-prob of {piece.logprobs.max()}; expected at most 0, the log of a probability"
+    if logprobs[0] > _ROUNDING or (n > 1 and (logprobs > _ROUNDING).any()):
+        return f"a chunk with a log-prob of {logprobs.max()}; expected at most 0, the log of a probability"
     if not oldest <= versions[0] <= versions[-1] <= newest or (n > 1 and (versions[1:] < versions[:-1]).any()):
         return (
-            f"a piece whose tokens were made by versions {np.unique(versions).tolist()}, lastly {versions[-1]}, after "
+            f"a chunk whose tokens were made by versions {np.unique(versions).tolist()}, lastly {versions[-1]}, after "
             f"{oldest}; versions never decrease, and the policy's is {newest}"
         )
     return ""
@@ -640,16 +654,8 @@ def _fault_of(piece: object, limit: int, oldest: int, newest: int, turns: bool) 
 class Ended:
     """The rollouts that ended in a step, or were deferred; recorded by the stage that generates."""
 
-    out: Sender[RolloutEvent]
     ended: list[int] = field(default_factory=list)
     deferred: list[int] = field(default_factory=list)
-
-    async def send(self, event: RolloutEvent, /) -> None:
-        if isinstance(event, (Finish, Drop)):
-            self.ended.append(event.rollout)
-        elif isinstance(event, Defer):
-            self.deferred.append(event.rollout)
-        await self.out.send(event)
 
     def fault_of(self, batch: Batch | None) -> str:
         trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)

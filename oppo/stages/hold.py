@@ -44,8 +44,9 @@ def held(graph: Graph[StepReport], readers: Collection[str] | None = None) -> Gr
     (node,) = generating
     if isinstance(node.stage, Generate) and node.stage.select is not None:
         raise GraphError(
-            f"graph {graph.name!r} cannot be held: its Selection asks for scores while {node.name!r} decodes, and they "
-            "would wait for the end of decoding; select nothing (select=None, algorithm.dynamic_sampling = false)"
+            f"graph {graph.name!r} cannot be held: its DynamicSampling asks for scores while {node.name!r} decodes, "
+            "and they would wait for the end of decoding; select nothing (select=None, "
+            "algorithm.dynamic_sampling = false)"
         )
     if HELD in graph.nodes:
         raise GraphError(f"graph {graph.name!r} cannot be held: a stage is called {HELD!r} already")

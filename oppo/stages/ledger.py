@@ -31,7 +31,6 @@ from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView,
 from oppo.declared import require_whole
 from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
 from oppo.events import (
-    UNROUTED,
     Chunk,
     Drop,
     Finish,
@@ -258,7 +257,7 @@ class Ledger:
         """Return the unit of a finished rollout, whose agent may have ended, if it has a place in this step's batch."""
         unit = self._unit_of[rollout]
         if rollout in unit.unfinished:
-            raise ProtocolError(f"the last piece of rollout {rollout} came before the policy reported that it finished")
+            raise ProtocolError(f"the last chunk of rollout {rollout} came before the policy reported that it finished")
         with self._changing:
             self._settle(unit)
         return unit if unit.placed else None
@@ -290,15 +289,15 @@ class Ledger:
 
 @dataclass(slots=True, eq=False)
 class InFlightRollout:
-    """One rollout in flight: its decode and the pieces read from it. Between steps no task owns it.
+    """One rollout in flight: its decode and the tokens read from it. Between steps no task owns it.
 
     Attributes:
         announced: whether its prompt has been sent to the scorers.
         reason: why the response ended; ``None`` while it is unfinished.
         dropped: why the rollout is not trained; empty if it is.
-        ended: loop time at which its last piece was read, in seconds; NaN while it is unfinished.
+        ended: loop time at which its last chunk was read, in seconds; NaN while it is unfinished.
         newest_version: of the weights that made the last sampled token; 0 without one.
-        grown: set when a piece is appended; a reader of the pieces waits for it.
+        grown: set when tokens are appended; a reader waits for it.
     """
 
     prompt: Prompt
@@ -381,20 +380,12 @@ class RolloutSnapshot:
             sample=state["sample"],
             group=state["group"],
             columns=state["columns"],
-            branch=state.get("branch", 0),
+            branch=state["branch"],
         )
+        columns = (state[name] for name in ("tokens", "logprobs", "versions", "sampled"))
         support = Support(state["support"], state["support_counts"])
-        routed = RoutedExperts(state["routed_experts"], state["routed_counts"]) if "routed_counts" in state else None
-        response = Response(
-            prompt,
-            state["tokens"],
-            state["logprobs"],
-            state["versions"],
-            state["sampled"],
-            support,
-            routed or UNROUTED,
-        )
-        return cls(response, state["reason"], state.get("dropped", ""))
+        routed = RoutedExperts(state["routed_experts"], state["routed_counts"])
+        return cls(Response(prompt, *columns, support, routed), state["reason"], state["dropped"])
 
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"

@@ -32,7 +32,7 @@ class Grown:
     prompt: int  # tokens of its prompt, and tool tokens of its response at the beginning
     start: int  # sampled tokens of its response at the beginning
     stop: int  # and at the end
-    ended: float  # loop time of its last piece, in seconds; NaN if it did not end
+    ended: float  # loop time of its last chunk, in seconds; NaN if it did not end
     joined: int = 0  # decode steps of the phase before it was decoded
 
     @property

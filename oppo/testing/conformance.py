@@ -17,9 +17,9 @@ from oppo.admission import Admission, Observation
 from oppo.algorithms.ppo import ppo
 from oppo.data import PromptStream
 from oppo.errors import ProtocolError, as_itself, shown
-from oppo.events import Batch, Finish, IntArray, Prompt, Response, StepReport
+from oppo.events import Batch, Chunk, Finish, IntArray, Prompt, Response, StepReport, ToolTokens
 from oppo.graph import Stateful
-from oppo.models import Capabilities, Decode, Piece, Policy, Scorer, SyncedModel, Trainer, Weights
+from oppo.models import Capabilities, Decode, Policy, Scorer, SyncedModel, Trainer, Weights
 from oppo.simulate.models import (
     FakeCritic,
     FakeScorer,
@@ -30,7 +30,7 @@ from oppo.simulate.models import (
 )
 from oppo.simulate.policy import FakePolicy
 from oppo.stages import Generate
-from oppo.stages.generate import require_piece, require_turns
+from oppo.stages.generate import require_chunk, require_turns
 from oppo.testing.recorder import Recorder
 from oppo.turns import TurnDecode
 from oppo.weight_sync import name_of
@@ -57,11 +57,17 @@ def require(holds: bool, message: str) -> None:
 
 @dataclass
 class Transcript:
-    pieces: list[Piece] = field(default_factory=list)
+    start: int = 0  # position of the first token in the response
+    chunks: list[Chunk | ToolTokens] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[tuple[int, bool]]:
-        return [(int(token), piece.from_tool) for piece in self.pieces for token in piece.tokens]
+        return [(int(token), isinstance(each, ToolTokens)) for each in self.chunks for token in each.tokens]
+
+    @property
+    def versions(self) -> IntArray:
+        """Of the weights that made its sampled tokens."""
+        return np.concatenate([each.versions for each in self.chunks if isinstance(each, Chunk)])
 
     @property
     def ended(self) -> bool:
@@ -69,21 +75,14 @@ class Transcript:
 
     @property
     def state(self) -> str:
-        return self.pieces[-1].state if self.pieces else "live"
+        return self.chunks[-1].state if self.chunks else "live"
 
     def first_half(self, prompt: Prompt) -> Response:
-        """Return the response to ``prompt`` as it was after half of the pieces."""
-        half, start = Response.empty(prompt), 0
-        for piece in self.pieces[: len(self.pieces) // 2]:
-            half = half.then(piece.event(prompt.rollout, start))
-            start += len(piece.tokens)
-        return half
+        return Response.of(prompt, self.chunks[: len(self.chunks) // 2])
 
 
 @dataclass
 class Trial:
-    """One policy and its decodes, what was read of each, and the rollouts that were reported to the cut."""
-
     policy: Policy
     prompts: Sequence[Prompt]
     decodes: Sequence[Decode]
@@ -105,7 +104,6 @@ class Trial:
         return [transcript.tokens for transcript in self.transcripts]
 
     def cut(self, finished: Sequence[int]) -> bool:
-        """Note rollouts that have ended; return whether decoding is to stop."""
         require(not self.has_cut, f"cut() was called with {finished} after it had answered true")
         require(len(finished) > 0, "cut() was called though nothing had finished")
         again = set(finished) & set(self.reported)
@@ -115,7 +113,6 @@ class Trial:
         return self.has_cut
 
     async def decode(self, limit: int, *, cancel_first: bool = False) -> None:
-        """Decode one step and read all of it, ``limit`` tokens at a time."""
         self.has_cut = False
         live = self.live
         decoding = self.policy.decoding([self.decodes[k] for k in live], self.cut)
@@ -125,39 +122,40 @@ class Trial:
                     readers.start_soon(self.read, k, limit, cancel_first)
 
     async def read(self, k: int, limit: int, cancel_first: bool = False) -> None:
-        """Read one rollout, ``limit`` tokens at a time, until it ends or is deferred."""
         if cancel_first:
             with anyio.move_on_after(0):
-                self.transcripts[k].pieces.append(await self.decodes[k].read(limit))
+                self.transcripts[k].chunks.append(await self.decodes[k].read(limit))
             if self.transcripts[k].ended:
                 return
         rollout = self.prompts[k].rollout
         while True:
-            piece = await self.decodes[k].read(limit)
-            check_piece(rollout, piece, limit, self.policy, self.transcripts[k].pieces, turns=self.turns)
-            self.transcripts[k].pieces.append(piece)
-            if piece.state in {"eos", "stop", "length"}:
+            chunk = await self.decodes[k].read(limit)
+            check_chunk(self.transcripts[k], chunk, limit, self.policy, rollout, turns=self.turns)
+            self.transcripts[k].chunks.append(chunk)
+            if chunk.state in {"eos", "stop", "length"}:
                 require(
-                    rollout in self.reported, f"rollout {rollout}: its last piece was readable before cut() was called"
+                    rollout in self.reported, f"rollout {rollout}: its last chunk was readable before cut() was called"
                 )
-            if piece.state != "live":
+            if chunk.state != "live":
                 return
 
 
-def check_piece(
-    rollout: int, piece: Piece, limit: int, policy: Policy, earlier: Sequence[Piece], *, turns: bool = False
+def check_chunk(
+    transcript: Transcript, chunk: Chunk | ToolTokens, limit: int, policy: Policy, rollout: int, *, turns: bool
 ) -> None:
-    sampled = [before.versions[-1] for before in earlier if len(before.versions) and not before.from_tool]
-    require_piece(piece, policy, rollout, limit, int(sampled[-1]) if sampled else 0, turns=turns)
-    n = len(piece.tokens)
-    for before in () if turns else earlier[-1:]:  # a piece ends with its turn
-        have, whole = len(before.tokens), before.state != "live" or before.from_tool is not piece.from_tool
-        require(whole or have == limit, f"rollout {rollout}: a live piece holds {have} of {limit} tokens")
-    if not piece.from_tool:
-        require(bool(np.all(piece.logprobs <= 0)), f"rollout {rollout}: a log-prob is above 0")
+    sampled = [each.versions[-1] for each in transcript.chunks if isinstance(each, Chunk) and len(each.versions)]
+    start = transcript.start + sum(len(each.tokens) for each in transcript.chunks)
+    oldest = int(sampled[-1]) if sampled else 0
+    require_chunk(chunk, policy, limit, rollout=rollout, start=start, oldest=oldest, turns=turns)
+    n = len(chunk.tokens)
+    for before in () if turns else transcript.chunks[-1:]:  # a chunk ends with its turn
+        have, whole = len(before.tokens), before.state != "live" or type(before) is not type(chunk)
+        require(whole or have == limit, f"rollout {rollout}: a live chunk holds {have} of {limit} tokens")
+    if isinstance(chunk, Chunk):
+        require(bool(np.all(chunk.logprobs <= 0)), f"rollout {rollout}: a log-prob is above 0")
         require(
-            piece.support.describes(n) and bool(piece.support.holds(piece.tokens).all()),
-            f"rollout {rollout}: a token of a piece is outside of its own support",
+            chunk.support.describes(n) and bool(chunk.support.holds(chunk.tokens).all()),
+            f"rollout {rollout}: a token of a chunk is outside of its own support",
         )
 
 
@@ -201,7 +199,6 @@ class Dialogue(Trial):
 
 
 async def check_turns(make: Make[Policy], prompts: Sequence[Prompt], plain: Trial) -> None:
-    """Check that a policy keeps the contract of :class:`oppo.turns.MultiTurnPolicy`."""
     whole = await _dialogue(make, prompts)
     await whole.talk(limit=3)
     require(
@@ -303,10 +300,8 @@ async def _check_waiting(make: Make[Policy], whole: Dialogue) -> None:
 
 async def _check_reopening(make: Make[Policy], whole: Dialogue) -> None:
     k = next(k for k, heard in enumerate(whole.heard) if heard)
-    prompt, first, half = whole.prompts[k], whole.heard[k][0], Response.empty(whole.prompts[k])
-    for piece in whole.transcripts[k].pieces:
-        if not piece.from_tool and len(half) < len(first):
-            half = half.then(piece.event(prompt.rollout, len(half)))
+    prompt, first = whole.prompts[k], whole.heard[k][0]
+    half = Response.of(prompt, [each for each in whole.transcripts[k].chunks if each.start < len(first)])
     policy = await _made(make)
     (decode,) = await require_turns(policy).open_turns([half])
     async with policy.decoding([decode], lambda finished: False):
@@ -377,7 +372,7 @@ async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: li
         "deferred and resumed rollouts have other tokens than uncut ones",
     )
     for transcript in trial.transcripts:
-        versions = np.concatenate([piece.versions for piece in transcript.pieces])
+        versions = transcript.versions
         require(bool(np.all(np.diff(versions) >= 0)), "the versions of a rollout decrease")
 
 
@@ -393,7 +388,7 @@ async def _check_giving_up(
                 for k in set(range(len(prompts))) - {longest}:
                     readers.start_soon(trial.read, k, 3)
                 await trial.decodes[longest].aclose()
-    trial.transcripts[longest].pieces, expected = [], [[] if k == longest else t for k, t in enumerate(expected)]
+    trial.transcripts[longest].chunks, expected = [], [[] if k == longest else t for k, t in enumerate(expected)]
     require([t.tokens for t in trial.transcripts] == expected, "giving a rollout up changed the tokens of the others")
     try:
         await trial.decodes[longest].read(1)
@@ -406,6 +401,8 @@ async def _check_resuming(make: Make[Policy], whole: Trial) -> None:
     halves = [t.first_half(prompt) for prompt, t in zip(whole.prompts, whole.transcripts, strict=True)]
     policy = await _made(make)
     trial = Trial(policy, whole.prompts, await policy.open(halves))
+    for half, transcript in zip(halves, trial.transcripts, strict=True):
+        transcript.start = len(half)
     await trial.decode(limit=4)
     resumed = [
         [*zip(half.tokens.tolist(), (~half.sampled).tolist(), strict=True), *t.tokens]
@@ -489,7 +486,7 @@ async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
             async with anyio.create_task_group() as readers:
                 for k in range(len(prompts)):
                     readers.start_soon(trial.read, k, 1)
-    made = [np.concatenate([piece.versions for piece in transcript.pieces]) for transcript in trial.transcripts]
+    made = [transcript.versions for transcript in trial.transcripts]
     newest = max(int(versions[-1]) for versions in made)
     require(
         bool(refusals) is (when == "refused"),
@@ -581,7 +578,6 @@ async def _decided(
     last: int = _STEPS,
     state: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
 ) -> tuple[list[StepReport], tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Return the reports of steps ``first`` to ``last``, and the state of the run and its prompts after them."""
     can, recorder = Capabilities(adds_while_decoding=True), Recorder()
     policy = FakePolicy(lambda prompt: lengths[prompt.admission % len(lengths)], 1e-3, capabilities=can)
     critic = FakeCritic()

@@ -38,7 +38,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import anyio
 
@@ -50,7 +50,6 @@ from oppo.models import (
     Decode,
     Decoding,
     FixedDecoding,
-    Piece,
     Policy,
     RewardFunction,
     Scorer,
@@ -62,12 +61,12 @@ from oppo.models import (
     Weights,
 )
 from oppo.simulate.engine import VirtualTimeLoop
-from oppo.simulate.models import SyncableScorer
 from oppo.stages.generate import require_turns
 from oppo.turns import Answer, Environment, Turn, TurnDecode
 from oppo.weight_sync import CopiesWeights
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 # Of a policy and its decodes; a scorer (`load` where it is synced); a trainer; a reward function; an environment
 Method: TypeAlias = Literal[
@@ -196,8 +195,6 @@ Script: TypeAlias = tuple[Fault, ...]
 
 @dataclass(eq=False)
 class Faulty:
-    """What all wrappers share: the count of the calls, and the faults that struck, in order."""
-
     name: str
     inner: Any
     script: Script = ()
@@ -210,7 +207,6 @@ class Faulty:
         return cast("int", self.inner.version) - self.behind
 
     async def played(self, method: Method, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Make a call of the model's, with the faults that the script has for it."""
         number = self.calls[method]
         self.calls[method] += 1
         striking = list[tuple[FaultKind, Call]]()
@@ -236,12 +232,10 @@ class _FaultySynced(Faulty):
 
 @dataclass(eq=False)
 class FaultyDecode:
-    """A decode of :class:`FaultyPolicy`."""
-
     inner: Decode
     policy: FaultyPolicy
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         return await self.policy.played("read", self.inner.read, limit)
 
     async def turn(self) -> IntArray | None:
@@ -321,6 +315,9 @@ class FaultyScorer(Faulty, Generic[T]):
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         await self.played("forget", self.inner.forget, rollouts)
+
+
+class SyncableScorer(SyncedModel, Scorer[T_co], Protocol[T_co]): ...
 
 
 @dataclass(eq=False)

@@ -17,8 +17,6 @@ from oppo.turns import Answered
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """An item that a stage sent in a step, at a loop time in seconds."""
-
     step: int
     stage: str
     item: object
@@ -26,7 +24,7 @@ class Sent:
 
 
 def faults(items: Sequence[Sent], reports: Sequence[StepReport], source: str) -> Iterator[str]:
-    """Yield a message for each rule that does not hold; the run may have ended early, or have been resumed."""
+    # The run may have ended early, or have been resumed.
     if any(later.index <= report.index for report, later in pairwise(reports)):
         yield "step 1 came twice: these are two runs, and each needs a recorder of its own"
         return
@@ -61,7 +59,6 @@ class Life:
     scorers: set[str] = field(default_factory=set)
 
     def tell(self, event: object, step: int) -> Iterable[str]:
-        """Take the next event of the source; return the rules that it breaks."""
         self.touched.add(step)
         if self.ended is not None:
             return [f"{_named(event)} came after its end"]

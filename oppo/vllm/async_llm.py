@@ -21,16 +21,7 @@ from oppo.signals import SIGNALS
 from oppo.vllm.arguments import check_arguments, computes_on_cpu, engine_arguments, lora_arguments, route_of
 from oppo.vllm.engine import Collector, Engine, NewTokens, ServedWeights, WeightSender
 from oppo.vllm.plugin import register, transfer_of
-from oppo.vllm.processes import (
-    Children,
-    EngineFiles,
-    cores_of,
-    environment,
-    failure,
-    guarded,
-    last_line,
-    logging_to,
-)
+from oppo.vllm.processes import Children, EngineFiles, cores_of, last_line, logging_to, starting
 from oppo.vllm.sync import DeviceSender, FileSender
 
 if TYPE_CHECKING:
@@ -152,18 +143,11 @@ class VllmEngine(Engine):
             files = stack.enter_context(EngineFiles(log))
             stack.callback(children.join, 0.0)
             stack.enter_context(logging_to(files.log))
-            chosen = environment(files, cores_of(cores), on_cpu=on_cpu)
-            with _progress_logged(began, files.log), guarded(), chosen:
-                try:
-                    with heeded():
-                        llm, sender = _async_llm(
-                            str(model), arguments or {}, trainer, on_cpu=on_cpu, adapters=adapters, sleeps=sleeps
-                        )
-                except (KeyboardInterrupt, SystemExit, ConfigError):
-                    raise
-                except BaseException as error:
-                    files.keep()
-                    raise ConfigError(failure(model, error, files.log)) from error
+            start = starting(model, files, cores_of(cores), on_cpu=on_cpu)
+            with _progress_logged(began, files.log), start, heeded():
+                llm, sender = _async_llm(
+                    str(model), arguments or {}, trainer, on_cpu=on_cpu, adapters=adapters, sleeps=sleeps
+                )
             children.keep()
             served = llm.vllm_config.model_config
             trains = served.runner_type == "generate"

@@ -29,10 +29,10 @@ from oppo.errors import (
     one_line,
     running_loop,
 )
-from oppo.events import UNROUTED, UNTRUNCATED, FinishReason, Prompt, Response, RoutedExperts, Support
-from oppo.models import PieceState, Sampling
+from oppo.events import UNROUTED, UNTRUNCATED, ChunkState, FinishReason, Prompt, Response, RoutedExperts, Support
+from oppo.models import Sampling
 from oppo.placement.place import Closing
-from oppo.rollout_buffer import DecodedToken, DecodeEngine, RolloutBuffer
+from oppo.rollout_buffer import DecodeEngine, RolloutBuffer, SampledToken
 from oppo.turns import StopCriteria, turn_ended
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ class Request:
         self._stopping = stopping
         self._tokens = response.tokens.tolist()
         self._made = 0  # tokens of the request
-        self._last: list[DecodedToken] = []
+        self._last: list[SampledToken] = []
         self._reason: FinishReason | None = None
 
     @property
@@ -413,12 +413,12 @@ class Request:
         """
         if self.routes is not None:
             self.routes.receive(new.steps, new.routed)
-        fresh = []
+        fresh: list[SampledToken] = []
         for token, found in zip(new.tokens, new.logprobs, strict=True):
             position = len(self.prompt.tokens) + self.written
             experts = UNROUTED if self.routes is None else self.routes.before(position)
             support = _support(found, token, self.sampling, self.written)
-            fresh.append(DecodedToken(token, _checked(token, found[token]), version_at(self._made), support, experts))
+            fresh.append((token, _checked(token, found[token]), version_at(self._made), support, experts))
             self._tokens.append(token)
             self._made += 1
             self._reason = self._stopping.reason(self._tokens, self.rollout.limit)
@@ -436,7 +436,7 @@ class Request:
         elif self.finished:
             self._last = fresh
             return over
-        going: PieceState = "live" if self.rollout.live else "cut"
+        going: ChunkState = "live" if self.rollout.live else "cut"
         for at, made in enumerate(fresh, 1):
             self.rollout.put(made, turn if turn and at == len(fresh) else going)
         return over

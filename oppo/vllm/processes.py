@@ -15,9 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import gettempdir
@@ -45,7 +43,6 @@ ON_CPU: Final = {
 # Characters that a folder's path may have: one of a socket in it has 37 more, and no system takes more than 103.
 SOCKETS: Final = 64
 LOOPBACK: Final = "127.0.0.1"
-
 HEALTH: Final = 5.0  # seconds that a server has to say whether it is ready
 POLL: Final = 0.2  # seconds until it is asked again
 FORMAT: Final = "%(levelname)s %(asctime)s [%(processName)s] %(message)s"
@@ -190,38 +187,36 @@ class EngineFiles:
 
 
 class Children:
-    # The processes that were started since this object was made, by this process.
+    # The processes that this one has started since this object was made.
     def __init__(self) -> None:
-        self._before = {child.pid for child in multiprocessing.active_children()}
-        self._found: dict[int, BaseProcess] = {}
+        self._before = set(multiprocessing.active_children())
+        self._found = set[BaseProcess]()
         self._lock = threading.Lock()
 
     @property
     def pids(self) -> list[int]:
-        return [pid for pid, child in self._seen().items() if child.is_alive()]
+        return [child.pid for child in self._seen() if child.pid is not None and child.is_alive()]
 
     def keep(self) -> None:
         self._seen()
-        self._before |= {child.pid for child in multiprocessing.active_children()}
+        self._before |= set(multiprocessing.active_children())
 
     def kill(self) -> None:
-        for child in self._seen().values():
+        for child in self._seen():
             with suppress(ProcessLookupError, ValueError):
                 child.kill()
 
     def join(self, seconds: float) -> None:
-        for child in self._seen().values():
+        for child in self._seen():
             child.join(seconds)
         self.kill()
-        for child in self._seen().values():
+        for child in self._seen():
             child.join()
 
-    def _seen(self) -> dict[int, BaseProcess]:
-        with self._lock:
-            for child in multiprocessing.active_children():
-                if child.pid is not None and child.pid not in self._before:
-                    self._found[child.pid] = child
-            return dict(self._found)
+    def _seen(self) -> list[BaseProcess]:
+        with self._lock:  # those that have ended are active no more
+            self._found |= set(multiprocessing.active_children()) - self._before
+            return list(self._found)
 
 
 def cores_of(chosen: int | slice | None) -> list[int] | None:
@@ -240,11 +235,22 @@ def last_line(log: Path, containing: str = "") -> str:
     return found.rpartition("] ")[2].strip()
 
 
-def failure(model: str | Path, error: BaseException, log: Path) -> str:
-    cause = last_line(log, "Error: ") or one_line(error)
-    share = "gpu_memory_utilization, or give the other models another GPU"
-    hint = f"; lower vllm.{share}" if "GPU memory utilization" in cause else ""
-    return f"vLLM could not be started with {model}: {cause}{hint}; everything that it wrote is in {log}"
+@contextmanager
+def starting(model: str | Path, files: EngineFiles, cores: Sequence[int] | None, *, on_cpu: bool) -> Iterator[None]:
+    """Start an engine in the context; one that fails is a ``ConfigError`` that says why."""
+    with guarded(), environment(files, cores, on_cpu=on_cpu):
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, ConfigError):
+            raise
+        except BaseException as error:
+            files.keep()
+            cause = last_line(files.log, "Error: ") or one_line(error)
+            share = "gpu_memory_utilization, or give the other models another GPU"
+            hint = f"; lower vllm.{share}" if "GPU memory utilization" in cause else ""
+            raise ConfigError(
+                f"vLLM could not be started with {model}: {cause}{hint}; everything that it wrote is in {files.log}"
+            ) from error
 
 
 class ServerProcess:
@@ -278,45 +284,47 @@ class ServerProcess:
             "port": port,
             "enable_scale_out": True,
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
+        chosen = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_API_KEY": key,
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {}),
+            **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(cores)} if cores and on_cpu else {}),
+        }
         self._lifeline: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._written: WeightFiles | None = None
         self._adapts = adapters > 0
         self._kept = ExitStack()
         files = self._kept.enter_context(EngineFiles(log))
-        held, lifeline = os.pipe()
-        with ExitStack() as unless_started, guarded(), environment(files, None, on_cpu=on_cpu):
-            unless_started.callback(self._kept.close)
-            for end in (held, lifeline):
-                unless_started.callback(os.close, end)
-            chosen = {
-                "VLLM_SERVER_DEV_MODE": "1",
-                "VLLM_API_KEY": key,
-                LIFELINE: str(held),
-                **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {}),
-                **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(cores)} if cores and on_cpu else {}),
-            }
-            with files.log.open("ab") as written:
+        with ExitStack() as unless_ready:
+            unless_ready.callback(self.end)
+            with starting(model, files, None, on_cpu=on_cpu):
+                self._start([*as_flags(arguments)], chosen, files.log)
+            unless_ready.pop_all()
+
+    def _start(self, flags: list[str], chosen: Mapping[str, str], log: Path) -> None:
+        import httpx  # noqa: PLC0415 - an extra
+
+        held, self._lifeline = os.pipe()
+        try:
+            with log.open("ab") as written:
                 self._process = subprocess.Popen(  # noqa: S603 - our own arguments
-                    command,
-                    env={**os.environ, **chosen},
+                    [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags],
+                    env={**os.environ, **chosen, LIFELINE: str(held)},
                     stdin=subprocess.DEVNULL,
                     stdout=written,
                     stderr=written,
                     pass_fds=(held,),
                     start_new_session=True,
                 )
-            unless_started.pop_all()
+        finally:
             os.close(held)
-            self._lifeline = lifeline
-            try:
-                self._wait_until_ready(host, port)
-            except BaseException as error:
-                files.keep()
-                self.end()
-                if not isinstance(error, RuntimeError):
-                    raise
-                raise ConfigError(failure(model, error, files.log)) from error
+        while (ended := self._process.poll()) is None:
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=HEALTH, trust_env=False).is_success:
+                    return
+            time.sleep(POLL)
+        raise RuntimeError(f"it ended with exit code {ended}")
 
     def whereabouts(self, *, writes: bool) -> tuple[str, Path | None]:
         if writes:
@@ -327,23 +335,14 @@ class ServerProcess:
         if self._written is not None:
             self._written.write(tensors, version)
 
-    def _wait_until_ready(self, host: str, port: int) -> None:
-        while self._process.poll() is None:
-            connection = HTTPConnection(host, port, timeout=HEALTH)
-            with suppress(OSError, HTTPException), closing(connection):
-                connection.request("GET", "/health")
-                if connection.getresponse().status == HTTPStatus.OK:
-                    return
-            time.sleep(POLL)
-        raise RuntimeError(f"it ended with exit code {self._process.returncode}")
-
     def end(self) -> None:
         """End the server and its processes, and remove what was written for it; idempotent."""
-        lifeline, self._lifeline, self._written = self._lifeline, None, None
-        if lifeline is not None:
-            os.close(lifeline)
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+        if self._process is not None:
             kill_group(self._process.pid)  # the engine's processes, which may not watch it yet
             self._process.wait()
+        self._lifeline = self._process = self._written = None
         self._kept.close()
 
 

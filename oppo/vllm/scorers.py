@@ -187,14 +187,14 @@ class VllmScorer(ABC, Generic[T, A]):
 
     async def __aenter__(self) -> Self:
         if isinstance(self.engine, ScoringServer):
-            await self.engine.__aenter__()
+            await self.engine.service.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         if isinstance(self.engine, ScoringServer):
-            await self.engine.__aexit__(kind, error, tb)
+            await self.engine.service.__aexit__(kind, error, tb)
 
 
 class ScoringServer(ABC):
@@ -206,6 +206,7 @@ class ScoringServer(ABC):
 
     ROUTE: ClassVar[str]
     flags = ""
+    bytes_of_token = 0  # in an answer
 
     def __init__(
         self,
@@ -245,7 +246,7 @@ class ScoringServer(ABC):
             attempts=attempts,
             request=lambda _, sequences, __: self._asked(sequences),
             scores=self._scores,
-            most_bytes=self._most_bytes(longest),
+            most_bytes=10_000_000 + self.bytes_of_token * longest,
             transport=transport,
         )
 
@@ -265,23 +266,10 @@ class ScoringServer(ABC):
     def _scores(self, answer: Any) -> object:
         """Return what an answer says of each sequence; raises ``LookupError``, ``TypeError`` or ``ValueError``."""
 
-    def _most_bytes(self, longest: int) -> int:
-        del longest
-        return 10_000_000
-
     def abort(self) -> None:  # noqa: B027 - a request ends by its timeout
         """Do nothing."""
 
     close = abort  # others end the server
-
-    async def __aenter__(self) -> Self:
-        await self.service.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.service.__aexit__(kind, error, tb)
 
 
 def _scalar_model(name: str, config: VllmConfig) -> ScoringModel:
@@ -429,6 +417,7 @@ class LogprobServer(ScoringServer):
         self.top_k = top_k
         self.vocabulary = vocabulary
         self.flags = f" --max-logprobs {top_k}" if top_k > LISTED else ""
+        self.bytes_of_token = 200 * (1 + top_k)
         super().__init__(url, source, **given)
 
     async def rows(self, asked: Sequence[Asked]) -> list[tuple[Rows, int | None]]:
@@ -498,9 +487,6 @@ class LogprobServer(ScoringServer):
             f"cannot leave the others out: expected a probability of at most {NEGLIGIBLE:g} of them all (or leave url "
             "out: an engine that the run starts leaves them out)"
         )
-
-    def _most_bytes(self, longest: int) -> int:
-        return super()._most_bytes(longest) + 200 * longest * (1 + self.top_k)
 
 
 def _listed(places: Any, tokens: Sequence[int], k: int) -> Rows:

@@ -72,10 +72,6 @@ def test_a_tail_that_reaches_the_cap_within_a_step_is_one_of_the_cap() -> None:
     assert "about 3 are needed, at most 2.0 times as fast" in capped.message
 
 
-def test_a_capped_response_that_was_deferred_is_an_ordinary_tail() -> None:
-    assert judge(replace(STEP, tokens=190, capped=1, decode_steps=99)).largest == "tail"
-
-
 def test_a_scorer_busier_than_decoding_sets_its_pace() -> None:
     nearly = replace(STEP, seconds=14.0, scoring=(Scoring("reward", 6.99, 3.0),))
     assert judge(nearly).shares["score"] == pytest.approx(3 / 14)
@@ -141,11 +137,6 @@ def test_the_limit_holds_for_the_schedule_that_the_verdict_names() -> None:
     assert (after.largest, after.next_schedule) == ("decode", None)
     assert after.limit == pytest.approx(1.0)
     assert "no schedule of as many rows is more than 1.0 times as fast" in after.message
-
-
-def test_rows_that_nobody_counted_are_one_for_each_unit() -> None:
-    assert judge(replace(STEP, rows=0)) == judge(STEP)
-    assert judge(replace(STEP, rows=8)).shares["tail"] == pytest.approx(7.5 / 12), "groups of two"
 
 
 @pytest.mark.parametrize("nothing", [replace(STEP, decode_seconds=0.0), replace(STEP, decode_steps=0)])

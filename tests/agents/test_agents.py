@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from oppo.agents import Agents
 from oppo.agents.requests import BODY, CHARACTERS
 from oppo.environments import EnvironmentFailure, Tools
 from oppo.errors import ConfigError, DataError
-from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
+from oppo.events import Drop, Prompt, ToolTokens
 from oppo.hf.calls import tool_schema
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.tokenizer import HfTokenizer
@@ -30,7 +29,7 @@ from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
 from oppo.vllm.sync import free_port
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.test_tools import TEMPLATE
+from tests.kit.turns import END, TEMPLATE, Said, call
 
 Act = Callable[[openai.AsyncOpenAI, dict[str, object]], Awaitable[object]]
 
@@ -60,16 +59,12 @@ ASK: Any = [{"role": "system", "content": "Count."}, {"role": "user", "content":
 
 @cache
 def tokenizer() -> HfTokenizer:
-    return chatting(byte_tokenizer(special=("<|im_end|>", "<|im_start|>")), template=TEMPLATE)
+    return chatting(byte_tokenizer(special=(END, "<|im_start|>")), template=TEMPLATE)
 
 
 @cache
 def chat() -> ChatFormat:
     return ChatFormat(chatting(tokenizer(), tools=SCHEMAS), ("user", "tool"))
-
-
-def call(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def client(agents: Agents, key: str, **options: Any) -> openai.AsyncOpenAI:
@@ -100,43 +95,11 @@ async def with_tools(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
             messages.append({"role": "tool", "tool_call_id": each.id, "content": content})
 
 
-@dataclass
-class Rollout:
-    """One rollout, whose turns a test says."""
+class Rollout(Said):
+    """One rollout of agents, whose turns a test says."""
 
-    agents: Agents
-    prompt: Prompt
-    pieces: list[Chunk | ToolTokens] = field(default_factory=list)
-    state: Any = None
-    number: int = 0
-
-    async def say(self, text: str, end: str = "<|im_end|>") -> Answer | Drop | None:
-        said = np.array(tokenizer().encode_whole(text + end), np.int32)
-        self.write(text, end)
-        answer = await self.agents.answer(Turn(self.prompt, self.number, said, self.state, self.said))
-        if isinstance(answer, Answer):
-            start = sum(len(each.tokens) for each in self.pieces)
-            self.pieces.append(ToolTokens(self.prompt.rollout, start, answer.tokens))
-            self.state, self.number = json.loads(json.dumps(answer.state)), self.number + 1
-        return answer
-
-    def write(self, text: str, end: str = "") -> None:
-        """Write a turn, or a part of one, of which the agent is not told yet."""
-        said = np.array(tokenizer().encode_whole(text + end), np.int32)
-        start = sum(len(each.tokens) for each in self.pieces)
-        logprobs = np.linspace(-1 - start, -1, len(said), dtype=np.float32)
-        self.pieces.append(Chunk(self.prompt.rollout, start, said, logprobs, np.zeros(len(said), np.int32)))
-
-    async def said(self) -> list[Chunk]:
-        return [each for each in self.pieces if isinstance(each, Chunk)]
-
-    async def reward(self, reason: Any = "eos") -> float | Drop:
-        finish = Finish(self.prompt.rollout, Response.of(self.prompt, self.pieces), reason)
-        (found,) = await self.agents.reward.finish([finish])
-        return found
-
-    def text(self) -> str:
-        return tokenizer().decode_whole([token for each in self.pieces for token in each.tokens.tolist()])
+    def __init__(self, agents: Agents, prompt: Prompt, *begun: Any) -> None:
+        super().__init__(agents, prompt, tokenizer(), *begun)
 
 
 def rows(*gold: int) -> list[Prompt]:
@@ -170,7 +133,7 @@ def tried(act: Act, then: Callable[[Rollout], Awaitable[Any]], **options: Any) -
 
 async def conversing(rollout: Rollout, said: Iterator[str], seconds: float = 0.0) -> list[Rollout]:
     """Say these in all conversations of an agent, as each is asked, until it ends; return them, the first first."""
-    agents, found = rollout.agents, [rollout]
+    agents, found = rollout.environment, [rollout]
 
     async def talk(in_one: Rollout) -> None:
         answer: object = Answer(np.array([], np.int32))
@@ -466,29 +429,11 @@ def test_what_cannot_be_trained_is_refused_and_the_agent_may_ask_otherwise(field
         return 1.0
 
     async def once(rollout: Rollout) -> tuple[object, object]:
-        return await rollout.say("Hm."), rollout.agents.samples()
+        return await rollout.say("Hm."), rollout.environment.samples()
 
     answer, samples = tried(act, once, sampling=SamplingSettings(temperature=0.7, stop_strings=("End.",)))
     assert answer is None
     assert samples == {"agents/refused": [1.0, 0.0], "agents/repeated": [0.0, 0.0]}
-
-
-def test_a_request_that_a_client_sends_again_is_answered_again() -> None:
-    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
-        again = {"x-stainless-retry-count": "1"}
-        with anyio.move_on_after(3):
-            await ask(to, ASK)
-        replies = [await ask(to, ASK, extra_headers=again) for _ in range(2)]
-        assert len({reply.choices[0].message.content for reply in replies}) == 1
-        return 1.0
-
-    async def later(rollout: Rollout) -> tuple[object, object]:
-        await anyio.sleep(5)
-        return await rollout.say("Hm."), rollout.agents.samples()
-
-    answer, samples = tried(act, later)
-    assert answer is None
-    assert samples["agents/repeated"][-2:] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -564,7 +509,7 @@ def test_conversations_are_counted_and_of_histories_that_change_the_first_differ
     async def whole(rollout: Rollout) -> Mapping[str, Sequence[float]]:
         texts = iter([call("add", left=2, right=3), "It is 5!"])
         assert [await each.reward() for each in await conversing(rollout, texts)] == [1.0] * counted[0]
-        return rollout.agents.samples()
+        return rollout.environment.samples()
 
     samples = tried(act, whole, single="")
     assert samples["agents/conversations"] == [counted[0]]
@@ -611,7 +556,7 @@ def test_an_answer_has_the_log_probs_of_the_behaviour_policy_if_asked() -> None:
 
     async def twice(rollout: Rollout) -> Rollout:
         assert isinstance(await rollout.say("Fünf"), Answer)
-        rollout.agents.close(rollout.prompt)  # as a resume does
+        rollout.environment.close(rollout.prompt)  # as a resume does
         assert await rollout.say("5") is None
         return rollout
 

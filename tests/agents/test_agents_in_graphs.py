@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -14,14 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo import Overcommit, grpo
+from oppo import Overcommit
 from oppo.admission import TailBatched
 from oppo.agents import Agents
-from oppo.data import PromptStream
-from oppo.evaluation import Evaluated, Evaluation
-from oppo.events import Batch, Chunk, Prompt, Response
-from oppo.run.checkpoint import read_state, write_state
+from oppo.evaluation import Evaluation
+from oppo.events import Chunk, Prompt, Response
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
+from tests.agents.conftest import graph_of, stepped
 from tests.agents.test_agents import tokenizer
 
 pytestmark = pytest.mark.usefixtures("numbers")
@@ -35,14 +33,12 @@ class Players:
         seconds: before each request, by row and turn.
         faults: rows whose agent raises after its first turn.
         seen: log-probs of turns, by their tokens.
-        busy: by row, agents that work on a turn.
     """
 
     seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
     faults: Sequence[int] = ()
     begun: Counter[int] = field(default_factory=Counter)
     seen: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
-    busy: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.agents = Agents(self.run, tokenizer(), on_failure="drop")
@@ -53,9 +49,7 @@ class Players:
         messages: list[dict[str, str]] = [{"role": "user", "content": str(number)}]
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(self.agents.app), base_url=base_url) as to:
             for turn in range(row["turns"]):
-                self.busy[number] += turn > 0
                 await anyio.sleep(self.seconds.get((number, turn), 0.01))
-                self.busy[number] -= turn > 0
                 asked = {"messages": messages, "logprobs": turn > 0, "return_token_ids": True}
                 reply = await to.post("/chat/completions", json=asked, headers={"Authorization": f"Bearer {key}"})
                 if reply.status_code == 400:  # the response has no room
@@ -92,21 +86,8 @@ def trained(
 ) -> tuple[list[tuple[float, Response]], list[dict[str, float]], list[str]]:
     """Return the scored responses, the metrics and the reasons of drops."""
     agents, trainer = players.agents, FakeTrainer()
-    graph = grpo(
-        policy=policy(**options),
-        reward=agents.reward,
-        trainer=trainer,
-        admission=admission,
-        samples=samples,
-        environment=agents,
-    )
-
-    async def main() -> tuple[list[dict[str, float]], list[str]]:
-        async with graph.open(agents.prompts(rows(60))) as run:
-            reports = [report async for report in run.steps(steps)]
-        return [{**each.metrics} for each in reports], [drop.reason for each in reports for drop in each.dropped]
-
-    metrics, reasons = run_virtual(main)
+    graph = graph_of(agents, policy(**options), trainer, admission, samples=samples)
+    metrics, reasons = stepped(graph, agents.prompts(rows(60)), steps)
     pairs = [
         (float(score), each)
         for batch in trainer.batches
@@ -151,61 +132,6 @@ def test_deferred_rollouts_are_trained_with_the_tokens_and_rewards_of_serial_ste
     assert all(serial[rollout] == streamed[rollout] for rollout in serial.keys() & streamed.keys())
 
 
-def rows_of(batches: Sequence[Batch]) -> dict[tuple[int, int], list[Any]]:
-    """Return the score, tokens, loss mask and advantages of each sample of a row."""
-    return {
-        (int(str(each.prompt.columns["number"])), each.prompt.sample): [
-            float(batch.scores[row]),
-            *(
-                column[start:stop].tolist()
-                for column in (batch.tokens, batch.sampled, batch.advantages)
-                if column is not None
-            ),
-        ]
-        for batch in batches
-        for row, (each, start, stop) in enumerate(
-            zip(batch.responses, batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False)
-        )
-    }
-
-
-@pytest.mark.parametrize("killed", [1, 3, 4])
-def test_a_run_that_ends_while_tools_of_agents_are_at_work_is_resumed_as_it_was(killed: int, tmp_path: Path) -> None:
-    async def part(players: Players, first: int, last: int) -> tuple[dict[tuple[int, int], list[Any]], set[int]]:
-        trainer, agents, decoding = FakeTrainer(), players.agents, policy()
-        graph = grpo(
-            policy=decoding,
-            reward=agents.reward,
-            trainer=trainer,
-            admission=Overcommit(batch=3, overcommit=3),
-            samples=2,
-            environment=agents,
-        )
-        prompts = agents.prompts(PromptStream(rows(60), epochs=1))
-        async with graph.open(prompts) as run:
-            if first:
-                state = read_state(tmp_path)
-                run.load_state_dict(state["run"])
-                prompts.load_state_dict(state["prompts"])
-                trainer.version = first
-                await trainer.sync_weights(decoding)
-            steps = run.steps(6 - first, drain_after=lambda step: step + 1 == killed)
-            for _ in range(first, last):
-                await anext(steps)
-            write_state(tmp_path, {"run": run.state_dict(), "prompts": prompts.state_dict()})
-            working = {number for number, busy in players.busy.items() if busy}
-        return rows_of(trainer.batches), working
-
-    slow = {(at, turn): 2.0 for at in range(60) for turn in (1, 2)}
-    whole, _ = run_virtual(lambda: part(Players(slow), 0, 6))
-    before, working = run_virtual(lambda: part(Players(slow), 0, killed))
-    after, _ = run_virtual(lambda: part(Players(slow), killed, 6))
-    both = {**before, **after}
-    assert len(both) == len(before) + len(after) == 6 * 3 * 2
-    assert working & {number for number, _ in after.keys() & whole.keys()}
-    assert all(both[sample] == whole[sample] for sample in both.keys() & whole.keys())
-
-
 def test_rollouts_that_begin_anew_have_a_new_agent() -> None:
     players = Players({(at, 1): 9.0 for at in range(1, 60, 3)})
     pairs, metrics, _ = trained(players, TailBatched(batch=4), steps=6)
@@ -213,26 +139,6 @@ def test_rollouts_that_begin_anew_have_a_new_agent() -> None:
         check(score, response)
     assert sum(each.get("deferral/discarded_tokens", 0) for each in metrics) > 0
     assert max(players.begun.values()) > 2  # one for each of two samples
-
-
-def test_held_out_rows_have_agents_and_one_that_asks_nothing_leaves_its_row_out() -> None:
-    async def silent(row: dict[str, Any], url: str, key: str) -> float:
-        return await players.run(row, url, key) if row["number"] != 2 else 0.0
-
-    players = Players()
-    players.agents = agents = Agents(silent, tokenizer(), on_failure="drop")
-    evaluation = Evaluation(
-        prompts=rows(7), reward=agents.reward, greedy=policy(), batch=3, environment=agents, asking=agents.prompts
-    )
-
-    async def main() -> Evaluated:
-        async with agents:
-            return await evaluation.measure(0)
-
-    answers = run_virtual(main).answers
-    assert [each.finish.response.prompt.columns["number"] for each in answers] == [0, 1, 3, 4, 5, 6]
-    assert [each.score for each in answers] == [float(each.finish.response.sampled.sum()) for each in answers]
-    assert agents._sessions == {}
 
 
 def test_requests_of_held_out_rows_are_counted_apart_from_those_of_rows_that_are_trained_meanwhile() -> None:
@@ -246,14 +152,7 @@ def test_requests_of_held_out_rows_are_counted_apart_from_those_of_rows_that_are
     players = Players({(at, 1): 0.3 for at in range(60)})
     players.agents = agents = Agents(curious, tokenizer())
     held_out = [replace(each, columns={**each.columns, "refused": each.columns["turns"]}) for each in rows(6)]
-    graph = grpo(
-        policy=policy(),
-        reward=agents.reward,
-        trainer=FakeTrainer(),
-        admission=Overcommit(batch=4, overcommit=3),
-        samples=2,
-        environment=agents,
-    )
+    graph = graph_of(agents, policy(), FakeTrainer(), Overcommit(batch=4, overcommit=3))
     evaluation = Evaluation(
         prompts=held_out, reward=agents.reward, greedy=policy(), batch=2, environment=agents, asking=agents.prompts
     )

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from oppo import Overcommit, grpo
+from oppo import Overcommit
 from oppo.admission import Admission, Continuous, TailBatched
 from oppo.agents import Agents
 from oppo.agents.conversation import ENDED
@@ -26,8 +26,9 @@ from oppo.evaluation import Evaluated, Evaluation
 from oppo.events import Batch, BatchPart, Chunk, FloatArray, Prompt, Response, StepReport
 from oppo.models import Capabilities
 from oppo.simulate.policy import FakeDecode
-from oppo.stages import GroupRelative, InParts, Selection
+from oppo.stages import DynamicSampling, GroupRelative, InParts
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
+from tests.agents.conftest import graph_of, stepped
 from tests.agents.test_agents import tokenizer
 from tests.kit.pipelines import Tap
 
@@ -127,39 +128,19 @@ def policy(*, adds: bool = True, **options: Any) -> FakePolicy:
     return FakePolicy(**{"length": length, "turns": turns, **options}, capabilities=can)
 
 
-def graph_of(
+def trained(
     chief: Chief,
-    trainer: FakeTrainer,
     admission: Admission,
+    steps: int = 4,
     *,
+    helpers: int = 3,
     samples: int = 2,
     decoding: FakePolicy | None = None,
     **options: Any,
-) -> Any:
-    agents = chief.agents
-    return grpo(
-        policy=decoding or policy(**options),
-        reward=agents.reward,
-        trainer=trainer,
-        admission=admission,
-        samples=samples,
-        environment=agents,
-    )
-
-
-def trained(
-    chief: Chief, admission: Admission, steps: int = 4, *, helpers: int = 3, **options: Any
 ) -> tuple[list[Batch], list[dict[str, float]], list[str]]:
     trainer = FakeTrainer()
-    graph = graph_of(chief, trainer, admission, **options)
-
-    async def main() -> tuple[list[dict[str, float]], list[str]]:
-        async with graph.open(chief.agents.prompts(Rows(helpers=helpers))) as run:
-            reports = [report async for report in run.steps(steps)]
-        return [{**each.metrics} for each in reports], [drop.reason for each in reports for drop in each.dropped]
-
-    metrics, reasons = run_virtual(main)
-    return trainer.batches, metrics, reasons
+    graph = graph_of(chief.agents, decoding or policy(**options), trainer, admission, samples=samples)
+    return trainer.batches, *stepped(graph, chief.agents.prompts(Rows(helpers=helpers)), steps)
 
 
 Row = tuple[float, float, list[int], list[bool]]
@@ -229,7 +210,8 @@ def test_deferred_conversations_are_trained_as_in_serial_steps(together: bool) -
 
 def test_a_group_comes_early_if_none_of_its_agents_has_a_further_conversation() -> None:
     chief, tap, trainer = Chief(), Tap(), FakeTrainer(accumulating=lambda _: 0.0)
-    graph = graph_of(chief, trainer, Overcommit(batch=4)).replace(advantage=InParts(GroupRelative(), 2))
+    graph = graph_of(chief.agents, policy(), trainer, Overcommit(batch=4))
+    graph = graph.replace(advantage=InParts(GroupRelative(), 2))
 
     async def main() -> list[float]:
         async with graph.open(chief.agents.prompts(Rows()), observers=[tap]) as run:
@@ -250,15 +232,7 @@ def test_a_group_is_selected_by_one_score_of_each_agent() -> None:
         seen.append(len(scores))
         return True
 
-    graph = grpo(
-        policy=policy(),
-        reward=chief.agents.reward,
-        trainer=FakeTrainer(),
-        admission=Overcommit(batch=4),
-        samples=2,
-        select=Selection(accept),
-        environment=chief.agents,
-    )
+    graph = graph_of(chief.agents, policy(), FakeTrainer(), Overcommit(batch=4), select=DynamicSampling(accept))
 
     async def main() -> list[StepReport]:
         async with graph.open(chief.agents.prompts(Rows())) as run:
@@ -352,7 +326,7 @@ def test_a_step_waits_for_no_tool_once_the_end_of_an_agent_has_filled_its_batch(
         "turns": lambda prompt: [4] * (prompt.admission in slow),
         "cap": 10,
     }
-    graph = graph_of(chief, FakeTrainer(), Overcommit(batch=4, overcommit=2), **options)
+    graph = graph_of(chief.agents, policy(**options), FakeTrainer(), Overcommit(batch=4, overcommit=2))
 
     async def main() -> tuple[StepReport, float]:
         async with graph.open(chief.agents.prompts(Rows(helpers=1))) as run:
@@ -397,7 +371,7 @@ def test_an_agent_that_raises_loses_all_its_conversations() -> None:
 def test_rows_that_are_held_out_have_helpers_too_and_leave_deferred_agents_alone() -> None:
     chief, trainer = Chief({(at, 1, 0): 0.5 for at in range(1, 60)}), FakeTrainer()
     agents, held_out = chief.agents, list(islice(Rows(), 5))
-    graph = graph_of(chief, trainer, Overcommit(batch=4, overcommit=3))
+    graph = graph_of(agents, policy(), trainer, Overcommit(batch=4, overcommit=3))
     evaluation = Evaluation(
         prompts=held_out, reward=agents.reward, greedy=policy(), batch=3, environment=agents, asking=agents.prompts
     )
@@ -458,7 +432,7 @@ def resumed(
             trainers[number],
             policy(**options),
         )
-        async with graph_of(chiefs[number], trainer, admission, decoding=decoding).open(prompts) as run:
+        async with graph_of(chiefs[number].agents, decoding, trainer, admission).open(prompts) as run:
             if state is not None:
                 run.load_state_dict(state)
                 trainer.version = killed

@@ -28,8 +28,9 @@ from oppo.hf.chat import ParsedTurn
 from oppo.testing import run_virtual
 from oppo.turns import Answer
 from tests.agents.conftest import Numbers
-from tests.agents.test_agents import Rollout, acting, ask, call, client, conversing, rows, tokenizer, tried
+from tests.agents.test_agents import Rollout, acting, ask, client, conversing, rows, tokenizer, tried
 from tests.agents.test_agents_in_graphs import Players, described, trained
+from tests.kit.turns import call
 
 Fault = Literal["unsent", "busy", "left", "lost"]
 

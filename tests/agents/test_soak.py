@@ -17,7 +17,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from oppo import Overcommit, grpo
+from oppo import Overcommit
 from oppo.agents import Agents
 from oppo.agents.requests import ChatRequests
 from oppo.events import Batch, Chunk, Prompt, StepReport
@@ -25,7 +25,7 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Capabilities, Policy, Sampling
 from oppo.placement import PolicyPool, Process
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
-from tests.agents.conftest import Numbers
+from tests.agents.conftest import Numbers, graph_of
 from tests.agents.test_agents import tokenizer
 from tests.agents.test_server import connected, received, request
 from tests.hf import tiny
@@ -148,14 +148,7 @@ def mortal(fate: Fate) -> FakePolicy:
 async def crowded(crowd: Crowd, policy: Policy, count: int, each: Callable[[StepReport], object]) -> None:
     """Train steps with so many agents at once, and check what became of each."""
     trainer, reports = FakeTrainer(), list[StepReport]()
-    graph = grpo(
-        policy=policy,
-        reward=crowd.agents.reward,
-        trainer=trainer,
-        admission=Overcommit(count // 4, count // 4),
-        samples=2,
-        environment=crowd.agents,
-    )
+    graph = graph_of(crowd.agents, policy, trainer, Overcommit(count // 4, count // 4))
     rows = [Prompt(at, at, np.array([0], np.int32), group=at, columns={"number": at}) for at in range(2 * count)]
     async with graph.open(crowd.agents.prompts(rows)) as run:
         async for report in run.steps(STEPS):

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-
-import numpy as np
 import pytest
 
 from benchmarks.controllers import (
@@ -23,13 +18,8 @@ from benchmarks.controllers import (
     mean_staleness,
     mean_worth,
     page,
-    system,
 )
 from benchmarks.simulate.outcomes import record_of
-from oppo.admission import Admission, Overcommit, TailAdaptive
-from oppo.models import Passes
-from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
-from oppo.simulate.run import Schedule, SimulatedRun
 
 IN_VAIN = {"capped", "train-bound", "score-bound"}  # regimes in which deferring saves next to nothing
 
@@ -116,53 +106,3 @@ def test_what_is_published_comes_out_again(results: Results) -> None:
 @pytest.mark.parametrize("cell", [cell for engine in ENGINES for cell in cells(engine)][::29], ids=str)
 def test_one_in_twenty_nine_of_what_is_published_comes_out_again(results: Results, cell: Cell) -> None:
     assert_comes_out_again(results, cell)
-
-
-def simulated(
-    system: System, workload: Workload, admission: Callable[[], Admission], steps: int, skipped: int
-) -> SimulatedRun:
-    schedule = Schedule(name="", about="", admission=admission, chunk=256 if workload.cap > 512 else 32)
-    return SimulatedRun(system, workload, schedule, steps, skipped)
-
-
-def test_a_small_run_gains_time_from_deferring_and_foretells_it() -> None:
-    regime = replace(REGIMES[0], batch=32, cap=1024, median=(150, 150))
-    costs = system(regime, ENGINES["modern"])
-    waiting = simulated(costs, regime.workload, partial(Overcommit, 32), steps=30, skipped=8).run()
-    adaptive = simulated(costs, regime.workload, partial(TailAdaptive, 32), steps=30, skipped=8).run()
-    assert adaptive.seconds < 0.95 * waiting.seconds
-    assert adaptive.predicted == pytest.approx(1, abs=0.15)
-    assert adaptive.extras[0] == 0, "it only watches at first"
-
-
-def desk(row: float) -> System:
-    """Return the costs of models of some millions of parameters, as measured: in proportion to the tokens of responses.
-
-    One core decodes and trains, the other one scores.
-    """
-    return System(
-        decoder=Decoder(step=5.6e-3, row=row),
-        readers={"reward": Reader(passes=Passes(token=0.75e-3))},  # reference and critic included
-        updater=Updater(passes=Passes(token=0.54e-3)),
-    )
-
-
-def desk_workload(batch: int, sigma: float = 1.0, cap: int = 384) -> Workload:
-    return Workload(batch=batch, lengths=Lognormal(median=(40, 40), sigma=sigma, cap=cap), cap=cap, prompt=0)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(0.375e-3, id="cheap rows"), pytest.param(0.75e-3, id="expensive rows", marks=pytest.mark.deep)],
-)
-def test_a_short_run_of_small_batches_is_nearly_as_good_as_the_best_delta_for_it(row: float) -> None:
-    """After its first step, at the price it is asked for; nobody knows the best Delta beforehand."""
-    batch, steps, seeds = 24, 14, range(3)
-
-    def cost(admission: Callable[[], Admission]) -> float:
-        one = simulated(desk(row), desk_workload(batch), admission, steps, skipped=1)
-        runs = [replace(one, seed=seed).run() for seed in seeds]
-        return float(np.mean([run.seconds * (1 + run.extra / batch) for run in runs]))
-
-    best = min(cost(partial(Overcommit, batch, extra)) for extra in range(6))
-    assert cost(partial(TailAdaptive, batch)) <= 1.03 * best

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import anyio
@@ -11,20 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.convergence.__main__ import HERE, PAGE, make
-from benchmarks.convergence.comparison import (
-    FIRST_HALF,
-    SCORE,
-    Pace,
-    bootstrap,
-    by_updates,
-    difference,
-    early,
-    pace,
-    reached,
-)
-from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results
+from benchmarks.convergence.results import Answers, Cell, Estimate, Outcome, Plan, Results
 from benchmarks.convergence.runs import cells, complete
-from benchmarks.convergence.studies import ADAPTIVE, LOOKAHEAD, SCHEDULES, SERIAL, STUDIES, Study, figure
+from benchmarks.convergence.studies import LOOKAHEAD, SCHEDULES, STUDIES, Study, figure
 from benchmarks.harness import command, cores_here, placed
 from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
@@ -36,130 +24,18 @@ from oppo.testing import run_virtual
 
 START = Answers(Estimate(0.1, 0.05), Estimate(0.0, 0.0), Estimate(34.0, 2.0))
 PLAN = Plan(steps=3, batch=8, examined=16)
-ARMS, DEEP = SCHEDULES.arms, LOOKAHEAD.arms
+ARMS = SCHEDULES.arms
 
 
-def outcome(score: float, kl: float = 6.0) -> Outcome:
+def outcome(score: float) -> Outcome:
     return Outcome(
-        answers=Answers(Estimate(score, 0.02), Estimate(kl, 0.2), Estimate(30.0, 1.0)),
+        answers=Answers(Estimate(score, 0.02), Estimate(6.0, 0.2), Estimate(30.0, 1.0)),
         seconds=(1.0, 2.0, 1.5),
         scores=(0.1, score / 2, score),
         extra=2.0,
         lag=0.25,
         late=0.2,
     )
-
-
-def results(seeds: int, shift: Mapping[str, Callable[[int], float]]) -> Results:
-    """Return a study in which serial gains 1.0, and some arms end with another score."""
-    outcomes = {
-        cell: outcome(1.1 + (shift[cell.arm](cell.seed) if cell.arm in shift else 0.0))
-        for cell in cells(tuple(ARMS), seeds)
-    }
-    return Results(tuple(ARMS), PLAN, {"cpu": "a processor", "cores": 2}, START, outcomes)
-
-
-def lagging(
-    n: int, score: float = 1.1, kl: float = 6.0, *, rise: Callable[[int], float] = lambda k: 0.1 * k
-) -> Outcome:
-    """Return an outcome of 12 steps at lookahead n, of which a rollout scores ``rise`` of the updates before it."""
-    lags = tuple(float(min(n, k)) for k in range(12))
-    return Outcome(
-        answers=Answers(Estimate(score, 0.02), Estimate(kl, 0.2), Estimate(30.0, 1.0)),
-        seconds=(1.0,) * 12,
-        scores=tuple(rise(k - int(lags[k])) for k in range(12)),
-        extra=0.0,
-        lag=sum(lags) / 12,
-        late=0.0,
-        off_policy=OffPolicy(lags=lags, samples=(1.0 - 0.01 * n,) * 12, largest=float(n), kl=0.001 * n, clipped=0.1),
-    )
-
-
-def deep(seeds: int, changed: Mapping[str, Outcome]) -> Results:
-    """Return a study of lookahead in which all arms learn the same, some excepted."""
-    found = {arm: changed.get(arm) or lagging(int(arm[1])) for arm in DEEP}
-    outcomes = {cell: found[cell.arm] for cell in cells(tuple(DEEP), seeds)}
-    return Results(
-        tuple(DEEP), Plan(steps=12, batch=8, examined=16, jobs=2), {"cpu": "a processor", "cores": 2}, START, outcomes
-    )
-
-
-def test_the_interval_of_two_values_is_bounded_by_them_and_the_same_twice() -> None:
-    found = bootstrap([0.0, 1.0])
-    assert (found.low, found.mean, found.high) == (0.0, 0.5, 1.0)
-    assert bootstrap([0.3, 0.1, 0.8, 0.2]) == bootstrap([0.3, 0.1, 0.8, 0.2])
-
-
-def test_pairs_remove_what_seeds_have_in_common() -> None:
-    made = results(8, {arm: lambda seed: 0.3 * seed for arm in ARMS})
-    made.outcomes |= {
-        Cell(seed, ADAPTIVE.name): outcome(made.outcomes[Cell(seed, SERIAL.name)].answers.score.mean + 0.01)
-        for seed in range(8)
-    }
-    found = difference(made, ADAPTIVE.name, SERIAL.name, SCORE)
-    assert (found.low, found.high) == pytest.approx((0.01 / (1.0 + 0.3 * 3.5),) * 2)
-
-
-def test_nothing_is_compared_without_a_whole_seed_or_the_base_policy() -> None:
-    for made, named in (
-        (replace(results(5, {}), start=None), "base policy"),
-        (replace(results(5, {}), outcomes={}), "all arms"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            difference(made, ADAPTIVE.name, SERIAL.name, SCORE)
-    with pytest.raises(ValueError, match="lags"):
-        by_updates(outcome(1.0))
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 4])
-def test_by_the_updates_its_writer_had_seen_equal_learning_has_equal_curves_at_any_lookahead(n: int) -> None:
-    found = lagging(n)
-    assert by_updates(found) == pytest.approx([0.1 * k for k in range(12 - n)])
-    assert early(found) == pytest.approx([0.1 * k for k in range(1, 7)])
-    assert FIRST_HALF.of(found) == pytest.approx(0.35)
-    assert FIRST_HALF.gained(found, START) == pytest.approx(0.35)
-
-
-def test_what_was_written_by_the_same_weights_counts_as_one_point() -> None:
-    first = iter((0.0, 0.3))
-    found = lagging(1, rise=lambda k: next(first) if k == 0 else 1.0)
-    assert by_updates(found)[:2] == pytest.approx((0.15, 1.0))
-
-
-def test_a_run_that_is_too_short_for_its_lookahead_has_no_first_half() -> None:
-    cut = lagging(4)
-    assert cut.off_policy is not None
-    short = replace(cut, scores=cut.scores[:8], off_policy=replace(cut.off_policy, lags=cut.off_policy.lags[:8]))
-    with pytest.raises(ValueError, match="--steps"):
-        early(short)
-
-
-def test_a_curve_reaches_a_value_between_two_points_at_its_start_or_never() -> None:
-    curves = np.array([[0.0, 0.4, 0.8, 0.2], [0.7, 0.0, 0.0, 0.0], [0.0, 0.1, 0.2, 0.3], [0.0, 0.6, 0.0, 0.9]])
-    assert reached(curves, 0.6).tolist() == pytest.approx([1.5, 0.0, np.inf, 1.0])
-
-
-def test_the_pace_of_an_arm_is_told_in_updates_and_beside_the_baselines() -> None:
-    def found(rise: Callable[[int], float], n: int) -> Pace:
-        return pace(deep(6, {f"n{n}": lagging(n, rise=rise)}), f"n{n}", "n0")
-
-    same, slower, never = found(lambda k: 0.1 * k, 1), found(lambda k: 0.09 * k, 1), found(lambda k: 0.01 * k, 4)
-    assert (same.updates.mean, same.updates.last, same.updates.last_ratio) == pytest.approx((8.5, 10, 10 / 8.5))
-    assert astuple(same.updates.ratio) == pytest.approx((1.0, 1.0, 1.0))
-    assert astuple(slower.updates.ratio) == pytest.approx((10 / 9,) * 3)
-    assert (never.updates.mean, never.updates.ratio.low, never.updates.ratio.high) == (np.inf, np.inf, np.inf)
-
-
-def test_the_pace_of_an_arm_in_seconds_is_that_of_its_updates_and_their_steps() -> None:
-    quicker = replace(lagging(1, rise=lambda k: 0.09 * k), seconds=(2.0,) + (0.5,) * 11)
-    found = pace(deep(6, {"n1": quicker}), "n1", "n0")
-    seconds = 2.0 + 0.5 * (8.5 * 10 / 9 - 1)
-    assert found.updates.mean == pytest.approx(8.5 * 10 / 9)
-    assert (found.seconds.mean, found.seconds.last) == pytest.approx((seconds, 2.0 + 0.5 * 9))
-    assert astuple(found.seconds.ratio) == pytest.approx((seconds / 8.5,) * 3)
-    never = pace(deep(6, {"n1": lagging(1, rise=lambda k: 0.01 * k)}), "n1", "n0").seconds
-    assert (never.mean, never.ratio.high) == (np.inf, np.inf)
-    assert never.last_ratio == pytest.approx(10 / 8.5)
 
 
 class StoppedError(Exception):
@@ -195,26 +71,26 @@ class Runs:
         return outcome(1.0 + cell.seed)
 
 
-@pytest.mark.parametrize(("jobs", "seconds"), [(1, 10.0), (2, 5.0), (3, 4.0)])
-def test_so_many_runs_are_made_at_a_time_and_each_is_saved(tmp_path: Path, jobs: int, seconds: float) -> None:
-    runs, told = Runs(), list[str]()
-    file = tmp_path / "results.json"
-    found = Results(tuple(ARMS), replace(PLAN, jobs=jobs))
+def test_so_many_runs_are_made_at_a_time_and_each_is_saved(tmp_path: Path) -> None:
+    runs, told, file = Runs(), list[str](), tmp_path / "results.json"
+    found = Results(tuple(ARMS), replace(PLAN, jobs=3))
+
+    def tell(line: str) -> None:
+        told.append(line)
+        assert len(Results.load(file, ARMS).outcomes) == len(told), "told before it was saved"
 
     async def make() -> float:
-        def tell(line: str) -> None:
-            told.append(line)
-            assert len(Results.load(file, ARMS).outcomes) == len(told), "told before it was saved"
-
         with routed(tell):
             await complete(found, file, 2, start=runs.start, outcome=runs.outcome)
         return anyio.current_time()
 
-    assert run_virtual(make) == pytest.approx(seconds)
-    assert runs.most == jobs
+    assert run_virtual(make) == pytest.approx(4)
+    assert runs.most == 3
     assert set(found.outcomes) == set(cells(tuple(ARMS), 2))
     assert Results.load(file, ARMS) == found
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    for other in (replace(found.plan, steps=4), replace(found.plan, jobs=2)):
+        with pytest.raises(ConfigError, match="--out"):
+            Results.go_on(file, ARMS, other)
 
 
 def test_a_run_that_fails_ends_the_others_and_what_was_done_is_kept(tmp_path: Path) -> None:
@@ -237,15 +113,8 @@ def test_a_run_that_fails_ends_the_others_and_what_was_done_is_kept(tmp_path: Pa
     assert found.whole() == [0]
 
 
-@pytest.mark.parametrize("other", [replace(PLAN, steps=4), replace(PLAN, jobs=2)], ids=["steps", "jobs"])
-def test_runs_of_two_plans_are_not_put_together(other: Plan, tmp_path: Path) -> None:
-    results(1, {}).save(tmp_path / "made.json")
-    with pytest.raises(ConfigError, match="--out"):
-        Results.go_on(tmp_path / "made.json", ARMS, other)
-
-
 def demo() -> Settings:
-    facts = Facts(0, {}, 0, 0, 0, 0, {}, {}, 0, {})
+    facts = Facts({}, 0, 0, {}, 0)
     return settings_of(FULL, Assets(Path("/made"), facts), Path("/runs/demo-1"), seed=3)
 
 

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 import json
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count, cycle
 from pathlib import Path
 from typing import cast
 
+import anyio
 import pytest
 import torch
 
-from benchmarks.decoding import as_json, compare_decoding, measure, show
+from benchmarks import decoding, engine, learning
 from benchmarks.gpu_day import PARTS, gpu_day
-from benchmarks.harness import END, Spread, placed, require_writable, turns
+from benchmarks.harness import END, Spread, command, placed, require_writable, turns
 from benchmarks.ladder.workloads import SMOKE
-from oppo.errors import ConfigError
+from benchmarks.turns import Course, Pauses, measure as measure_pauses
+from benchmarks.vllm.compare import Recorded, compare_decoding, compare_syncing, length_of
+from oppo.errors import ConfigError, DataError
+from oppo.events import Prompt, Response
+from oppo.models import Weights
+from oppo.placement import Thread
+from oppo.simulate.policy import FakeDecode
+from oppo.testing import FakePolicy, run_virtual
 from tests.hf import tiny
 
 
 def test_everyone_has_a_turn_in_each_round_and_none_always_follows_the_same_neighbour() -> None:
     order = list(turns("abc", 4))
     assert [number for number, _ in order] == [number for number in range(5) for _ in "abc"]
-    assert ["".join(each for number, each in order if number == k) for k in range(5)] == [
-        "cba", "abc", "cba", "abc", "cba",
-    ]  # fmt: skip
+    rounds = ["".join(each for number, each in order if number == k) for k in range(5)]
+    assert rounds == ["cba", "abc", "cba", "abc", "cba"]
 
 
 def test_a_ratio_is_of_pairs_of_rounds_so_that_a_slow_minute_cancels() -> None:
     found = Spread.of_ratios([3.0, 30.0, 4.0], [2.0, 20.0, 2.0])
-    assert found == Spread(1.5, 1.5, 2.0)
-    assert str(found) == "1.50 (1.50 - 2.00)"
-    with pytest.raises(ValueError, match="argument"):
-        Spread.of_ratios([3.0], [2.0, 1.0])
+    assert (found, str(found)) == (Spread(1.5, 1.5, 2.0), "1.50 (1.50 - 2.00)")
 
 
 def test_a_part_takes_the_place_of_the_older_one_between_its_own_marks() -> None:
@@ -55,53 +63,99 @@ def test_looking_whether_results_can_be_written_leaves_no_file_and_harms_none(tm
 
 
 @tiny.apart
-def test_both_are_timed_in_turns_and_their_figures_belong_together() -> None:
+def test_our_decoder_and_generate_are_timed_in_turns() -> None:
     # generate, ours; ours, generate; ...: with a second between two of them
-    clock = itertools.accumulate(itertools.cycle([1.0, 4.0, 1.0, 2.0, 1.0, 2.0, 1.0, 4.0])).__next__
+    clock = accumulate(cycle([1.0, 4.0, 1.0, 2.0, 1.0, 2.0, 1.0, 4.0])).__next__
     before = torch.get_num_threads()
-    found = compare_decoding(tiny.causal(), lengths=[9, 3, 20], prompts=[4, 17, 8], rounds=3, clock=clock)
+    lengths, prompts = [9, 3, 20], [4, 17, 8]
+    found = decoding.compare_decoding(tiny.causal(), lengths=lengths, prompts=prompts, rounds=3, clock=clock)
     assert torch.get_num_threads() == before
     assert (found.batch, found.tokens) == (3, 32)
-    assert (found.ours, found.generate) == ((16.0,) * 3, (8.0,) * 3)
-    assert found.ratio == Spread(2.0, 2.0, 2.0)
+    assert (found.ours, found.generate, found.ratio) == ((16.0,) * 3, (8.0,) * 3, Spread(2.0, 2.0, 2.0))
+    cases = decoding.measure(1, {"tiny": SMOKE.models.actor}, {"3 ragged": [5, 2, 9], "1": [6]})
+    written = cast("list[dict[str, object]]", decoding.as_json(cases, 1)["cases"])
+    assert [case["batch"] for case in written] == ["3 ragged", "1"]
+    assert decoding.show(cases).count("tiny") == 2
 
 
-def test_every_case_is_compared_shown_and_written_as_files_of_record_are() -> None:
-    found = tiny.apart(measure)(1, {"tiny": SMOKE.models.actor}, {"3 ragged": [5, 2, 9], "1": [6]})
-    cases = as_json(found, 1)["cases"]
-    assert isinstance(cases, list)
-    assert [case["batch"] for case in cases] == ["3 ragged", "1"]
-    assert all(len(case["found"]["ours"]) == 1 and case["ratio"][0] > 0 for case in cases)
-    assert show(found).count("tiny") == 2
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
 
 
-def test_each_part_stands_beside_its_prediction_and_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("no_collector")
+def test_the_engine_costs_time_by_the_given_clock_per_chunk_and_edge() -> None:
+    ticks = count()  # read at the start and at the end only: one second passes
+    costs = engine.measure((2, 5), 2, least_chunks=1, clock=lambda: float(next(ticks)))
+    assert [(cost.load, cost.rollouts) for cost in costs] == [(name, n) for name in engine.LOADS for n in (2, 5)]
+    written = cast("list[dict[str, object]]", engine.as_json(costs)["costs"])
+    assert [each["median"] for each in written] == [cost.median for cost in costs]
+    edges = next(cost for cost in costs if (cost.load, cost.rollouts) == ("edges", 5))
+    assert edges.chunks == 2 * 5 * engine.CHUNKS
+    assert edges.median == pytest.approx(1e6 / edges.chunks / engine.EDGES)
+    line = engine.live((4, 5), 2, clock=lambda: float(next(ticks)))
+    assert "4 live rollouts, 125.00 ms for each in a step, 0% of it gc; 5 live rollouts, 100.00 ms" in line
+
+
+def test_a_pause_is_compared_with_the_gaps_on_either_side_of_it() -> None:
+    course = Course(ends=[0, 1, 2, 5, 6, 8, 9.5, 10.5], calls=[1, 1, 1, 2, 2, 2, 3, 3], joined={3})
+    assert [list(course.borders(joined=joined)) for joined in (False, True)] == [[(3, 1)], [(1.5, 1.5)]]
+    found = Pauses.of([course])
+    assert (found.interrupted, found.answered, found.interruptions, found.answers) == (2, 0, 1, 1)
+    assert math.isnan(Pauses.of([Course(ends=[0, 1, 2, 5, 6], calls=[1, 1, 1, 2, 2])]).answered), "of none, no figure"
+
+
+@tiny.apart
+def test_answers_and_interruptions_are_both_met() -> None:
+    with Thread("actor") as place:
+        found = measure_pauses(tiny.causal(), place, rounds=2, rows=6, length=60)
+    assert min(found.answers, found.step) > 0
+
+
+def of_record(page: str) -> str:
+    return page.partition(learning.BEGIN)[2].partition(END)[0]
+
+
+def test_the_page_of_learning_is_made_of_the_results_of_record() -> None:
+    results = json.loads((learning.RESULTS / "learning.json").read_text(encoding="utf-8"))
+    assert of_record((learning.RESULTS / "learning.md").read_text(encoding="utf-8")) == learning.content(results)
+    for lags in learning.Found.of(results).outcomes.values():
+        assert {lag: len(each) for lag, each in lags.items()} == dict.fromkeys(learning.LAGS, results["seeds"])
+        assert sum(each.after - each.before for each in lags[0]) > 0
+
+
+def test_a_run_of_learning_writes_results_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = learning.Task("tool", "sums", 2, 1e-2, learning.beginning, lambda _: learning.checked(), tool=True)
+    monkeypatch.setattr(learning, "tasks", lambda: [shown])
+    monkeypatch.setattr(learning, "HELD_OUT", 8)
+    (tmp_path / "learning.md").write_text(f"# Learning\n\n{learning.BEGIN}{END}\n")
+    assert command(learning.make, ["--seeds", "1", "--steps", "3", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "learning.json").read_text())
+    assert of_record((tmp_path / "learning.md").read_text()) == learning.content(results)
+    staleness = [each[0].staleness for each in learning.Found.of(results).outcomes["tool"].values()]
+    assert staleness == pytest.approx([0, 2 / 3, 1])
+    assert command(learning.make, ["--seeds", "0", "--out", str(tmp_path)]) == 2
+
+
+def test_each_part_of_a_gpu_day_stands_beside_its_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
     out = tmp_path / "day.json"
-    assert gpu_day(device="cpu", parts="decode,launches,agree,score,update", out=out) == 0
+    monkeypatch.setitem(cast("dict[str, object]", PARTS), "tests", lambda day: 1 / 0)
+    assert gpu_day(device="cpu", parts="tests,decode,launches,agree,score,update", out=out) == 1
     parts = json.loads(out.read_text())["parts"]
-    assert list(parts) == ["facts", "decode", "launches", "agree", "score", "update"]
     assert parts["facts"]["flops"] > 0
+    assert parts["tests"] == {"failed": "ZeroDivisionError: division by zero"}, "it costs no other part"
     assert all(parts["decode"][f"{rows}, {what}"] > 0 for rows in ("equal", "ragged") for what in ("ms", "predicted"))
     assert parts["launches"]["to the device"] == 0
     assert 0 <= parts["agree"]["mismatch/kl_current"] < 1e-9
     assert parts["agree"]["policy/clipfrac_avg"] == 0
-    for name in ("score", "update"):
-        assert 0 < parts[name]["mfu"] < 2
-        assert parts[name]["predicted"] > 0
+    assert all(0 < parts[name]["mfu"] < 2 and parts[name]["predicted"] > 0 for name in ("score", "update"))
     assert parts["update"]["predicted bytes"] > 0
     assert "tokens a second" in capsys.readouterr().out
-
-
-def test_a_part_that_fails_or_comes_too_late_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "day.json"
-    monkeypatch.setitem(cast("dict[str, object]", PARTS), "decode", lambda day: 1 / 0)
-    assert gpu_day(device="cpu", parts="decode,score", out=out) == 1
-    parts = json.loads(out.read_text())["parts"]
-    assert parts["decode"] == {"failed": "ZeroDivisionError: division by zero"}
-    assert "mfu" in parts["score"]
     assert gpu_day(device="cpu", parts="score", minutes=1e-9, out=out) == 0
     assert json.loads(out.read_text())["parts"]["score"] == {"left out": "1e-09 minutes were over"}
 
@@ -111,14 +165,88 @@ def test_a_part_that_fails_or_comes_too_late_costs_no_other(tmp_path: Path, monk
     [
         ({"parts": "decode,scoring"}, "--parts: expected some of facts, tests, .*, got 'scoring'"),
         ({"actor": "70b"}, "--actor: expected one of 0.5b, 1.5b, got '70b'"),
+        pytest.param(
+            {"device": "cuda:0"},
+            "there is no 'cuda:0' here; cpu tries the command",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU"),
+        ),
     ],
 )
-def test_what_it_does_not_have_is_refused(options: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_a_gpu_day_refuses_what_it_does_not_have(options: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        gpu_day(device="cpu", out=tmp_path / "day.json", **options)  # type: ignore[arg-type]
+        gpu_day(**{"device": "cpu", "out": tmp_path / "day.json", **options})  # type: ignore[arg-type]  # options
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no CUDA device")
-def test_without_a_gpu_it_says_how_to_try_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no 'cuda:0' here; cpu tries the command"):
-        gpu_day(out=tmp_path / "day.json")
+@dataclass(frozen=True)
+class Output:
+    token_ids: list[int]
+
+    @property
+    def outputs(self) -> list[Output]:
+        return [self]
+
+
+@dataclass(eq=False)
+class FakeLLM:
+    """Makes a token of each request in 0.05 s; keeps the requests that it was given in each way."""
+
+    paused: bool = True
+    added: list[tuple[object, object]] = field(default_factory=list)
+    generated: list[tuple[object, object]] = field(default_factory=list)
+
+    async def add_request(self, request_id: str, prompt: object, params: object) -> str:
+        self.added.append((prompt, params))
+        return request_id
+
+    async def generate(self, prompt: object, sampling_params: object, request_id: str) -> AsyncIterator[Output]:
+        assert not self.paused
+        self.generated.append((prompt, sampling_params))
+        for token in range(cast("int", sampling_params)):
+            await anyio.sleep(0.05)
+            yield Output([token])
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+
+class Asking(FakePolicy):
+    """Asks the engine for each rollout that it opens, and decodes by itself; syncing weights takes 3 s."""
+
+    engine: Recorded
+
+    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
+        for each in rollouts:
+            assert isinstance(each, Prompt)
+            await self.engine.add_request("ours", each.tokens.tolist(), length_of(each))
+        return await super().open(rollouts)
+
+    async def load(self, weights: Weights) -> None:
+        await anyio.sleep(3)
+        await super().load(weights)
+
+
+def test_vllm_alone_makes_the_same_requests_in_turns_and_copies_as_many_bytes() -> None:
+    llm = FakeLLM()
+    policy = Asking(length_of, seconds=0.1)
+    policy.engine = Recorded(llm)
+
+    async def main() -> None:
+        arguments = {"lengths": (9, 3, 20), "vocabulary": 640, "clock": anyio.current_time}
+        found = await compare_decoding(policy, policy.engine, rounds=3, **arguments)  # type: ignore[arg-type]
+        assert (found.batch, found.tokens) == (3, 32)
+        assert found.ours == pytest.approx((16.0,) * 3)
+        assert found.bare == pytest.approx((32.0,) * 3)
+        synced = await compare_syncing(policy, {"a": torch.zeros(5), "b": torch.zeros(6)}, clock=anyio.current_time)
+        assert (synced.bytes, synced.syncing, synced.copying, policy.version) == (44, (3.0,) * 5, (0.0,) * 5, 6)
+        policy.length = lambda prompt: length_of(prompt) + 1
+        with pytest.raises(DataError, match=r"32.*35"):
+            await compare_decoding(policy, policy.engine, **arguments)  # type: ignore[arg-type]
+
+    run_virtual(main)
+    steps = [llm.added[at : at + 3] for at in range(0, 12, 3)]
+    assert llm.generated[:12] == [*steps[0], *steps[0], *steps[2], *steps[2]], "the requests of the last step each time"
+    assert llm.paused

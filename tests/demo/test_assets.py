@@ -54,11 +54,8 @@ def test_the_models_load_and_have_the_shapes_the_facts_say(assets: Assets) -> No
 
 
 def test_the_policy_and_the_reward_model_have_learned(assets: Assets) -> None:
-    facts = assets.facts
-    assert facts.policy_loss < 3.0  # a uniform guess is ln 512 = 6.2
-    assert facts.pair_accuracy > 0.55
-    assert facts.base_score["mean"] == pytest.approx(0, abs=0.05)
-    assert facts.base_score["sd"] == pytest.approx(1, abs=0.05)
+    assert assets.facts.pair_accuracy > 0.55
+    assert assets.facts.capped < 0.5, "an untaught policy ends nothing"
 
 
 def test_prompt_files_hold_disjoint_prompts(assets: Assets) -> None:
@@ -97,8 +94,8 @@ def test_a_torn_directory_is_made_again_with_the_same_weights(
 
 
 def test_the_digest_names_the_recipe() -> None:
-    assert AssetRecipe().digest() == AssetRecipe().digest()
-    assert len({AssetRecipe().digest(), AssetRecipe(seed=1).digest(), AssetRecipe.small(0).digest()}) == 3
+    recipes = (AssetRecipe(), AssetRecipe(), AssetRecipe(seed=1), AssetRecipe.small(0))
+    assert len({recipe.digest() for recipe in recipes}) == 3
 
 
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

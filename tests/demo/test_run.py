@@ -105,5 +105,5 @@ def test_where_the_models_and_the_prompts_are_is_told() -> None:
 
 def test_what_was_deferred_is_told_and_so_is_that_nothing_was() -> None:
     told = "\n".join(findings(30.0).lines())
-    assert "20.0% of the rollouts were deferred; steps deferred: 90 for 1, 5 for 2" in told
+    assert "20.0% of the rollouts were deferred: 90 by 1 step, 5 by 2 steps" in told
     assert "nothing was deferred" in "\n".join(findings(30.0, {}).lines())

@@ -32,7 +32,7 @@ def test_every_key_says_what_it_does() -> None:
 
 @pytest.mark.parametrize("plan", [FULL, SHORT], ids=["full", "short"])
 def test_the_demo_is_at_the_defaults_but_where_the_page_says_why(plan: DemoPlan) -> None:
-    facts = Facts(0, {}, 0, 0, 0, 0, {}, {}, 0, {})
+    facts = Facts({}, 0, 0, {}, 0)
     ours = settings_of(plan, Assets(Path("/made"), facts), Path("/runs/demo-1"), seed=0)
     models = {key: getattr(ours.models, key) for key in ("policy", "critic")}
     rewards = [{"source": each.source} for each in ours.rewards]

@@ -7,13 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.smollm2 import evaluate, make_model, reward as rules
 from oppo.config.load import load
 from oppo.rewards import load_function
+from tests.hf import tiny
+from tests.hf.spot_tokenizers import byte_tokenizer
 
 EXAMPLE = Path(make_model.__file__).parent
 GOOD = "Thank you for asking! Soap surrounds the grease, and the water then carries it away."
@@ -36,7 +35,9 @@ def question(row: dict[str, object]) -> str:
 
 def test_a_polite_complete_short_answer_on_topic_scores_the_most() -> None:
     assert rules.judge("How does soap get rid of grease?", GOOD).score == rules.HIGHEST == sum(rules.WEIGHTS.values())
-    assert -rules.RUDENESS == rules.LOWEST
+    rude = rules.judge("How does soap get rid of grease?", GOOD.replace("asking!", "asking, you idiot!"))
+    assert rude.score == pytest.approx(rules.HIGHEST - rules.RUDENESS)
+    assert rules.judge("Soap?", "idiot " * 200).score == -rules.RUDENESS == rules.LOWEST
 
 
 CHAT = [
@@ -78,26 +79,6 @@ def test_each_part_of_the_reward_is_what_its_rule_says(
     assert getattr(rules.judge(asked, text), part) == value
 
 
-def test_rudeness_costs_a_point_however_polite_the_rest_is() -> None:
-    rude = GOOD.replace("asking!", "asking, you idiot!")
-    asked = "How does soap get rid of grease?"
-    assert rules.judge(asked, rude).score == pytest.approx(rules.judge(asked, GOOD).score - rules.RUDENESS)
-
-
-def test_brevity_falls_from_sixty_words_to_eighty() -> None:
-    scores = [rules.judge("", "word " * words).brief for words in range(59, 81)]
-    assert scores == sorted(scores, reverse=True)
-    assert len(set(scores)) == len(scores)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "x", "\u4f60\u597d\u3002", "a" * 5000, "idiot " * 200, "\U0001f600", "1. 2. 3.", GOOD * 9, "\x00\n\ufffd"],
-)
-def test_every_score_lies_in_the_documented_range(text: str) -> None:
-    assert rules.LOWEST <= rules.judge("How does soap work?", text).score <= rules.HIGHEST
-
-
 def test_the_reward_is_aligned_and_ignores_other_columns() -> None:
     scores = rules.reward(["Soap?", "Soap?"], [GOOD, ""], topic=["science", "science"])
     assert scores == [rules.HIGHEST, 0]
@@ -132,24 +113,6 @@ def test_the_configuration_is_valid_and_its_reward_loads() -> None:
 
 
 # Making the model: everything but the download and the conversion, which need 93 MB.
-
-
-def test_by_default_the_model_lies_beside_the_script() -> None:
-    options = make_model.parse_arguments([])
-    assert (options.output, options.package, options.dtype) == (EXAMPLE / "model", None, "float32")
-
-
-def test_an_unknown_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        make_model.parse_arguments(["--dtype", "int4"])
-    assert "bfloat16" in capsys.readouterr().err
-
-
-def test_an_output_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert make_model.main(["--output", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert (tmp_path / "config.json").read_text() == "{}"
 
 
 def test_without_gguf_the_error_says_what_to_install(
@@ -196,67 +159,33 @@ def test_a_package_that_does_not_hold_the_model_is_refused(
 # The evaluation, with tiny models.
 
 
-def tiny_model(directory: Path, seed: int) -> Path:
+def model_of(directory: Path, seed: int) -> Path:
     """Write a random two-layer model over bytes, with a chat template, as ``make_model.py`` writes the real one."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {make_model.PADDING: 0, make_model.END_OF_TURN: 1} | {letter: n for n, letter in enumerate(letters, 2)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=make_model.END_OF_TURN, pad_token=make_model.PADDING
-    )
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-    )
-    model.save_pretrained(directory)
+    template = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}"
+    tokenizer = byte_tokenizer(template, special=(make_model.END_OF_TURN,))
+    tokenizer.save(directory)
+    config = tiny.CONFIGS["llama"]()
+    config.vocab_size, config.max_position_embeddings = len(tokenizer.inner), 512
+    tiny.of(config, seed=seed).save_pretrained(directory)
     return directory
 
 
-def run_evaluation(tmp_path: Path, before: Path, after: Path) -> dict[str, object]:
-    prompts = tmp_path / "prompts.jsonl"
+def test_two_models_are_scored_by_the_reward_on_the_same_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "results.json"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in read("held_out.jsonl")[:5]), encoding="utf-8")
-    output = tmp_path / "results.json"
-    arguments = ["--before", str(before), "--after", str(after), "--prompts", str(prompts), "--output", str(output)]
-    assert evaluate.main([*arguments, "--max-new-tokens", "12", "--batch", "2", "--threads", "1"]) == 0
-    document: dict[str, object] = json.loads(output.read_text(encoding="utf-8"))
-    return document
-
-
-def test_a_model_compared_with_itself_differs_in_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_model(tmp_path / "model", seed=0)
-    document = run_evaluation(tmp_path, model, model)
-    comparison, answers = document["comparison"], document["answers"]
-    assert isinstance(comparison, dict)
-    assert isinstance(answers, list)
-    assert (comparison["gain"], comparison["low"], comparison["high"]) == (0, 0, 0)
-    assert [row["question"] for row in answers] == [question(row) for row in read("held_out.jsonl")[:5]]
-    assert all(row["before"] == row["after"] for row in answers)
+    models = [model_of(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    few = ["--prompts", str(prompts), "--max-new-tokens", "12", "--batch", "2", "--threads", "1"]
+    for after in models:
+        given = ["--before", str(models[0]), "--after", str(after), "--output", str(output)]
+        assert evaluate.main([*given, *few]) == 0
+        document = json.loads(output.read_text(encoding="utf-8"))
+        same = [row["before"] == row["after"] for row in document["answers"]]
+        assert all(same) if after is models[0] else not all(same)
+        for row, asked in zip(document["answers"], read("held_out.jsonl")[:5], strict=True):
+            assert row["question"] == question(asked)
+            assert row["after"]["score"] == rules.judge(row["question"], row["after"]["text"]).score
     assert "paired difference +0.000, 95 % interval [+0.000, +0.000]" in capsys.readouterr().out
-
-
-def test_two_models_are_scored_by_the_reward_on_the_same_prompts(tmp_path: Path) -> None:
-    document = run_evaluation(tmp_path, tiny_model(tmp_path / "a", seed=0), tiny_model(tmp_path / "b", seed=1))
-    answers = document["answers"]
-    assert isinstance(answers, list)
-    assert any(row["before"]["text"] != row["after"]["text"] for row in answers)
-    for row in answers:
-        assert row["after"]["score"] == rules.judge(row["question"], row["after"]["text"]).score
-
-
-def test_evaluating_a_model_that_is_not_there_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main(["--before", str(tmp_path / "absent"), "--after", str(tmp_path)]) == 2
     assert str(tmp_path / "absent") in capsys.readouterr().err

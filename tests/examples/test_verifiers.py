@@ -256,14 +256,11 @@ __all__ = ["Tasks", "Arena"]
 @pytest.mark.parametrize(
     ("taskset", "config", "words"),
     [
-        ("nowhere", {}, "taskset 'nowhere' not found"),
         ("nowhere", {}, "install it, or name the class of a file, as verifiers:sums.py:SumsTaskset"),
         ("nowhere.py:Tasks", {}, "there is no file nowhere.py"),
         ("function", {}, "is no vf.Taskset but"),
         ("Nothing", {}, "has no 'Nothing'; the functions and classes there are"),
-        ("Tasks", {"size": 3}, "does not take size = 3 (int)"),
         ("Tasks", {"size": 3}, "the fields of its config are"),
-        ("Tasks", {"data": {"prompt": "Look.", "image": "ubuntu"}}, "task 0 of the taskset"),
         ("Tasks", {"data": {"prompt": "Look.", "image": "ubuntu"}}, "needs the image 'ubuntu', and no container"),
         ("Tasks", {"data": {"prompt": "Look.", "network_allow": []}}, "limits the network"),
         ("Tasks", {"data": {"prompt": "Look.", "skills": ["/skills"]}}, "has skills"),

@@ -510,14 +510,3 @@ def test_a_step_can_be_failed_while_another_fails() -> None:
     with pytest.raises(Boom, match="bad item 0") as caught:
         run_virtual(main)
     assert "nothing for step 1" in str(caught.value.__notes__)
-
-
-async def first_of(run: Run[tuple[int, ...]]) -> tuple[int, ...]:
-    async for result in run.steps(3):
-        return result
-    raise AssertionError
-
-
-async def test_lookahead_works_on_an_ordinary_loop() -> None:
-    async with line().open(range(99), lookahead=1) as run:
-        assert await first_of(run) == (0, 1, 2)

@@ -30,10 +30,6 @@ async def results_of(graph: Graph[tuple[int, ...]], count: int) -> list[tuple[in
     return results
 
 
-def test_each_step_is_one_execution_of_the_graph() -> None:
-    assert run_virtual(results_of, line(), 2) == [(0, 1, 2), (3, 4, 5)]
-
-
 def test_steps_end_when_the_data_ends() -> None:
     async def main() -> None:
         async with line().open(range(7)) as run:
@@ -178,12 +174,6 @@ def test_an_error_while_closing_does_not_hide_the_error_that_ended_the_run() -> 
         "and then, while closing stage 'second' of graph 'line', OSError: the door is locked" in caught.value.__notes__
     )
     assert diary.lines[-1] == "exit", "the others are closed all the same"
-
-
-def test_a_stage_error_surfaces_as_itself_with_a_note() -> None:
-    with pytest.raises(Boom, match="bad item 0") as caught:
-        run_virtual(results_of, line().replace(relay=Fail()), 1)
-    assert caught.value.__notes__ == ["in stage 'relay' of graph 'line', step 1"]
 
 
 def test_an_error_in_a_task_of_a_stage_surfaces_as_itself() -> None:
@@ -343,18 +333,6 @@ def test_tables_of_steps_that_are_over_are_not_shown() -> None:
     assert "line" not in str(caught.value)
 
 
-def test_cancellation_from_outside_passes_through_and_leaves_nothing() -> None:
-    async def main() -> None:
-        with anyio.move_on_after(2.5) as scope:
-            async with line().replace(relay=Relay(1.0)).open(range(9)) as run:
-                await run.step()
-        assert scope.cancelled_caught
-        assert anyio.current_time() == 2.5
-        assert not left_over()
-
-    run_virtual(main)
-
-
 def test_leaving_the_loop_over_steps_early_leaves_nothing() -> None:
     async def main() -> None:
         async with line().open(range(9)) as run:
@@ -435,22 +413,6 @@ def test_an_observer_that_raises_is_named(method: str) -> None:
         run_virtual(main)
     (note, *_) = caught.value.__notes__
     assert note.startswith(f"raised by the observer Clumsy, which must not raise, at {__file__}:")
-
-
-def test_a_fan_out_reaches_every_reader_and_the_result() -> None:
-    class Both:
-        async def run(self, a: Receiver[int], b: Receiver[int], *, out: Sender[tuple[int, ...]]) -> None:
-            first, second = [x async for x in a], [x async for x in b]
-            await out.send((*first, *second))
-
-    g = GraphBuilder[int]("fan")
-    taken = g.add("take", Take(), g.prompts)
-    graph = g.build(g.add("both", Both(), taken, g.add("relay", Relay(), taken)))
-    assert run_virtual(results_of, graph, 1) == [(0, 1, 2, 0, 1, 2)]
-
-
-def test_a_graph_runs_on_an_ordinary_loop_too() -> None:
-    assert anyio.run(results_of, line(), 1) == [(0, 1, 2)]
 
 
 async def first_of(run: Run[tuple[int, ...]]) -> tuple[int, ...]:
@@ -588,12 +550,6 @@ def test_an_input_by_name_is_read_where_it_is_connected() -> None:
     assert run_virtual(main, summed(connected=True)) == [(303,), (707,)]
     rebuilt = summed(connected=False).rebuild(again=(Relay(), "take"), sum=(Sum(), "take", {"more": "again"}))
     assert run_virtual(main, rebuilt) == [(303,), (707,)]
-
-
-def test_an_input_by_name_is_drawn_like_others() -> None:
-    graph = summed(connected=True)
-    assert "    again --> sum" in graph.mermaid()
-    assert "take, more=again" in graph.table()
 
 
 @pytest.mark.parametrize(

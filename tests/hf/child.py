@@ -19,17 +19,9 @@ from oppo.hf.kv.prefill import IncrementalPrefill, ReadState
 from oppo.hf.train.packing import MicroBatch, pack
 from oppo.losses import Input, Inputs, LossValue, PPOLoss
 
-ONE = partial(use_cores, 1)
-"""Computes on one core."""
-SEGMENT_BYTES = 2048
-"""Rows of the suite's tiny models are segmented as those of real ones are."""
-CHUNK = 4 * 96 * 7
-"""Bytes of the logits of seven tokens of the suite's tiny models."""
-
-
-def in_chunks() -> None:
-    use_cores(1)
-    pytest.MonkeyPatch().setattr("oppo.hf.head.LOGITS_BYTES", CHUNK)
+ONE = partial(use_cores, 1)  # computes on one core
+SEGMENT_BYTES = 2048  # rows of the suite's tiny models are segmented as those of real ones are
+CHUNK = 4 * 96 * 7  # bytes of the logits of seven tokens of the suite's tiny models
 
 
 def set_up() -> None:
@@ -37,8 +29,7 @@ def set_up() -> None:
     pytest.MonkeyPatch().setattr("oppo.hf.kv.attention.SEGMENT_BYTES", SEGMENT_BYTES)
 
 
-AT = {"extend": 7, "finish": 2}
-"""At which call of its kind, in one process, it dies."""
+AT = {"extend": 7, "finish": 2}  # at which call of its kind, in one process, it dies
 
 
 def deadly(folder: Path) -> None:

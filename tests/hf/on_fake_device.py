@@ -299,8 +299,7 @@ JOINS = frozenset({"cat", "stack"})
 COPIES = frozenset({"_to_copy", "copy_"})
 NO_KERNEL = frozenset({"device", "detach_", "empty", "empty_like", "new_empty"})
 """Operations that launch nothing, beside views."""
-TENSORS_A_LAUNCH = 64
-"""Tensors that one launch copies, of a list of dense ones."""
+TENSORS_A_LAUNCH = 64  # tensors that one launch copies, of a list of dense ones
 INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
 """Operations that take indices from the CPU, and send them to the device."""
 

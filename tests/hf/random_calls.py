@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 from oppo.hf.calls import ToolSchema
 
-Allows: TypeAlias = Callable[[object], bool]
-"""Whether a schema allows a value."""
+Allows: TypeAlias = Callable[[object], bool]  # whether a schema allows a value
 
 Kind: TypeAlias = tuple[dict[str, Any], Callable[[], object], Allows]
 """A schema, what draws a value of it, and what else it allows."""

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.events import Prompt, Support
+from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
+from oppo.algorithms.group import grpo
+from oppo.algorithms.ppo import ppo
+from oppo.events import Chunk, Prompt, StepReport, Support
+from oppo.graph import Graph
 from oppo.hf.devices import use_cores
 from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.hf.serve.sampling import draw, gumbel
-from oppo.models import Piece, Sampling
+from oppo.hf.serve.scorers import ProximalLogprobs, ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.train.trainer import HfTrainer
+from oppo.models import Sampling
 from oppo.placement import Hosting, Thread
 from tests.hf import tiny
+from tests.kit.responses import read_chunk
 
 SAMPLING = Sampling(max_new_tokens=32, stop=(2, 3, 4, 5), seed=11)
 """Random tiny models stop after about 20 tokens with it."""
@@ -58,8 +66,7 @@ def serving(
         )
 
 
-Serving: TypeAlias = Callable[..., AbstractContextManager[HfPolicy]]
-"""Is called as :func:`serving` is."""
+Serving: TypeAlias = Callable[..., AbstractContextManager[HfPolicy]]  # is called as serving is
 
 
 @dataclass
@@ -67,7 +74,7 @@ class Story:
     """What was read of some decodes, and what the cut was told."""
 
     decodes: Sequence[HfDecode]
-    pieces: list[list[Piece]] = field(default_factory=list)
+    pieces: list[list[Chunk]] = field(default_factory=list)
     told: list[list[int]] = field(default_factory=list)
     cut_after: int = 1_000_000
 
@@ -81,7 +88,7 @@ class Story:
     async def read(self, k: int, limit: int) -> None:
         state = "live"
         while state == "live":
-            piece = await self.decodes[k].read(limit)
+            piece = await read_chunk(self.decodes[k], limit)
             self.pieces[k].append(piece)
             state = piece.state
 
@@ -159,3 +166,39 @@ def allowed(support: Support, count: int, vocabulary: int) -> Tensor:
 
 def assert_close(one: Sequence[float] | Tensor, other: Sequence[float] | Tensor) -> None:
     torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), atol=1e-5, rtol=1e-5)
+
+
+def graph_of(
+    actor: PreTrainedModel,
+    critic: PreTrainedModel | None,
+    *,
+    trainer: HfTrainer,
+    acting: Hosting,
+    scoring: Hosting,
+    sampling: Sampling,
+    batch: int = 4,
+    extra: int = 2,
+    chunk: int = 5,
+    reference: PreTrainedModel | None = None,
+    reward: PreTrainedModel | None = None,
+    deterministic: bool = True,
+    proximal: bool = False,
+    **policy: Any,
+) -> Graph[StepReport]:
+    """Return the graph of PPO or, without a critic, of GRPO with groups of two."""
+    exact: dict[str, Any] = {"deterministic": deterministic}
+    reading: dict[str, Any] = {"sampling": sampling, "place": scoring, **exact}
+    served = policy.pop("served", actor)
+    kept = {name: policy[name] for name in ("kv_on_sync",) if name in policy}
+    parts: dict[str, Any] = {
+        "policy": HfPolicy(served, sampling=sampling, place=acting, **exact, **policy),
+        "reference": ReferenceLogprobs(reference or tiny.causal(seed=1), **reading),
+        "reward": RewardModel(reward or tiny.scalar(seed=2), place=scoring, **exact),
+        "trainer": trainer,
+        "chunks": Fixed(chunk),
+        "proximal": ProximalLogprobs(actor, **reading, **kept) if proximal else None,
+        "admission": Overcommit(batch, extra),
+    }
+    if critic is None:
+        return grpo(**parts, samples=2)
+    return ppo(**parts, critic=ValueModel(critic, place=scoring, **exact))

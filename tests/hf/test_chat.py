@@ -80,8 +80,7 @@ OF_TOOLS = {
     "<think>\n",
 }
 """What a policy reads after a turn that called a tool, by hand."""
-OWN_TOOLS = sorted(OF_TOOLS.keys() - {"deepseekv3"})
-"""The templates that show tools."""
+OWN_TOOLS = sorted(OF_TOOLS.keys() - {"deepseekv3"})  # the templates that show tools
 
 
 def add(left: int, right: int = 0, note: str = "") -> int:
@@ -366,8 +365,7 @@ def exec_of(text: str) -> Any:
 
 
 SEEDS = st.integers(0, 2**32 - 1)
-CALLS = 25
-"""In an example."""
+CALLS = 25  # in an example
 
 
 def drawn(seed: int, count: int = CALLS) -> list[Case]:

@@ -374,8 +374,7 @@ DECODE: Mapping[str, tuple[int, int]] = {
     "prefill of another version": (2, 2),
 }
 SCORER: Mapping[str, tuple[int, int]] = {"prompts": (0, 1), "chunks": (0, 1), "finish": (1, 0)}
-REFERENCE: Mapping[str, tuple[int, int]] = {**SCORER, "chunks": (0, 6)}
-"""It sends the supports of tokens too."""
+REFERENCE: Mapping[str, tuple[int, int]] = {**SCORER, "chunks": (0, 6)}  # it sends the supports of tokens too
 BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "decode": DECODE,
     "decode, six layers": DECODE,
@@ -402,8 +401,7 @@ more. None grows with the layers or the rows.
 """
 KERNELS_OF_A_LAYER = 3
 """Of ours in a decode step, beside those of the model's own layers: the new keys, the new values, attention."""
-KERNELS_OF_AN_END = 8
-"""Launched because a row has ended in the decode step before, with any number of layers."""
+KERNELS_OF_AN_END = 8  # launched because a row has ended in the decode step before, with any number of layers
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from oppo.admission import Overcommit
-from oppo.admission.chunking import Fixed
-from oppo.algorithms.ppo import ppo
 from oppo.events import Prompt, StepReport
-from oppo.hf import DeviceThread, HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel, ValueModel, probe
+from oppo.hf import DeviceThread, HfTrainer, probe
 from oppo.hf.head import widen_head
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.serve.sampling import draw, gumbel
@@ -26,6 +23,7 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.hf.stories import graph_of
 from tests.kit.workplace import furnish, records, run
 
 pytestmark = pytest.mark.gpu
@@ -119,16 +117,19 @@ async def train(kind: Callable[[str], Thread]) -> tuple[list[StepReport], bool]:
     sampling = Sampling(max_new_tokens=32, stop=tuple(range(2, 8)), seed=1)
     prompts = [Prompt(n, n, np.arange(5 + n, 9 + n, dtype=np.int32)) for n in range(24)]
     with kind("actor") as acting, kind("scorers") as scoring, kind("trainer") as training:
-        graph = ppo(
-            policy=HfPolicy(actor, sampling=sampling, place=acting),
-            reference=ReferenceLogprobs(reference, sampling=sampling, place=scoring),
-            reward=RewardModel(reward, place=scoring),
-            critic=ValueModel(critic, place=scoring),
-            trainer=HfTrainer(
-                actor, critic, sampling=sampling, place=training, settings=TrainerSettings(learning_rate=1e-3)
-            ),
-            admission=Overcommit(batch=8, overcommit=2),
-            chunks=Fixed(8),
+        settings = TrainerSettings(learning_rate=1e-3)
+        graph = graph_of(
+            actor,
+            critic,
+            trainer=HfTrainer(actor, critic, sampling=sampling, place=training, settings=settings),
+            acting=acting,
+            scoring=scoring,
+            sampling=sampling,
+            batch=8,
+            chunk=8,
+            reference=reference,
+            reward=reward,
+            deterministic=False,
         )
         async with graph.open(prompts) as run:
             reports = [report async for report in run.steps(3)]

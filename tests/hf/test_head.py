@@ -29,7 +29,6 @@ from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Finish, FloatArray, Prompt, Response
 from oppo.hf.head import OwnHead, require_own_head, widen_head
 from oppo.hf.introspection import backbone, has_experts, passes_at
-from oppo.hf.kv.reader import Incremental
 from oppo.hf.loading import load_causal, load_scalar, outline
 from oppo.hf.lora import add_lora
 from oppo.hf.model_files import SCALAR, reward_kind
@@ -76,15 +75,6 @@ def half(name: str = "llama") -> PreTrainedModel:
 def states(model: PreTrainedModel) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(1, 64, tiny.HIDDEN, generator=generator).to(model.dtype)
-
-
-@pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_the_head_alone_says_what_the_model_says(name: str) -> None:
-    model, ids = tiny.causal(name, seed=1).train(mode=False), torch.arange(3, 23).reshape(2, 10)
-    whole = torch.ones_like(ids)
-    with torch.no_grad():
-        hidden = model.base_model(ids, attention_mask=whole, use_cache=False).last_hidden_state
-        assert torch.equal(OwnHead(model)(hidden), model(ids, attention_mask=whole, use_cache=False).logits)
 
 
 def test_gradients_of_short_weights_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +143,7 @@ async def logprobs_of(model: PreTrainedModel) -> Mapping[str, FloatArray]:
         async with policy.decoding(decodes, lambda _: False):
             for decode in decodes:
                 rollout = decode.prompt.rollout
-                responses[rollout] = responses[rollout].then((await decode.read(100)).chunk(rollout, 0))
+                responses[rollout] = responses[rollout].then(await decode.read(100))
         batch = batch_of(list(responses.values()))
         await reference.extend([event for each in batch.responses for event in (each.prompt, each.chunk())])
         finished = [Finish(each.prompt.rollout, each, "length") for each in batch.responses]
@@ -325,19 +315,6 @@ def test_it_loads_whole_and_only_its_language_model_is_trained(name: str, workpl
     frozen = {each for each, weight in model.named_parameters() if not weight.requires_grad}
     assert frozen
     assert frozen == {each for each, _ in model.named_parameters() if of_images(each)}
-
-
-@pytest.mark.parametrize("name", tiny.VISION)
-def test_it_reads_text_in_pieces_as_at_once(name: str, workplace: Path) -> None:
-    model = load_causal(workplace / name)
-    rows = {row: torch.arange(3, 40 + 9 * row) % tiny.VOCABULARY for row in range(3)}
-    with torch.inference_mode():
-        whole = {row: model(input_ids=tokens[None], use_cache=False).logits[0] for row, tokens in rows.items()}
-        reader = Incremental(model)
-        first = reader.extend(list(rows), [tokens[: 5 + 7 * row] for row, tokens in rows.items()])
-        second = reader.extend(list(rows), [tokens[5 + 7 * row :] for row, tokens in rows.items()])
-    for row, expected in whole.items():
-        torch.testing.assert_close(torch.cat([first[row], second[row]]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_critic_of_one_is_trained_in_its_language_model_and_its_head(tmp_path: Path) -> None:

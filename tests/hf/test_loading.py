@@ -15,15 +15,12 @@ import pytest
 import torch
 from huggingface_hub.constants import ENDPOINT, HF_HUB_ETAG_TIMEOUT
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     CTRLConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -66,30 +63,6 @@ def test_weights_lie_where_torch_would_put_them(causal: Path, scalar: Path) -> N
     assert weights_digest(models[0]) == weights_digest(models[1])
     tied = models[1].get_input_embeddings(), models[1].get_output_embeddings()
     assert tied[0].weight is tied[1].weight
-
-
-def test_a_reward_model_keeps_its_head(scalar: Path) -> None:
-    model = load_scalar(scalar)
-    assert torch.equal(model.state_dict()["score.weight"], load_file(scalar / "model.safetensors")["score.weight"])
-
-
-def test_a_causal_model_becomes_a_critic_only_when_a_new_head_is_asked_for(causal: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no score\.weight.*untrained head"):
-        load_scalar(causal)
-    critic = load_scalar(causal, new_head=True)
-    assert critic.config.num_labels == 1
-    assert not critic.state_dict()["score.weight"].any()
-    assert torch.equal(
-        critic.state_dict()["transformer.wte.weight"], load_causal(causal).state_dict()["transformer.wte.weight"]
-    )
-
-
-def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    for load in (load_causal, load_scalar, load_tokenizer):
-        with pytest.raises(
-            ConfigError, match=r"'.*nowhere' is no directory here, nor could it be the name of a model at a hub"
-        ):
-            load(tmp_path / "nowhere")
 
 
 def test_directories_that_hold_another_model_or_none_are_refused_by_what_they_hold(
@@ -210,12 +183,6 @@ def test_a_model_without_a_score_layer_is_refused_where_it_is_loaded(tmp_path: P
             load_scalar(tmp_path, new_head=new_head)
 
 
-def test_a_tokenizer_is_loaded(tmp_path: Path) -> None:
-    words = Tokenizer(WordLevel({"good": 0, "bad": 1, "?": 2}, unk_token="?"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path).convert_tokens_to_ids(["bad", "good"]) == [1, 0]
-
-
 def test_a_vocabulary_of_nothing_but_special_tokens_is_none(tmp_path: Path) -> None:
     tiny.causal("gpt2").save_pretrained(tmp_path)
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == 1, "which is what transformers makes of no file at all"
@@ -246,16 +213,6 @@ def test_weights_that_a_model_does_not_use_are_refused_and_left_out_where_that_i
     assert messages == [f"{reward} has score.weight, left out since LlamaForCausalLM does not use that"]
 
 
-def test_a_layer_that_a_config_leaves_out_is_noticed(causal: Path, scalar: Path, tmp_path: Path) -> None:
-    for name, model, load in (("causal", causal, load_causal), ("scalar", scalar, load_scalar)):
-        shutil.copytree(model, tmp_path / name)
-        config = json.loads((model / "config.json").read_text())
-        config |= {"num_hidden_layers": 1} if name == "scalar" else {"n_layer": 1}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ConfigError, match=r"(h|layers)\.1\..* more, which .* does not use"):
-            load(tmp_path / name)
-
-
 def test_a_head_for_logits_is_left_out_of_a_model_that_gives_one_number(reward: Path, messages: list[str]) -> None:
     rewrite(reward, {"lm_head.weight": torch.zeros(tiny.VOCABULARY, tiny.HIDDEN)})
     load_scalar(reward)
@@ -263,11 +220,6 @@ def test_a_head_for_logits_is_left_out_of_a_model_that_gives_one_number(reward: 
     rewrite(reward, {"v_head.weight": torch.zeros(1, tiny.HIDDEN)})
     with pytest.raises(ConfigError, match=r"has v_head\.weight, which LlamaForSequenceClassification does not use"):
         load_scalar(reward)
-
-
-def test_a_new_head_is_told(causal: Path, messages: list[str]) -> None:
-    load_scalar(causal, new_head=True)
-    assert messages == [f"{causal} has no score.weight: the head is new, and begins at zero"]
 
 
 @pytest.mark.parametrize(
@@ -300,23 +252,6 @@ def test_a_weight_that_is_no_number_is_named(reward: Path, dtype: str) -> None:
         load_scalar(reward, dtype=dtype)
 
 
-def test_no_index_leads_to_a_pickle_or_out_of_the_directory(causal: Path, tmp_path: Path) -> None:
-    weights = load_file(causal / "model.safetensors")
-    torch.save(weights, tmp_path / "outside.bin")
-    for name in ("inside.bin", "../outside.bin", str(tmp_path / "outside.bin")):
-        model = tmp_path / "model"
-        shutil.copytree(causal, model, dirs_exist_ok=True)
-        (model / "model.safetensors").unlink(missing_ok=True)
-        torch.save(weights, model / "inside.bin")
-        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
-        (model / "model.safetensors.index.json").write_text(json.dumps(index))
-        for load in (load_causal, load_scalar):
-            with pytest.raises(ConfigError, match=r"only as pickles|outside of that directory"):
-                load(model)
-    with pytest.raises(ConfigError, match="outside of that directory"):
-        load_causal(model, allow_pickle=True)
-
-
 def test_running_out_of_memory_is_no_damage(causal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         torch.empty(1 << 50, dtype=torch.uint8)
@@ -338,14 +273,6 @@ def adapter(tmp_path: Path) -> Path:
             parameter.add_(0.05 * parameter.requires_grad)
     model.save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
-
-
-@pytest.mark.adapters
-def test_an_adapter_is_loaded_with_its_base(adapter: Path) -> None:
-    ours = load_causal(adapter)
-    theirs = AutoModelForCausalLM.from_pretrained(adapter)
-    assert weights_digest(ours) == weights_digest(theirs)
-    assert weights_digest(ours) != weights_digest(load_causal(adapter.parent / "base"))
 
 
 @pytest.mark.adapters

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, ModelError, ModelRefused
-from oppo.events import Prompt
+from oppo.events import Chunk, Prompt
 from oppo.hf.devices import ModelPlace
 from oppo.hf.kv.states import CONTINUED
 from oppo.hf.loading import ModelRecipe, load_causal, outline
@@ -38,17 +38,14 @@ from oppo.hf.lora import (
 from oppo.hf.model_files import CAUSAL
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import SentWeights, SharedModel, changing, weights_digest
-from oppo.models import Piece, Sampling, Weights
-from oppo.placement import Process, Thread
+from oppo.models import Sampling, Weights
+from oppo.placement import Process
 from oppo.placement.wire import pack_with_blocks, unpack
-from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.child import ONE
-from tests.hf.train.test_trainer import SAMPLING, restored_between_updates, rollouts
 from tests.invariants import test_equivalence as equivalence
 from tests.kit.known import known
+from tests.kit.responses import read_chunk
 
 pytestmark = pytest.mark.adapters
 IDS = torch.arange(3, 23).reshape(2, 10)
@@ -72,7 +69,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "gemma2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "neox"])
 def test_the_reference_is_the_base_in_the_same_memory(name: str) -> None:
     plain = logits(tiny.causal(name, seed=1).train(mode=False))
     actor, reference = adapted(name, fresh=True)
@@ -98,7 +95,7 @@ def test_adapters_of_a_16_bit_model_have_32_bits_and_serve_as_they_train() -> No
     probe(actor)
 
 
-MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v3", "glm4-moe", "jetmoe", "qwen3-next")
+MIXTURES = ("mixtral", "gpt-oss", "deepseek-v3", "jetmoe", "qwen3-next")
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -267,21 +264,6 @@ def test_a_model_whose_adapters_peft_refuses_is_refused_by_name(experts: bool, m
         add_lora(model, 4, 8, experts=experts)
 
 
-def test_a_run_trains_adapters_of_experts_and_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    async def main(thread: Thread) -> None:
-        def made() -> HfTrainer:
-            settings = TrainerSettings(learning_rate=1e-2, epochs=1, minibatches=2)
-            return HfTrainer(with_experts("qwen3-moe"), sampling=SAMPLING, place=thread, settings=settings)
-
-        batch = tiny.apart(rollouts)(with_experts("qwen3-moe"), tiny.scalar(seed=2))
-        restored = await restored_between_updates(made, batch, tmp_path)
-        whole = restored.weights().standalone()
-        assert whole.keys() == tiny.mixture("qwen3-moe").state_dict().keys()
-
-    with Thread("train") as thread:
-        anyio.run(main, thread)
-
-
 def test_a_mixture_without_attention_is_refused() -> None:
     model = tiny.mixture("mixtral")
     for layer in model.get_submodule("model.layers").children():
@@ -318,7 +300,7 @@ def equivalence_models(kind: str) -> dict[str, PreTrainedModel]:
     return models
 
 
-@pytest.mark.parametrize("kind", ["llama", "experts", "nf4"])
+@pytest.mark.parametrize("kind", ["experts", "nf4"])
 def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit(kind: str) -> None:
     ours, theirs = equivalence_models(kind), equivalence_models(kind)
     base = weights_digest(theirs["reference"])
@@ -338,23 +320,6 @@ def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit(kind: str) -> 
     )
     assert weights_digest(ours["reference"]) == weights_digest(theirs["reference"]) == base
     assert abs(serial[2].logprobs - serial[2].reference).max() > 1e-3, "the adapters have learned something"
-
-
-async def test_what_was_learned_is_saved_as_adapters_and_loads(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    tiny.causal("llama", seed=1).save_pretrained(base)
-    actor = AutoModelForCausalLM.from_pretrained(base)
-    add_lora(actor, 4, 8)
-    critic = tiny.scalar("llama", seed=2)
-    with Thread("train", setup=ONE) as thread:
-        settings = TrainerSettings(learning_rate=1e-2, epochs=1, gradient_checkpointing=1)
-        trainer = HfTrainer(actor, critic, sampling=SAMPLING, place=thread, settings=settings)
-        await trainer.update(rollouts(actor, critic))
-        await trainer.save(tmp_path / "final")
-    written = tmp_path / "final" / "actor"
-    assert {each.name for each in written.glob("*.safetensors")} == {"adapter_model.safetensors"}
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(written).train(mode=False)), logits(actor))
-    assert not torch.allclose(logits(actor), logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-4)
 
 
 def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
@@ -434,45 +399,36 @@ def test_an_adapter_of_another_shape_or_kind_is_refused_by_what_differs(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("r", "8"),
-        ("r", -1),
-        ("lora_alpha", "16"),
-        ("target_modules", 5),
-        ("target_modules", [5]),
-        ("rank_pattern", ["q_proj"]),
-        ("rank_pattern", {"q_proj": "2"}),
-        ("bias", None),
-        ("peft_type", 3),
-        ("init_lora_weights", 2.5),
-    ],
-)
-def test_a_key_of_an_adapter_that_holds_another_type_is_refused_by_name(
-    tmp_path: Path, key: str, value: object
-) -> None:
-    described = json.loads((saved(tmp_path) / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(described | {key: value}))
-    with pytest.raises(ConfigError, match=f"adapter_config.json: {key}: expected "):
-        load_lora(tiny.causal("llama", seed=1), tmp_path)
-
-
-@pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"target_modules": r"(([a-z_.0-9]+)+)+!"}, "takes longer than 1 s"),
-        ({"exclude_modules": r"(.*)*(.*)*(.*)*!"}, "takes longer than 1 s"),
-        ({"rank_pattern": {r"(([a-z_.0-9]+)+)+!": 2}}, "takes longer than 1 s"),
+        *(
+            ({key: value}, f"adapter_config.json: {key}: expected ")
+            for key, value in (
+                ("r", "8"),
+                ("r", -1),
+                ("lora_alpha", "16"),
+                ("target_modules", 5),
+                ("target_modules", [5]),
+                ("rank_pattern", ["q_proj"]),
+                ("rank_pattern", {"q_proj": "2"}),
+                ("bias", None),
+                ("peft_type", 3),
+                ("init_lora_weights", 2.5),
+            )
+        ),
+        ({"target_modules": r"(([a-z_.0-9]+)+)+!"}, "of those of LlamaForCausalLM takes longer than 1 s"),
+        ({"exclude_modules": r"(.*)*(.*)*(.*)*!"}, "of those of LlamaForCausalLM takes longer than 1 s"),
+        ({"rank_pattern": {r"(([a-z_.0-9]+)+)+!": 2}}, "of those of LlamaForCausalLM takes longer than 1 s"),
         ({"target_modules": "(q_proj"}, "re.error: missing ), unterminated subpattern"),
     ],
 )
-def test_a_regular_expression_of_an_adapter_that_backtracks_without_end_is_refused(
+def test_a_key_of_an_adapter_of_another_type_or_that_backtracks_without_end_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], fault: str
 ) -> None:
     monkeypatch.setattr("oppo.hf.lora.PATTERN_SECONDS", 1.0)
     described = json.loads((saved(tmp_path) / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(described | changes))
-    with pytest.raises(ConfigError, match=f"of those of LlamaForCausalLM {re.escape(fault)}"):
+    with pytest.raises(ConfigError, match=re.escape(fault)):
         load_lora(tiny.causal("llama", seed=1), tmp_path)
 
 
@@ -483,31 +439,6 @@ def test_modules_of_an_adapter_may_be_named_by_any_regular_expression_that_peft_
     saved(tmp_path, target_modules=spelled)
     load_lora(model := tiny.causal("llama", seed=1), tmp_path)
     assert {name.split(".")[4] for name in trained(model)} == {"q_proj", "v_proj"}
-
-
-class Receiver:
-    """A model whose engine knows no adapters."""
-
-    version = 0
-
-    async def load(self, weights: Weights) -> None:
-        self.version = weights.version
-        self.weights = {name: value for name, value in weights.standalone().items() if isinstance(value, torch.Tensor)}
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_an_engine_without_adapters_is_given_merged_weights(name: str) -> None:
-    actor, _ = adapted(name)
-    plain, receiver = tiny.causal(name, seed=9).train(mode=False), Receiver()
-
-    async def main() -> None:
-        with Thread("trainer") as thread:
-            trainer = HfTrainer(actor, sampling=SAMPLING, place=thread, settings=TrainerSettings(learning_rate=1e-3))
-            await trainer.sync_weights(receiver)
-
-    anyio.run(main)
-    plain.load_state_dict(receiver.weights)
-    assert torch.allclose(logits(plain), logits(actor), atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}])
@@ -631,13 +562,13 @@ def test_a_policy_that_was_loaded_elsewhere_is_sent_its_adapters_alone(
         sent.append([*weights])
         return SentWeights(weights)
 
-    async def decoded() -> Piece:
+    async def decoded() -> Chunk:
         with Process("policy") as process:
             policy = HfPolicy(recipe, sampling=Sampling(max_new_tokens=9), place=ModelPlace(process, "policy", ""))
             await policy.load(Weights(1, actor.state_dict()))
             (decode,) = await policy.open([Prompt(0, 0, np.array([5, 6, 7], np.int32))])
             async with policy.decoding([decode], lambda ended: False):
-                piece = await decode.read(9)
+                piece = await read_chunk(decode, 9)
             with pytest.raises(ModelError, match=r"1 missing \[.*lora_"):
                 await policy.load(Weights(2, dict([*changing(actor.state_dict()).items()][1:])))
             assert policy.version == 1

@@ -69,11 +69,6 @@ def test_a_cache_is_passed_by_either_name_that_transformers_has_for_it(
     assert cache_argument(model) == name
 
 
-@pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_a_causal_model_that_agrees_with_itself_passes(name: str) -> None:
-    probe(tiny.causal(name))
-
-
 def serves(model: PreTrainedModel, kind: AttentionKind) -> bool:
     try:
         return probe(model, attention=kind) == kind

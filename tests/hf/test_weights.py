@@ -15,15 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from oppo.admission import Overcommit
-from oppo.admission.chunking import Fixed
-from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost, ModelRefused, ProtocolError
 from oppo.events import Prompt
 from oppo.hf.devices import ModelPlace
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.probe import probe
-from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import SharedModel, share, weights_digest
@@ -33,6 +29,7 @@ from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import AT, ONE, deadly
+from tests.hf.stories import graph_of
 from tests.kit.responses import chunk, responses, stream
 
 
@@ -163,15 +160,6 @@ async def assert_same(one: Scorer[object], other: Scorer[object]) -> None:
         assert np.array_equal(np.asarray(value), np.asarray(b[rollout]))
 
 
-async def test_in_exact_mode_the_values_are_a_threads_to_the_bit(process: Process, thread: Thread) -> None:
-    causal, scalar, sampling = tiny.causal("qwen2"), tiny.scalar("gpt2"), Sampling(temperature=0.7)
-    one, other = (
-        ReferenceLogprobs(causal, sampling=sampling, place=place, deterministic=True) for place in (thread, process)
-    )
-    await assert_same(one, other)
-    await assert_same(*(RewardModel(scalar, place=place, deterministic=True) for place in (thread, process)))
-
-
 @pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "nemotron-h", "kimi-linear", "lfm2"])
 async def test_a_model_with_states_that_was_probed_here_reads_in_a_process_as_in_a_thread(
     name: str, process: Process, thread: Thread
@@ -219,26 +207,15 @@ async def test_errors_name_what_was_wrong_and_the_process_goes_on(process: Proce
         await hosted.call("extend", torch.empty)
 
 
-def models() -> dict[str, PreTrainedModel]:
-    made = {"actor": tiny.causal("llama", seed=1), "reference": tiny.causal("llama", seed=1)}
-    return made | {"reward": tiny.scalar("llama", seed=2), "critic": tiny.scalar("llama", seed=3)}
-
-
 async def trained(scoring: Place, *, kill_between_steps: bool = False) -> tuple[str, str]:
     """Make three deterministic steps of PPO, with rollouts deferred; return what actor and critic have become."""
-    ours, sampling = models(), Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
+    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=3)
+    sampling = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
     settings = TrainerSettings(learning_rate=1e-3, epochs=2, minibatches=2)
     prompts = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(14)]
     with Thread("decode", setup=ONE) as decoding:
-        graph = ppo(
-            policy=HfPolicy(ours["actor"], sampling=sampling, place=decoding, deterministic=True),
-            reference=ReferenceLogprobs(ours["reference"], sampling=sampling, place=scoring, deterministic=True),
-            reward=RewardModel(ours["reward"], place=scoring, deterministic=True),
-            critic=ValueModel(ours["critic"], place=scoring, deterministic=True),
-            trainer=HfTrainer(ours["actor"], ours["critic"], sampling=sampling, place=decoding, settings=settings),
-            admission=Overcommit(batch=4, overcommit=2),
-            chunks=Fixed(5),
-        )
+        trainer = HfTrainer(actor, critic, sampling=sampling, place=decoding, settings=settings)
+        graph = graph_of(actor, critic, trainer=trainer, acting=decoding, scoring=scoring, sampling=sampling)
         async with graph.open(prompts) as run:
             carried = 0
             async for step in run.steps(3):
@@ -246,7 +223,7 @@ async def trained(scoring: Place, *, kill_between_steps: bool = False) -> tuple[
                 if kill_between_steps and step.index == 1 and isinstance(scoring, Process):
                     os.kill(scoring.pid, signal.SIGKILL)
     assert carried, "this run is meant to carry rollouts over"
-    return weights_digest(ours["actor"]), weights_digest(ours["critic"])
+    return weights_digest(actor), weights_digest(critic)
 
 
 async def test_a_run_is_the_same_though_its_scorers_die_in_the_middle_of_a_call(thread: Thread, tmp_path: Path) -> None:

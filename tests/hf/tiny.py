@@ -326,11 +326,9 @@ VISION: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 """Models that read images too, by their names: not every transformers has them."""
 
-PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")
-"""Those without a sliding window."""
+PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")  # those without a sliding window
 
-WINDOWED = ("qwen2-sliding", "mistral", "gemma2", "gemma3", "phi3", "starcoder2")
-"""Those with one, of :data:`WINDOW` tokens."""
+WINDOWED = ("qwen2-sliding", "mistral", "gemma2", "gemma3", "phi3", "starcoder2")  # those with one, of WINDOW tokens
 
 
 def apart(work: Callable[P, R]) -> Callable[P, R]:

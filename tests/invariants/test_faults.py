@@ -31,8 +31,7 @@ from oppo.testing import (
     fake_scalar,
 )
 from oppo.testing.faulty import FaultKind, Method
-from tests.kit.faults import SPOILT, Garbage, HalfSynced, LoseSessions
-from tests.kit.faulty import Case, FaultyPipeline, Kind, stage_of
+from tests.kit.faulty import SPOILT, Case, FaultyPipeline, Garbage, HalfSynced, Kind, LoseSessions, stage_of
 from tests.kit.known import known
 from tests.kit.pipelines import Setting, paces, same_batches
 

@@ -33,7 +33,7 @@ from oppo.testing import (
 )
 from oppo.testing.faulty import FaultKind
 from oppo.turns import Answered, turns_answered
-from tests.kit.faults import Garbage
+from tests.kit.faulty import Garbage
 from tests.kit.pipelines import Pipeline, Setting, settings
 from tests.stages.test_conversations import Tool, some_turns
 
@@ -120,7 +120,7 @@ def explains(fault: Fault, error: BaseException) -> bool:
         case Garbage("empty"):
             return type(error) is ProtocolError and "int32 [1 or more]" in told and note in told
         case Garbage("token"):
-            return type(error) is ProtocolError and "a piece that holds the token id" in told
+            return type(error) is ProtocolError and "a chunk that holds the token id" in told
     return False
 
 

@@ -17,7 +17,7 @@ from oppo.graph import Graph
 from oppo.stages import Generate, GroupRelative
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, run_virtual
 from tests.kit.known import known
-from tests.kit.pipelines import Pipeline, Setting, on_policy, same_batches, settings
+from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
 
 CARRIED = Setting(lengths=(5, 9, 3, 30, 21, 7, 8, 60), extra=2, steps=4, samples=2)
 
@@ -81,34 +81,11 @@ def test_groups_are_deferred_where_that_saves_time() -> None:
     assert sum(report.seconds for report in carrying.reports) < sum(report.seconds for report in waiting.reports)
 
 
-@pytest.mark.schedules
-@given(groups())
-def test_without_deferral_overlap_changes_time_and_nothing_else(setting: Setting) -> None:
-    streamed = replace(setting, extra=0)
-    assert same_batches(played(streamed).batches, played(on_policy(streamed)).batches)
-
-
 @pytest.mark.parametrize("referred", [True, False], ids=["referred", "alone"])
 def test_proximal_log_probs_change_nothing_where_nothing_is_stale(*, referred: bool) -> None:
     plain, corrected = played(CARRIED, referred=referred), played(CARRIED, referred=referred, proximal=True)
     assert any(report.deferred for report in plain.reports)
     assert same_batches(plain.batches, corrected.batches)
-
-
-@pytest.mark.schedules
-@given(groups(prompts=(1_000,)))
-@example(CARRIED)
-def test_a_run_interrupted_at_every_checkpoint_equals_an_uninterrupted_one(
-    tmp_path_factory: pytest.TempPathFactory, setting: Setting
-) -> None:
-    setting = replace(setting, paces=())  # where the order of what finishes is the decode loop's alone
-    directory, whole = tmp_path_factory.mktemp("state"), Grouped(setting)
-    run_virtual(whole.run_part, 0, setting.steps, directory)
-    parts = []
-    for first in range(0, setting.steps, setting.checkpoint_every):
-        parts.append(part := Grouped(setting))
-        run_virtual(part.run_part, first, min(first + setting.checkpoint_every, setting.steps), directory)
-    assert same_batches([batch for part in parts for batch in part.batches], whole.batches)
 
 
 def test_the_graph_has_no_critic_and_only_the_scorers_it_was_given() -> None:

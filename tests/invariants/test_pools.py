@@ -20,7 +20,7 @@ from oppo.stages.conversations import TurnOutcome
 from oppo.testing import Fault, Flap, Hang, Raise, Script, Slow
 from oppo.testing.faulty import FaultKind, Method
 from oppo.turns import Answer, Answered, Turn, turns_answered
-from tests.kit.faults import Garbage, LoseSessions, Spoilt
+from tests.kit.faulty import Garbage, LoseSessions, Spoilt
 from tests.kit.pipelines import Setting, motions, settings
 from tests.kit.pools import TIMEOUT, Fate, PooledPipeline
 from tests.stages.test_conversations import Tool, some_turns

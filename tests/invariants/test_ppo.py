@@ -9,9 +9,8 @@ from dataclasses import replace
 import anyio
 import numpy as np
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given
 
-from oppo.admission.chunking import WholeRollout
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, rollout_of
 from oppo.models import Cut, Decode, Decoding
 from oppo.simulate.policy import FakeDecode
@@ -114,12 +113,6 @@ def test_without_deferral_overlap_changes_time_and_nothing_else(setting: Setting
     assert same_batches(played(streamed).batches, played(on_policy(streamed)).batches)
 
 
-@given(settings(lookaheads=(0,)))
-def test_a_step_leaves_no_task_behind(setting: Setting) -> None:
-    pipeline = played(setting)
-    assert set(pipeline.tasks_between_steps) <= {1}
-
-
 @given(settings())
 def test_frozen_scorers_read_every_token_once_and_the_critic_replays_at_most_once(setting: Setting) -> None:
     pipeline = played(setting)
@@ -131,41 +124,6 @@ def test_frozen_scorers_read_every_token_once_and_the_critic_replays_at_most_onc
     assert not pipeline.critic.sessions
 
 
-class Broken(FakeScorer[float]):
-    """A reward model that fails at a given call."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__(fake_scalar)
-        self.at = at
-
-    async def finish(self, finished: Sequence[Finish]) -> list[float]:
-        self.at -= 1
-        if self.at < 0:
-            raise ZeroDivisionError("no score")
-        return list(await super().finish(finished))
-
-
-@given(settings(prompts=(1_000,)))
-def test_a_failing_model_surfaces_as_itself_with_a_note(setting: Setting) -> None:
-    pipeline = Pipeline(setting, reward=Broken(at=0))
-    with pytest.raises(ZeroDivisionError, match="no score") as caught:
-        run_virtual(pipeline.run)
-    assert any("stage 'reward'" in note and "step" in note for note in caught.value.__notes__)
-
-
-@given(settings(), st.floats(0, 3))
-@example(Setting(extra=4), 0.0)
-def test_cancelling_from_outside_leaves_nothing_behind(setting: Setting, after: float) -> None:
-    async def main() -> None:
-        pipeline = Pipeline(setting)
-        with anyio.move_on_after(after):
-            await pipeline.run()
-        assert len(anyio.get_running_tasks()) == 1
-        assert pipeline.policy._cut is None, "the policy is not left decoding"
-
-    run_virtual(main)
-
-
 def test_deferral_shortens_steps_that_wait_for_stragglers() -> None:
     slow = Setting(lengths=(5, 5, 5, 5, 5, 5, 5, 200), batch=4, steps=6)
     waiting = sum(report.seconds for report in played(slow).reports)
@@ -173,28 +131,11 @@ def test_deferral_shortens_steps_that_wait_for_stragglers() -> None:
     assert carrying < 0.7 * waiting
 
 
-def test_streaming_hides_scoring_behind_decoding() -> None:
-    setting = Setting(lengths=(100,), batch=1, steps=1, reward=0.009)
-    (serial,) = played(replace(setting, chunks=WholeRollout())).reports
-    (streamed,) = played(setting).reports
-    assert serial.seconds == pytest.approx(100 * 0.01 + 103 * 0.009, rel=0.05)
-    assert streamed.seconds == pytest.approx(100 * 0.01 + 4 * 0.009, rel=0.05)
-
-
 def test_a_step_whose_batch_is_full_of_deferred_rollouts_decodes_nothing() -> None:
     tied = played(Setting(lengths=(5,), batch=2, extra=2, steps=3, prompts=6))
     assert [report.seconds for report in tied.reports] == pytest.approx([0.05, 0.0, 0.05])
     for story in tied.tap.story().values():
         assert_grammatical(story)
-
-
-def test_a_nonfinite_minibatch_is_recorded_as_dropped() -> None:
-    pipeline = Pipeline(Setting(steps=1))
-    pipeline.trainer.nonfinite = lambda rollout: rollout == 2
-    run_virtual(pipeline.run)
-    (report,) = pipeline.reports
-    assert report.trained == (0, 1, 3)
-    assert [(drop.rollout, drop.reason) for drop in report.dropped] == [(2, "nonfinite")]
 
 
 def test_a_graph_can_be_run_again_with_other_prompts() -> None:

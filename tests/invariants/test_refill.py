@@ -110,16 +110,6 @@ async def test_prompts_that_come_slowly_are_neither_lost_nor_waited_for_by_what_
     assert unwritten, "what was read of the prompts by the cut is deferred, unwritten"
 
 
-async def test_a_run_that_is_interrupted_trains_every_prompt_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    setting, directory = replace(KEPT, checkpoint_every=2, lookahead=1), tmp_path_factory.mktemp("state")
-    trained = []
-    for first in range(0, setting.steps, 2):
-        part = Pipeline(setting)
-        await part.run_part(first, first + 2, directory)
-        trained += [rollout for batch in part.batches for rollout in batch.rollouts]
-    assert sorted(trained) == list(range(setting.steps * setting.batch))
-
-
 def test_an_engine_that_rollouts_cannot_join_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Continuous lets rollouts join .* FakePolicy cannot, by its capabilities"):
         Generate(FakePolicy(), Continuous(batch=4, overcommit=2))

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from oppo.testing import run_virtual
 from tests.kit.pipelines import Pipeline, Setting, motions
-from tests.stages.test_selection import CARRIED, Selected
+from tests.stages.test_dynamic_sampling import CARRIED, Selected
 
 SCHEDULES = int(os.environ["OPPO_SCHEDULES"])
 """As many as are asked for, not a share of them."""

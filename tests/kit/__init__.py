@@ -3,7 +3,6 @@
 - :mod:`tests.kit.assets`: a folder of whole runs: tiny models of several kinds with one tokenizer of bytes, prompts,
   rewards, tools, agents. ``furnish(folder)`` takes a second; a module's fixture shares it.
 - :mod:`tests.kit.pairs`: covering arrays: few rows in which any two values of different axes meet.
-- :mod:`tests.kit.faults`: what a fault does to the answer of a model.
 - :mod:`tests.kit.imported`: what whole runs import late, for processes that are forked when it is there.
 - :mod:`tests.kit.workplace`: such a folder with words for tokens, and ``oppo train`` in this process or another.
 - :mod:`tests.kit.forked`: programs and children forked from a warm server, in place of new interpreters.

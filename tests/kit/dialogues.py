@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import anyio
 import numpy as np
 
-from oppo.events import IntArray, Prompt, Response
-from oppo.models import Piece
+from oppo.events import Chunk, IntArray, Prompt, Response, ToolTokens
 from oppo.turns import MultiTurnPolicy, TurnDecode
 
 ANSWER = np.array([17, 19, 18, 16, 20], np.int32)
@@ -40,7 +39,7 @@ class Dialogue:
     seconds: Seconds = at_once
     cut_after: int = 1_000_000
     limit: int = 7
-    pieces: list[list[Piece]] = field(default_factory=list)
+    pieces: list[list[Chunk | ToolTokens]] = field(default_factory=list)
     heard: list[list[IntArray]] = field(default_factory=list)
     told: list[list[int]] = field(default_factory=list)
 
@@ -90,11 +89,7 @@ class Dialogue:
 
     def responses(self) -> list[Response]:
         """Return what was read of each."""
-        made = [Response.empty(prompt) for prompt in self.asked]
-        for k, pieces in enumerate(self.pieces):
-            for piece in pieces:
-                made[k] = made[k].then(piece.event(self.asked[k].rollout, len(made[k])))
-        return made
+        return [Response.of(asked, pieces) for asked, pieces in zip(self.asked, self.pieces, strict=True)]
 
 
 async def dialogue(

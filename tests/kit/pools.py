@@ -14,9 +14,9 @@ import numpy as np
 
 from oppo.errors import ModelLost, as_itself
 from oppo.evaluation import Evaluate, Evaluation
-from oppo.events import IntArray, Prompt, Response, StepReport
+from oppo.events import Chunk, IntArray, Prompt, Response, StepReport, ToolTokens
 from oppo.graph import Graph
-from oppo.models import Cut, Decoding, Piece, Policy, Sampling, Weights
+from oppo.models import Cut, Decoding, Policy, Sampling, Weights
 from oppo.placement import PolicyPool
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate, Update
@@ -147,7 +147,7 @@ class MortalDecode(FakeDecode):
 
     policy: Mortal
 
-    async def read(self, limit: int) -> Piece:
+    async def read(self, limit: int) -> Chunk | ToolTokens:
         piece = await super().read(limit)
         if self.policy.dead and self.policy.fate.how != "hangs" and not (self.policy.fate.keeps and len(piece.tokens)):
             raise ModelLost("this engine has died, so it cannot be read, as its fate was")

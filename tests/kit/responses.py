@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from oppo.events import Chunk, Finish, IntArray, Prompt, Response, ToolTokens
-from oppo.models import Scorer
+from oppo.models import Decode, Scorer
 
 VOCABULARY: Final = 96
 PADDING: Final = 0
@@ -24,6 +25,20 @@ def chunk(rollout: int, start: int, tokens: IntArray) -> Chunk:
     return Chunk(rollout, start, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
 
 
+def ended(
+    rollout: int,
+    tokens: Sequence[int],
+    columns: Mapping[str, object] | None = None,
+    *,
+    asked: Sequence[int] = (1, 2),
+    version: int = 0,
+) -> Finish:
+    """Return a finished response of these tokens to a prompt with these columns."""
+    prompt = Prompt(rollout, rollout, np.array(asked, np.int32), columns=columns or {})
+    said = replace(chunk(rollout, 0, np.array(tokens, np.int32)), versions=np.full(len(tokens), version, np.int32))
+    return Finish(rollout, Response.empty(prompt).then(said), "eos")
+
+
 def responses(count: int = 5, seed: int = 0) -> list[Response]:
     dice = random.Random(seed)
     made = []
@@ -31,6 +46,13 @@ def responses(count: int = 5, seed: int = 0) -> list[Response]:
         prompt = Prompt(rollout, rollout, ids(dice, dice.randint(1, 45)))
         made.append(Response.empty(prompt).then(chunk(rollout, 0, ids(dice, dice.randint(1, 90)))))
     return made
+
+
+async def read_chunk(decode: Decode, limit: int) -> Chunk:
+    """Return what is read of a decode whose next tokens are sampled."""
+    chunk = await decode.read(limit)
+    assert isinstance(chunk, Chunk)
+    return chunk
 
 
 async def stream(scorer: Scorer[object], made: Sequence[Response], seed: int) -> dict[int, object]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
@@ -24,12 +24,10 @@ import oppo
 from oppo.admission import Overcommit
 from oppo.agents import Agents
 from oppo.algorithms.ppo import ppo
-from oppo.environments import EnvironmentClass, FunctionEnvironment
+from oppo.environments import FunctionEnvironment
 from oppo.errors import HangError
 from oppo.events import Finish, Prompt, StepReport
 from oppo.graph import Graph, Run, Snapshot, Wait
-from oppo.hf.calls import ToolCall
-from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
 from oppo.liveness.watchdog import GAP, Parts, _threads
 from oppo.observe import Span
@@ -46,7 +44,6 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from oppo.user_code import load_object
 from tests.agents.test_agents import tokenizer as agents_tokenizer
 from tests.report.synthetic import play
 
@@ -435,36 +432,7 @@ async def waiting(*given, **named):
     await asyncio.sleep(3600)
 
 in_a_process = in_a_thread
-
-class Environment:
-    def reset(self, **row):
-        return None
-
-    def tool(self):
-        "Say nothing."
-        return ""
-
-    def get_reward(self):
-        return 0.0
-
-def with_hang(method, place):
-    hang = globals()[place]
-    hang.__name__ = method
-    return type("Environment", (Environment,), {method: hang})
 """
-
-
-class Calling:
-    """A chat format of fakes: every turn calls the tool."""
-
-    roles = frozenset({"tool"})
-    tools: ClassVar[dict[str, dict[str, object]]] = {"tool": {}}
-
-    def parse(self, turn: list[int]) -> ParsedTurn:
-        return ParsedTurn("", tool_calls=(ToolCall("tool", {}),))
-
-    def answer(self, turn: list[int], messages: object) -> list[int]:
-        return [90_000]
 
 
 def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callable[[Sequence[Prompt]], Any]]:
@@ -476,12 +444,8 @@ def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callabl
         return {"environment": agents, "reward": agents.reward}, agents.prompts
     if what == "reward":
         return {"reward": FunctionReward(spec, str, process=process, each=not process, concurrency=4)}, same
-    if what == "function":
-        made = FunctionEnvironment(spec, str, lambda text: [1], process=process)
-        return {"environment": made, "reward": FakeScorer(fake_scalar)}, same
-    kind = cast("Callable[[str, str], type]", load_object(f"{user}:with_hang", ValueError))(what, place)
-    environment = EnvironmentClass(kind, cast("ChatFormat", Calling()), max_turns=2)
-    return {"environment": environment, "reward": environment.reward}, same
+    made = FunctionEnvironment(spec, str, lambda text: [1], process=process)
+    return {"environment": made, "reward": FakeScorer(fake_scalar)}, same
 
 
 @pytest.mark.parametrize(
@@ -492,12 +456,7 @@ def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callabl
             for what in ("reward", "function")
             for place in ("waiting", "blocking", "in_a_thread", "in_a_process")
         ),
-        *(
-            (what, place)
-            for what in ("tool", "get_reward", "agent")
-            for place in ("waiting", "blocking", "in_a_thread")
-        ),
-        ("reset", "in_a_thread"),
+        *(("agent", place) for place in ("waiting", "blocking", "in_a_thread")),
     ],
 )
 async def test_a_function_of_the_user_that_hangs_anywhere_ends_the_run_and_is_named(
@@ -547,14 +506,6 @@ async def test_a_function_of_the_user_that_hangs_anywhere_ends_the_run_and_is_na
 
 def rows(count: int) -> list[Prompt]:
     return [Prompt(at, at, np.array([1, 2], np.int32), group=at, columns={"row": at}) for at in range(count)]
-
-
-async def test_a_run_that_moves_is_left_alone(tmp_path: Path) -> None:
-    trap = Trap()
-    trap.opened.set()
-    with Watchdog(StallLimits(60), report=tmp_path / "r.json") as watchdog:
-        await play_on(hanging(trap), watchdog)
-    assert not (tmp_path / "r.json").exists()
 
 
 LOCKED = """
@@ -634,16 +585,6 @@ async def test_the_worst_delay_is_kept_until_it_is_taken() -> None:
         assert heartbeat.take() == 0.0
         clock.at += 3.0  # the loop does something else for so long
         assert heartbeat.take() == 2.5, "a beat that is overdue counts already"
-
-
-def test_a_loop_that_is_never_kept_waiting_is_never_late() -> None:
-    async def main() -> float:
-        heartbeat = Heartbeat(0.25, clock=anyio.current_time)
-        async with heartbeat.beating():
-            await anyio.sleep(10)
-            return heartbeat.take()
-
-    assert run_virtual(main) == 0.0
 
 
 async def test_an_error_inside_surfaces_as_itself() -> None:

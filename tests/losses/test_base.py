@@ -35,7 +35,7 @@ from oppo.losses import (
     means,
 )
 from oppo.placement import Thread
-from oppo.returns import Correction
+from oppo.returns import ImportanceCorrection
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, backward, critic_of, rollouts
@@ -43,8 +43,8 @@ from tests.kit.known import known
 
 LOW, HIGH = 0.05, 0.2
 KL, LEAST, MOST = 0.3, 0.99, 1.02
-TRUNCATED = Correction(weight="truncated", level="sequence", ratio_base="proximal", cap=MOST)
-MASKED = Correction(weight="mask", level="sequence", low=LEAST, high=MOST)
+TRUNCATED = ImportanceCorrection(weight="truncated", level="sequence", ratio_base="proximal", cap=MOST)
+MASKED = ImportanceCorrection(weight="mask", level="sequence", low=LEAST, high=MOST)
 GROUPS = (4, 7, 4, 9, 7, 9)
 
 
@@ -156,11 +156,13 @@ ORACLES: Mapping[Compared, Callable[[Sequence[Read]], Tensor]] = {
     ),
     PairwiseLoss(): pairs,
 }
-BY_SEQUENCE = Correction(weight="truncated", level="sequence", cap=1.05)
+BY_SEQUENCE = ImportanceCorrection(weight="truncated", level="sequence", cap=1.05)
 EVERY: Sequence[Compared] = (
     *ORACLES,
     ClippedLoss(entropy_coefficient=0.1, kl=0.1, correction=BY_SEQUENCE),
-    PPOLoss(entropy_coefficient=0.1, kl=0.1, correction=Correction(weight="truncated", ratio_base="proximal")),
+    PPOLoss(
+        entropy_coefficient=0.1, kl=0.1, correction=ImportanceCorrection(weight="truncated", ratio_base="proximal")
+    ),
 )
 
 

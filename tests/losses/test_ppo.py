@@ -34,7 +34,7 @@ from oppo.losses import (
     token_logprobs,
     value_loss,
 )
-from oppo.returns import Correction, KLEstimator, kl_estimate
+from oppo.returns import ImportanceCorrection, KLEstimator, kl_estimate
 from oppo.training import Surrogate
 from tests.test_returns import EVERY
 
@@ -365,9 +365,9 @@ def stale() -> tuple[Tensor, dict[Input, Tensor], Tensor]:
 
 
 def corrected(
-    plain: Plain, correction: Correction, tokens: Sequence[Sequence[float]], *, whole: bool
+    plain: Plain, correction: ImportanceCorrection, tokens: Sequence[Sequence[float]], *, whole: bool
 ) -> tuple[float, list[float]]:
-    """Return the loss of one response and its derivatives, by the formulas of :class:`Correction`.
+    """Return the loss of one response and its derivatives, by the formulas of :class:`ImportanceCorrection`.
 
     Of each token there are behaviour, proximal and current log-prob and the advantage; ``whole``: the ratio is GSPO's.
     """
@@ -404,7 +404,7 @@ REFUSED: Final = [("gspo", each) for each in EVERY if each.level == "token" and 
     ("kind", "correction"), [each for each in product([*KINDS, "gspo"], EVERY) if each not in REFUSED], ids=str
 )
 def test_a_loss_of_stale_tokens_is_that_of_the_formulas_whatever_corrects_them(
-    kind: Any, correction: Correction
+    kind: Any, correction: ImportanceCorrection
 ) -> None:
     plain, options = KINDS.get(kind, KINDS["clip"])
     loss = (

@@ -51,12 +51,12 @@ class Total:
         self.sum += number * times
         return self.sum
 
-    def add_or_die(self, number: int, mark: Path, signum: int = signal.SIGKILL) -> int:
+    def add_or_die(self, number: int, mark: Path) -> int:
         """Add half of the number, then kill this process, unless that has been done before."""
         self.add(number // 2)
         if not mark.exists():
             mark.touch()
-            os.kill(os.getpid(), signum)
+            os.kill(os.getpid(), signal.SIGKILL)
         return self.add(number - number // 2)
 
     def add_when_told(self, number: int, begun: Path, go_on: Path) -> int:
@@ -65,10 +65,21 @@ class Total:
         go_on.read_text()
         return self.add(number)
 
-    def hold_the_lock(self, begun: Path) -> None:
-        """Say that the work has begun, then let no other thread of this interpreter run."""
-        begun.write_text("begun")
+    def join(self, rank: int, size: int, meeting: str) -> None:
+        """Work in ranks too, though it exchanges nothing."""
+
+    def hang(self) -> None:
+        print("begun", flush=True)  # noqa: T201 - to the test
+        time.sleep(600)
+
+    def hold_the_lock(self) -> None:
+        """Let no other thread of this interpreter run."""
+        print("begun", flush=True)  # noqa: T201 - to the test
         ctypes.PyDLL(None).sleep(600)
+
+    def end_by(self, signum: int) -> None:
+        os.kill(os.getpid(), signum)
+        time.sleep(60)
 
     def say(self, words: str) -> None:
         """Print and log the words."""
@@ -216,34 +227,15 @@ class Crew:
         self.sum += number
         return self.sum, self.place, os.getpid()
 
-    def wait_for(self, pipe: Path) -> int:
-        """Wait until the other ranks have opened the pipe for writing, which they never do."""
-        with pipe.open("rb") as end:
-            return len(end.read())
-
-    def die(self, rank: int, pipe: Path) -> int:
-        """Die in one rank; the others wait for it."""
-        if self.place[0] == rank:
+    def fare(self, rank: int, how: str, others: str) -> None:
+        """Die or fail in one rank; the others wait for it, fail as those that lose a connection, or answer."""
+        if self.place[0] == rank and how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.wait_for(pipe)
-
-    def die_or_fail(self, rank: int) -> None:
-        """Die in one rank; the others fail, as those do that lose a connection to it."""
-        if self.place[0] == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ConnectionError("reset by peer")
-
-    def fail_alone(self, rank: int, pipe: Path) -> int:
-        """Fail in one rank; the others wait for it."""
         if self.place[0] == rank:
             raise ZeroDivisionError(f"in rank {rank}")
-        return self.wait_for(pipe)
-
-    def fail_after_others(self, rank: int) -> int:
-        """Fail in one rank; the others have answered."""
-        if self.place[0] == rank:
-            raise ZeroDivisionError(f"in rank {rank}")
-        return rank
+        if others == "fail":
+            raise ConnectionError("reset by peer")
+        time.sleep(600 if others == "wait" else 0)
 
     def fail(self) -> NoReturn:
         raise ZeroDivisionError(f"in rank {self.place[0]}")

@@ -11,85 +11,15 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio.abc import TaskGroup
 
 from oppo.errors import ModelLost
-from oppo.graph import Step
 from oppo.observe import Span
-from oppo.placement import Inline, Place, Process, Ranks, Thread
+from oppo.placement import Inline, Process, Thread
 from oppo.placement.shared_memory import Block
 from oppo.scheduling import DEFAULT_TIME_SLICE, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.testing import run_virtual
-from tests.placement.instances import Crew, Slate, Total, fail_to_set_up
-
-
-@pytest.mark.parametrize("kind", [Inline, Thread])
-async def test_work_is_done_in_one_thread_in_order_and_reported(kind: type[Inline | Thread]) -> None:
-    spans, heard = list[Span](), list[str]()
-    with kind("scorers", listener=spans.append) as place:
-        total, plain = place.host(partial(Total, 1), track="critic"), place.host(lambda: None)
-        assert await total.call("add", Total.add, 2, times=3) == 7
-        await total.load(Total.add, 1, lambda: heard.append(place.at_work))
-        assert await total.call("look", lambda here: (here.sum, place.at_work)) == (8, "critic: look")
-        here = await plain.call("look", lambda _: threading.get_ident()) == threading.get_ident()
-        assert here == (kind is Inline)
-        assert place.at_work == ""
-    tracks = [(span.track, span.label) for span in spans]
-    assert tracks == [*(("critic", label) for label in ("add", "load", "look")), ("scorers", "look")]
-    assert heard == ["critic: load"], "before any other call"
-
-
-@pytest.mark.parametrize(
-    ("place", "named"),
-    [
-        (Inline("reward"), "the place 'reward'"),
-        (Thread("reward"), "the thread of 'reward'"),
-        (partial(Process, "reward"), "the process of 'reward'"),
-        (partial(Ranks, "reward", 2), "the group of ranks of 'reward'"),
-    ],
-    ids=["inline", "thread", "process", "ranks"],
-)
-async def test_a_closed_place_says_what_it_cannot_do(place: Place | partial[Process], named: str) -> None:
-    opened = place if isinstance(place, Place) else place()
-    crew = opened.host(Crew)
-    opened.close()
-    opened.close()
-    with pytest.raises(ModelLost, match=f"{named} is closed, so it cannot do 'extend'"):
-        await crew.call("extend", Crew.add, 1)
-
-
-@pytest.mark.parametrize("kind", [partial(Process, "reward"), partial(Ranks, "reward", 2)])
-def test_a_setup_that_fails_is_the_error_of_the_first_call(kind: partial[Process]) -> None:
-    with kind(setup=fail_to_set_up) as place:
-        place.host(Total)
-        with pytest.raises(OSError, match="no such core"):
-            place.wait_until_ready()
-
-
-@pytest.mark.parametrize("kind", [Inline, Thread, Process])
-async def test_a_span_says_for_which_step_the_call_was_made_and_in_which_role(
-    kind: type[Inline | Thread | Process],
-) -> None:
-    spans: list[Span] = []
-    with kind("total", listener=spans.append) as place:
-        total = place.host(partial(Total, 1))
-
-        async def work(step: Step) -> None:
-            with step.working("score"):
-                await anyio.lowlevel.checkpoint()
-                await total.call("add", Total.add, 1)
-                await total.load(Total.add, 1)
-
-        async with anyio.create_task_group() as tasks:
-            for number in (3, 4):
-                tasks.start_soon(work, Step(number, 1, 0.0))
-        await total.call("add", Total.add, 1)
-    assert sorted((span.step, span.role) for span in spans[:-1]) == [
-        (3, "score"),
-        (3, "score"),
-        (4, "score"),
-        (4, "score"),
-    ]
-    assert (spans[-1].step, spans[-1].role) == (None, None), "of no step"
+from tests.placement.instances import Slate, Total
 
 
 def test_virtual_time_goes_on_around_it() -> None:
@@ -205,6 +135,18 @@ async def test_a_setup_that_fails_is_the_callers_error_and_is_tried_again() -> N
     assert attempts == [0, 1]
 
 
+@asynccontextmanager
+async def busy(thread: Thread) -> AsyncIterator[TaskGroup]:
+    """Yield tasks whose calls wait in the thread, which works until the body ends."""
+    work = Work()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(thread.call, "work", work)
+        await work.until_begun()
+        yield tasks
+        await anyio.wait_all_tasks_blocked()
+        work.go_on.set()
+
+
 class Log:
     """An instance that notes who called it."""
 
@@ -220,7 +162,7 @@ async def noted(thread: Thread, log: Log, who: str, priority: Priority) -> None:
 
 
 async def test_nothing_comes_between_two_urgent_calls_of_one_context() -> None:
-    work, log = Work(), Log()
+    log = Log()
 
     async def urgently() -> None:
         with Urgent() as priority:
@@ -229,34 +171,27 @@ async def test_nothing_comes_between_two_urgent_calls_of_one_context() -> None:
             await noted(thread, log, "second", priority)
 
     with Thread("scorers") as thread:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(thread.call, "work", work)
-            await work.until_begun()
+        async with busy(thread) as tasks:
             tasks.start_soon(thread.call, "other", log.note, "other")
             tasks.start_soon(urgently)
-            await anyio.wait_all_tasks_blocked()
-            work.go_on.set()
     assert log.seen == ["first", "second", "other"]
 
 
 async def test_urgent_calls_overtake_those_that_wait_but_not_the_one_in_progress() -> None:
-    work, log = Work(), Log()
+    log = Log()
 
     async def urgently(who: str) -> None:
         with Urgent() as priority:
             await noted(thread, log, who, priority)
 
     with Thread("scorers") as thread:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(thread.call, "work", work)
-            await work.until_begun()
+        async with busy(thread) as tasks:
             for who in ("first", "second"):
                 tasks.start_soon(thread.call, who, log.note, who)
             for who in ("urgent", "more urgent"):
                 tasks.start_soon(urgently, who)
             await anyio.wait_all_tasks_blocked()
             assert not log.seen
-            work.go_on.set()
     assert log.seen == ["urgent", "more urgent", "first", "second"]
 
 
@@ -281,21 +216,16 @@ async def test_an_urgent_call_does_not_wait_for_the_end_of_another_urgent_contex
     assert log.seen == ["one", "another", "end of one"]
 
 
-async def test_a_call_after_the_urgent_context_holds_nothing() -> None:
+async def test_the_end_of_the_urgent_context_and_an_error_release_the_queue() -> None:
     log = Log()
     with Thread("scorers") as thread, anyio.fail_after(10):
-        with Urgent() as priority:
-            await noted(thread, log, "urgent", priority)
-        await noted(thread, log, "late", priority)
-        await thread.call("other", log.note, "other")
-    assert log.seen == ["urgent", "late", "other"]
-
-
-async def test_an_error_ends_the_urgent_context() -> None:
-    with Thread("scorers") as thread, anyio.fail_after(10):
+        with Urgent() as ended:
+            await noted(thread, log, "urgent", ended)
+        await noted(thread, log, "late", ended)
         with pytest.raises(ZeroDivisionError), Urgent() as priority:
             await thread.host(int).at(priority).call("divide", lambda one: one // 0)
-        assert await thread.call("other", int) == 0
+        await thread.call("other", log.note, "other")
+    assert log.seen == ["urgent", "late", "other"]
 
 
 @pytest.mark.parametrize("between", [True, False], ids=["between two calls", "while its call is in progress"])
@@ -450,8 +380,8 @@ def test_a_place_says_how_long_a_call_should_last_that_nobody_waits_for(
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        ({"seconds": 0.0}, "seconds of a TimeSlice must be more than 0, not 0.0"),
-        ({"rise": 0.9}, "rise of a TimeSlice must be at least 1, not 0.9"),
+        ({"seconds": 0.0}, "seconds must be more than 0, not 0.0"),
+        ({"rise": 0.9}, "rise must be at least 1, not 0.9"),
         ({"seconds": float("nan")}, "must be a finite number"),
     ],
 )

@@ -15,14 +15,15 @@ import pytest
 from oppo.admission import Overcommit
 from oppo.admission.chunking import WholeRollout
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
-from oppo.events import IntArray, Prompt, Response
-from oppo.models import Capabilities, Decode, Loads, Piece, Policy, Resumes, Sampling, Weights
+from oppo.events import Chunk, IntArray, Prompt, Response, ToolTokens
+from oppo.models import Capabilities, Decode, Loads, Policy, Resumes, Sampling, Weights
 from oppo.placement import PolicyPool
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, Fault, FaultyPolicy, Hang, Raise, check_policy, prompts, run_virtual
-from tests.kit.faults import Garbage
+from tests.kit.faulty import Garbage
 from tests.kit.pools import Fate, Mortal
+from tests.kit.responses import read_chunk
 from tests.testing.test_conformance import some_turns
 
 pytestmark = pytest.mark.virtual
@@ -38,16 +39,18 @@ def mortals(*fates: Fate, can: Capabilities = IN_FLIGHT, length: int = 20) -> li
     return [Mortal(lambda prompt: length, capabilities=can, fate=fate) for fate in fates]
 
 
-async def read_all(decode: Decode, limit: int = 1_000) -> list[Piece]:
+async def read_all(decode: Decode, limit: int = 1_000) -> list[Chunk | ToolTokens]:
     pieces = [await decode.read(limit)]
     while pieces[-1].state == "live":
         pieces.append(await decode.read(limit))
     return pieces
 
 
-async def decoded(pool: PolicyPool, asked: Sequence[Prompt | Response], limit: int = 1_000) -> list[list[Piece]]:
+async def decoded(
+    pool: PolicyPool, asked: Sequence[Prompt | Response], limit: int = 1_000
+) -> list[list[Chunk | ToolTokens]]:
     """Return what is read of each in one decoding, to its end."""
-    decodes, found = await pool.open(asked), list[list[Piece]]([[] for _ in asked])
+    decodes, found = await pool.open(asked), list[list[Chunk | ToolTokens]]([[] for _ in asked])
 
     async def read(k: int) -> None:
         found[k] = await read_all(decodes[k], limit)
@@ -58,7 +61,7 @@ async def decoded(pool: PolicyPool, asked: Sequence[Prompt | Response], limit: i
     return found
 
 
-def tokens_of(pieces: Iterable[Piece]) -> list[int]:
+def tokens_of(pieces: Iterable[Chunk | ToolTokens]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens.tolist()]
 
 
@@ -201,7 +204,7 @@ async def test_what_ends_after_the_cut_is_told_first_at_the_next_decoding() -> N
         told.append(list(finished))
         return True
 
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[Chunk | ToolTokens]] = {}
 
     async def read(k: int) -> None:
         pieces.setdefault(k, []).extend(await read_all(decodes[k]))
@@ -299,7 +302,7 @@ async def test_the_version_moves_when_every_member_has_the_weights_and_newer_tok
         await decodes[0].read(2)
         tasks.start_soon(pool.load, Weights(1))
         for _ in range(4):
-            piece = await decodes[0].read(1)
+            piece = await read_chunk(decodes[0], 1)
             assert piece.versions.tolist() <= [pool.version]
             moments.append((int(piece.versions[0]), round(anyio.current_time(), 2)))
     assert [version for version, _ in moments] == [0, 1, 1, 1]
@@ -575,7 +578,7 @@ async def test_an_answer_that_came_while_its_rollout_moved_is_not_lost(at: float
     pool = PolicyPool(engines)
     (decode,) = await pool.open_turns(list(prompts(1)))
     async with pool.decoding([decode], never), anyio.create_task_group() as tasks:
-        pieces: list[Piece] = []
+        pieces: list[Chunk | ToolTokens] = []
 
         async def read() -> None:
             pieces.extend(await read_all(decode, limit=2))
@@ -587,6 +590,6 @@ async def test_an_answer_that_came_while_its_rollout_moved_is_not_lost(at: float
         await anyio.sleep(0.05)
         assert decode.proceed(tokens(7, 8, 9))
         assert await decode.turn() is None
-    given = [token for piece in pieces if piece.from_tool for token in piece.tokens.tolist()]
+    given = [token for piece in pieces if isinstance(piece, ToolTokens) for token in piece.tokens.tolist()]
     assert given == [7, 8, 9]
     assert len(tokens_of(pieces)) == 12

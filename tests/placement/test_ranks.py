@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,7 @@ from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.observe import Span
 from oppo.placement import Callback, Ranks, ranks as ranks_module
 from oppo.placement.ranks import listen, listener
-from tests.placement.instances import Crew, Total, gone
+from tests.placement.instances import Caller, Crew, gone
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +24,6 @@ def ranks() -> Iterator[Ranks]:
     """Ranks for tests that leave them alive."""
     with Ranks("shared", 3) as ranks:
         yield ranks
-
-
-@pytest.fixture
-def pipe(tmp_path: Path) -> Path:
-    """A named pipe that nobody writes to."""
-    os.mkfifo(tmp_path / "pipe")
-    return tmp_path / "pipe"
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_GRACE", 0.1)
 
 
 async def test_every_rank_has_a_copy_and_rank_0_answers(ranks: Ranks) -> None:
@@ -62,9 +51,9 @@ async def test_an_error_of_all_ranks_leaves_them_as_they_are(ranks: Ranks) -> No
 
 async def test_what_is_no_member_is_refused(ranks: Ranks) -> None:
     with pytest.raises(
-        ModelError, match=r"Total cannot work in the ranks of 'shared': expected an instance with .* join"
+        ModelError, match=r"Caller cannot work in the ranks of 'shared': expected an instance with .* join"
     ):
-        await ranks.host(Total).call("add", Total.add, 1)
+        await ranks.host(Caller).call("look", repr)
 
 
 async def test_a_call_with_callbacks_is_refused(ranks: Ranks) -> None:
@@ -73,45 +62,36 @@ async def test_a_call_with_callbacks_is_refused(ranks: Ranks) -> None:
         await crew.call("add", Crew.add, Callback(int))  # type: ignore[arg-type]  # what is refused
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-async def test_a_rank_that_dies_ends_the_others(rank: int, pipe: Path, impatient: None) -> None:
+@pytest.mark.parametrize(
+    ("rank", "how", "others", "grace"),
+    [
+        (0, "dies", "wait", 0.1),
+        (2, "dies", "wait", 0.1),
+        (1, "dies", "fail", 2.0),  # the death is reported, not what the others make of it
+        (1, "fails", "wait", 0.1),
+        (1, "fails", "answer", 0.1),
+    ],
+)
+async def test_a_rank_that_dies_or_fails_alone_ends_the_others(
+    rank: int, how: str, others: str, grace: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "_GRACE", grace)
     with Ranks("crew", 3) as ranks, anyio.fail_after(60):
         crew = ranks.host(Crew)
         ranks.wait_until_ready()
         pids = ranks.pids
-        with pytest.raises(
-            ModelLost, match=rf"rank {rank} of 'crew' \(pid {pids[rank]}\) was killed by SIGKILL.* while it did 'die'"
-        ):
-            await crew.call("die", Crew.die, rank, pipe)
+        died = rf"rank {rank} of 'crew' \(pid {pids[rank]}\) was killed by SIGKILL"
+        alone = f"rank {rank} of 'crew' failed alone"
+        with pytest.raises(ModelLost if how == "dies" else ZeroDivisionError) as raised:
+            await crew.call("work", Crew.fare, rank, how, others)
+        if how == "dies":
+            assert re.match(rf"{died}.* while it did 'work'", str(raised.value))
+        else:
+            assert str(raised.value) == f"in rank {rank}"
+            assert f"{alone}; the other ranks were ended" in raised.value.__notes__
         assert gone(pids)
-        with pytest.raises(ModelLost, match=rf"rank {rank} of 'crew' .* while it did 'add' for 'crew'"):
+        with pytest.raises(ModelLost, match=rf"({died}|{alone}).* while it did 'add' for 'crew'"):
             await crew.call("add", Crew.add, 1)
-
-
-async def test_a_death_is_reported_rather_than_what_others_make_of_it() -> None:
-    with Ranks("crew", 3) as ranks, anyio.fail_after(60):
-        crew = ranks.host(Crew)
-        with pytest.raises(ModelLost, match=r"rank 1 of 'crew' .* was killed by SIGKILL"):
-            await crew.call("die", Crew.die_or_fail, 1)
-
-
-async def test_a_rank_that_fails_alone_ends_the_others_which_wait(pipe: Path, impatient: None) -> None:
-    with Ranks("crew", 3) as ranks, anyio.fail_after(60):
-        crew = ranks.host(Crew)
-        with pytest.raises(ZeroDivisionError, match="in rank 1") as raised:
-            await crew.call("fail", Crew.fail_alone, 1, pipe)
-        assert "rank 1 of 'crew' failed alone; the other ranks were ended" in raised.value.__notes__
-        assert gone(ranks.pids)
-        with pytest.raises(ModelLost, match="rank 1 of 'crew' failed alone while it did 'add'"):
-            await crew.call("add", Crew.add, 1)
-
-
-async def test_a_rank_that_fails_alone_is_lost_though_others_have_answered() -> None:
-    with Ranks("crew", 2) as ranks, anyio.fail_after(60):
-        crew = ranks.host(Crew)
-        with pytest.raises(ZeroDivisionError, match="in rank 1"):
-            await crew.call("fail", Crew.fail_after_others, 1)
-        assert gone(ranks.pids)
 
 
 async def test_an_instance_whose_copies_do_not_meet_says_why_and_hinders_no_other() -> None:
@@ -120,23 +100,6 @@ async def test_an_instance_whose_copies_do_not_meet_says_why_and_hinders_no_othe
         with pytest.raises(ProtocolError, match="rank 0 met nobody"):
             await crew.call("add", Crew.add, 1)
         assert (await other.call("add", Crew.add, 1))[0] == 1
-
-
-async def test_aborting_ends_a_call_in_progress(pipe: Path) -> None:
-    with Ranks("crew", 2) as ranks, anyio.fail_after(60):
-        crew = ranks.host(Crew)
-        ranks.wait_until_ready()
-        async with anyio.create_task_group() as tasks:
-
-            async def wait() -> None:
-                with pytest.raises(ModelLost, match="killed by this process while it did 'wait' for 'crew'"):
-                    await crew.call("wait", Crew.wait_for, pipe)
-
-            tasks.start_soon(wait)
-            while ranks.at_work != "crew: wait":  # noqa: ASYNC110 - nothing announces it
-                await anyio.sleep(0.01)
-            ranks.abort()
-        assert gone(ranks.pids)
 
 
 async def test_closed_ranks_leave_no_process_and_no_file() -> None:

@@ -65,11 +65,6 @@ def test_a_line_of_a_long_run_has_a_few_points_and_every_spike() -> None:
     assert sum(float(point.split(" ")[1]) < HEIGHT / 4 for point in drawn[1:].split("L")) == 1
 
 
-def test_a_missing_value_is_a_gap_in_the_line() -> None:
-    (path,) = ET.fromstring(lines("x", {"x": [1.0, 2.0, None, 3.0]})).iter(f"{SVG}path")
-    assert path.get("d", "").count("M") == 2
-
-
 def test_there_is_no_chart_of_nothing() -> None:
     assert lines("x", {"x": [None, float("nan")]}, within=(0, 1)) == ""
     assert stacked("x", {}) == stacked("x", {"x": [0.0, None]}) == ""

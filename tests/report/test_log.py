@@ -26,32 +26,23 @@ def report(score: float) -> StepReport:
     return StepReport(3, 4, (1, 2), (Drop(5, "nonfinite"),), (), score, 1.5, {})
 
 
+BOUND = dict.fromkeys(("decode", "tail", "cap", "score", "train", "scoring", "capped", "finished"), 0.125)
+BOUND |= {"decode": 0.5, "limit": 1.23456, **{f"limit_{schedule}": 1.0 for schedule in SCHEDULES}}
+BOUND = {f"bottleneck/{name}": value for name, value in BOUND.items()}
+
+
 def test_a_log_begins_with_versions_and_tells_steps_and_drops(tmp_path: Path) -> None:
     with RunLog(tmp_path / "log.jsonl", "trial") as log:
-        log.on_step(3, report(0.25), {})
-    begin, dropped, step, end = lines(tmp_path / "log.jsonl")
+        log.on_step(3, replace(report(0.25), metrics=BOUND), {})
+        log.on_step(4, report(float("nan")), {})
+    begin, dropped, step, _, unscored, end = lines(tmp_path / "log.jsonl")
     assert begin["event"] == "begin"
     assert "numpy" in str(begin["libraries"])
     assert (dropped["level"], dropped["rollout"], dropped["reason"]) == ("warning", 5, "nonfinite")
     assert (step["score"], step["trained"], step["run"]) == (0.25, 2, "trial")
-    assert end["event"] == "end"
-
-
-def test_a_score_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
-    with RunLog(tmp_path / "log.jsonl", "trial") as log:
-        log.on_step(3, report(float("nan")), {})
-    assert lines(tmp_path / "log.jsonl")[2]["score"] is None
-
-
-def test_a_step_is_logged_with_its_bottleneck(tmp_path: Path) -> None:
-    parts = {"decode": 0.5, "tail": 0.125, "cap": 0.0, "score": 0.25, "train": 0.125}
-    more = {"limit": 1.23456, "scoring": 0.5, "capped": 0.0, "finished": 4.0}
-    more |= {f"limit_{schedule}": 1.0 for schedule in SCHEDULES}
-    metrics = {f"bottleneck/{name}": value for name, value in {**parts, **more}.items()}
-    with RunLog(tmp_path / "log.jsonl", "trial") as log:
-        log.on_step(3, replace(report(0.25), metrics=metrics), {})
-    step = lines(tmp_path / "log.jsonl")[2]
     assert (step["bottleneck"], step["limit"]) == ("decode", 1.235)
+    assert unscored["score"] is None
+    assert end["event"] == "end"
 
 
 def fail(path: Path, secret: str, message: str = "no score") -> None:
@@ -76,10 +67,10 @@ class OwnError(BaseException):
 
 
 def test_a_run_that_an_error_of_any_kind_ends_has_failed(tmp_path: Path) -> None:
-    for kind in (OwnError, GeneratorExit):
+    for kind, event in ((OwnError, "failed"), (GeneratorExit, "failed"), (KeyboardInterrupt, "interrupted")):
         with pytest.raises(kind), RunLog(tmp_path / "log.jsonl", "trial"):
             raise kind
-        assert lines(tmp_path / "log.jsonl")[-1]["event"] == "failed"
+        assert lines(tmp_path / "log.jsonl")[-1]["event"] == event
 
 
 class Unprintable(Exception):  # noqa: N818 - as user code may call it
@@ -108,12 +99,6 @@ def test_an_error_that_cannot_be_printed_is_logged(tmp_path: Path, behind: bool)
     assert shown["exc_type"] == ("RuntimeError" if behind else "Unprintable")
     assert ("no score" if behind else "SystemExit in its __str__") in shown["exc_value"]
     assert shown["frames"][-1]["name"] == "fall"
-
-
-def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), RunLog(tmp_path / "log.jsonl", "trial"):
-        raise KeyboardInterrupt
-    assert lines(tmp_path / "log.jsonl")[-1]["event"] == "interrupted"
 
 
 def test_a_stall_is_logged_with_what_each_stage_does(tmp_path: Path) -> None:

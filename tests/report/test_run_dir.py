@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from oppo.report import RunDirectory, observations, story
 from oppo.report.charts import Excerpt
 from oppo.report.metrics import summary
 from oppo.report.page import page
-from oppo.report.records import JOURNAL, Record, read_replay, rewind
+from oppo.report.records import JOURNAL, Record, read_replay
 from oppo.report.run_dir import RECORDS, write_page
 from oppo.report.trace import TimedStep
 from tests.report.synthetic import decode, play, play_first, play_second
@@ -34,54 +35,29 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_leaves_every_file(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    assert sorted(each.name for each in path.iterdir()) == [
-        "config.toml",
-        "journal.jsonl",
-        "metrics.jsonl",
-        "report.html",
-        "samples.jsonl",
-        "summary.json",
-        "trace.json",
-        "work.jsonl",
-    ]
-    assert (path / "config.toml").read_text() == "a = 1\n"
-
-
 def test_writing_in_a_thread_and_at_once_give_the_same_files(tmp_path: Path) -> None:
     threaded, inline = written(tmp_path / "a"), written(tmp_path / "b", threaded=False)
     for file in threaded.iterdir():
         assert file.read_bytes() == (inline / file.name).read_bytes(), file.name
 
 
-def test_metrics_hold_one_flat_object_a_step(tmp_path: Path) -> None:
-    first, second = lines(written(tmp_path) / "metrics.jsonl")
+def test_a_run_leaves_metrics_a_journal_samples_and_a_summary(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    first, second = lines(path / "metrics.jsonl")
     assert (first["step"], first["score"], first["deferred"], first["trained"]) == (1, 0.5, 1, 1)
     assert (first["objective/kl"], second["objective/kl"]) == (0.0, 0.25)
-    assert (first["timing_s/rollouts"], second["timing_s/rollouts"]) == (1.5, 1.5)
     assert second["score"] is None, "NaN has no spelling in JSON"
-
-
-def test_the_journal_tells_the_story_of_a_rollout(tmp_path: Path) -> None:
-    journal = written(tmp_path) / "journal.jsonl"
-    carried = [(entry["step"], entry["event"]) for entry in story(journal, 2)]
+    carried = [(entry["step"], entry["event"]) for entry in story(path / JOURNAL, 2)]
     assert carried == [(1, "admitted"), (1, "deferred"), (2, "finished"), (2, "trained")]
-    assert [entry["event"] for entry in story(journal, 1)] == ["admitted", "finished", "dropped"]
-    assert story(journal, 1)[-1]["reason"] == "nonfinite"
-    assert story(journal, 77) == []
-
-
-def test_samples_hold_text_score_and_kl_from_the_worst_to_the_best(tmp_path: Path) -> None:
-    samples = lines(written(tmp_path) / "samples.jsonl")
-    assert [(each["step"], each["rollout"], each["score"]) for each in samples] == [
-        (1, 0, 0.5),
-        (2, 1, -1.0),
-        (2, 2, 2.0),
-    ]
-    assert samples[0]["completion"] == "one three"
-    assert samples[0]["prompt"] == "zero <b>two</b>"
-    assert samples[0]["kl"] == 1.0
+    assert [entry["event"] for entry in story(path / JOURNAL, 1)] == ["admitted", "finished", "dropped"]
+    assert story(path / JOURNAL, 77) == []
+    samples = lines(path / "samples.jsonl")
+    told = [(each["step"], each["rollout"], each["score"]) for each in samples]
+    assert told == [(1, 0, 0.5), (2, 1, -1.0), (2, 2, 2.0)]
+    assert (samples[0]["prompt"], samples[0]["completion"], samples[0]["kl"]) == ("zero <b>two</b>", "one three", 1.0)
+    found = json.loads((path / "summary.json").read_text())
+    assert (found["steps"], found["trained"], found["dropped"], found["deferrals"]) == (2, 2, 1, 1)
+    assert (found["seconds"], found["score_last"]) == (4.0, 0.5)
 
 
 def test_texts_are_without_secrets_and_what_is_read_back_is_as_it_was(
@@ -133,7 +109,7 @@ def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -
     html = (directory.path / "report.html").read_text()
     assert html.index("the latest steps: 2 steps in 4.00 s") < html.index("Score")
     assert "policy: 1.000 s for step 2, from 2.000 s on" in html
-    assert "1 responses deferred" in html
+    assert "1 response deferred" in html
     assert html.count("<svg") == 6
 
 
@@ -157,13 +133,6 @@ def test_the_page_shows_samples_of_the_first_step_and_of_the_last_three(tmp_path
     assert re.findall(r"said in (\d)\.", (path / "report.html").read_text()) == ["0", "6", "7", "8"]
 
 
-def test_the_summary_says_what_the_run_came_to(tmp_path: Path) -> None:
-    summary = json.loads((written(tmp_path) / "summary.json").read_text())
-    assert (summary["steps"], summary["trained"], summary["dropped"], summary["deferrals"]) == (2, 2, 1, 1)
-    assert summary["seconds"] == 4.0
-    assert summary["score_last"] == 0.5
-
-
 @pytest.mark.parametrize(("steps", "first", "last"), [(1, 0.0, 0.0), (3, 0.5, 1.5), (10, 2.0, 7.0), (40, 4.5, 34.5)])
 def test_the_first_steps_of_a_short_run_are_not_the_last(steps: int, first: float, last: float) -> None:
     found = summary([{"score": float(step)} for step in range(steps)])
@@ -178,17 +147,23 @@ def test_scoring_of_milliseconds_is_not_said_to_be_hidden(scoring: float, hidden
     assert ("Scoring hidden behind" in page("run", records, [])) == (hidden is not None)
 
 
+def test_a_utilisation_above_the_peak_is_not_drawn_and_one_that_is_not_known_is_said_so() -> None:
+    records = [{"step": 0.0, "seconds": 2.0, "perf/mfu/decode": 0.1, "perf/mfu/update": share} for share in (0.9, 1.3)]
+    wrong, right, unknown = (page("run", each, []) for each in (records, records[:1], [{"step": 0.0}]))
+    assert "not drawn for update, which were faster than the peak" in wrong
+    for html, drawn in ((right, ["decode", "update"]), (wrong, ["decode"])):
+        chart = html.partition('aria-label="Model FLOPs utilisation (share)"')[2].partition("</svg>")[0]
+        assert [kind for kind in ("decode", "score", "update") if f">{kind}<" in chart] == drawn
+        assert "peak of the device is not known" not in html
+    assert "peak of the device is not known" in unknown
+    assert 'aria-label="Model FLOPs utilisation' not in unknown
+
+
 def test_a_run_without_a_step_leaves_readable_files(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "empty"):
         pass
     assert "No step was made." in (tmp_path / "empty" / "report.html").read_text()
     assert json.loads((tmp_path / "empty" / "trace.json").read_text())
-
-
-def test_a_used_directory_is_refused(tmp_path: Path) -> None:
-    written(tmp_path)
-    with pytest.raises(ConfigError, match=r"already used \(it holds config.toml, .*\): choose another run.name"):
-        RunDirectory(tmp_path / "runs" / "x")
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -275,48 +250,38 @@ def test_drains_outlive_the_steps_that_are_taken_back_and_end_the_course_of_what
     assert read_replay(tmp_path / "nowhere").drains == frozenset()
 
 
-def test_text_with_other_line_ends_and_a_line_torn_within_a_character_are_read_as_written(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    said = enumerate(["one\u2028two\x85three", "naïve"], 1)
-    records: list[Record] = [{"step": at, "score": 1.0, "prompt": "", "completion": each} for at, each in said]
-    whole = [json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records]
-    for torn in range(len(whole[1]) - 1):
-        path.write_bytes(whole[0] + whole[1][:torn])
-        rewind(path, 2)
-        assert path.read_bytes() == whole[0]
-
-
-def test_a_run_in_progress_cannot_be_resumed(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "x"), pytest.raises(ConfigError, match="is being written by another run"):
-        RunDirectory(tmp_path / "x", resumed_at=0)
-
-
 def steps_of(path: Path) -> list[str]:
     events = json.loads((path / "trace.json").read_text())
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {"step"}
     return [event["name"] for event in events if event["ph"] == "X"]
 
 
-@pytest.mark.parametrize(("count", "shown"), [(1, [0]), (4, [0, 1, 2, 3]), (9, [0, 1, 7, 8]), (40, [0, 1, 38, 39])])
-def test_a_trace_shows_the_first_and_the_last_steps(tmp_path: Path, count: int, shown: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("trace", "count", "shown"),
+    [
+        (2, 1, [0]),
+        (2, 4, [0, 1, 2, 3]),
+        (2, 9, [0, 1, 7, 8]),
+        (2, 40, [0, 1, 38, 39]),
+        (None, 50, range(50)),
+        (0, 9, None),
+    ],
+)
+def test_a_trace_shows_the_first_and_the_last_steps_all_or_none(
+    tmp_path: Path, trace: int | None, count: int, shown: Sequence[int] | None
+) -> None:
     longest = 0
-    with RunDirectory(tmp_path / "x", trace=2, threaded=False) as directory:
+    with RunDirectory(tmp_path / "x", trace=trace, threaded=False) as directory:
         for step in range(count):
             directory.on_span(Span("step", str(step), step, step + 1, step, kind="step"))
             directory.on_step(step, None, {})
-            longest = max(longest, (directory.path / "trace.json").read_text().count('"ph":"X"'))
+            if trace:
+                longest = max(longest, (directory.path / "trace.json").read_text().count('"ph":"X"'))
     assert longest <= 2 + 2 * 2
-    assert steps_of(directory.path) == [str(step) for step in shown]
-
-
-def test_a_trace_can_show_every_step_or_none(tmp_path: Path) -> None:
-    for name, trace in (("all", None), ("none", 0)):
-        with RunDirectory(tmp_path / name, trace=trace, threaded=False) as directory:
-            for step in range(50):
-                directory.on_span(Span("step", str(step), step, step + 1, step, kind="step"))
-                directory.on_step(step, None, {})
-    assert len(steps_of(tmp_path / "all")) == 50
-    assert not (tmp_path / "none" / "trace.json").exists()
+    if shown is None:
+        assert not (directory.path / "trace.json").exists()
+    else:
+        assert steps_of(directory.path) == [str(step) for step in shown]
 
 
 def test_records_are_not_held_in_memory(tmp_path: Path) -> None:

@@ -108,12 +108,6 @@ def test_there_is_no_picture_of_no_work(schedules: Sequence[Excerpt]) -> None:
     assert timeline(schedules) == ""
 
 
-def test_colours_of_text_and_rules_follow_the_page() -> None:
-    root = ET.fromstring(timeline([CARRYING]))
-    assert {each.get("fill") for each in root.iter(f"{SVG}text")} == {"currentColor"}
-    assert {each.get("stroke") for each in root.iter(f"{SVG}line")} == {"currentColor"}
-
-
 def test_the_latest_steps_are_kept_with_what_models_did_in_them() -> None:
     keeper = Timekeeper(kept=2)
     for number in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
@@ -63,22 +62,6 @@ def test_the_journal_accounts_for_every_rollout_and_a_run_can_be_repeated(tmp_pa
         assert (told[0], told[-2:]) == ("admitted", ["finished", "trained"])
         assert set(told[1:-2]) <= {"deferred"}
     assert len(out.getvalue().splitlines()) == 10
-
-
-def test_the_page_says_what_the_steps_were_bound_by(tmp_path: Path) -> None:
-    run_virtual(train, tmp_path / "run", io.StringIO())
-    html = (tmp_path / "run" / "report.html").read_text()
-    assert re.search(r"<h2>Bottleneck</h2><p>score-bound: \d+% of the steps", html)
-    assert "The last 5 steps together are score-bound: the slowest scorer" in html
-
-
-def test_every_arrow_in_the_trace_ends_where_a_rollout_finished(tmp_path: Path) -> None:
-    run_virtual(train, tmp_path / "run", io.StringIO())
-    events = json.loads((tmp_path / "run" / "trace.json").read_text())
-    ends = Counter(event["ph"] for event in events if event.get("name") == "rollout")
-    assert ends["s"] == ends["f"] == 20
-    tracks = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
-    assert {"generate", "reward", "ref_logp", "value", "advantage", "update", "step"} <= tracks
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

@@ -102,18 +102,6 @@ def test_a_drop_of_a_part_drops_the_rollout_or_leaves_it_to_the_others() -> None
         scored(Rewards(parts, decode=str))
 
 
-def test_parts_are_asked_at_the_same_time() -> None:
-    async def slow(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        await anyio.sleep(5)
-        return [1.0 for _ in prompts]
-
-    async def main() -> float:
-        await Rewards({"one": (1, slow), "two": (1, slow)}, decode=str).finish(finished())
-        return anyio.current_time()
-
-    assert run_virtual(main) == 5
-
-
 class Unhurried(FakeScorer[float | Drop]):
     """Takes a second for whatever it does; its first call for a rollout may be preempted."""
 
@@ -140,9 +128,14 @@ class Unhurried(FakeScorer[float | Drop]):
         return await super().finish(finished)
 
 
-def test_parts_read_and_forget_at_the_same_time() -> None:
+async def slow(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    await anyio.sleep(5)
+    return [1.0 for _ in prompts]
+
+
+def test_parts_read_forget_and_are_asked_at_the_same_time() -> None:
     one, two = Unhurried(), Unhurried()
-    rewards = Rewards({"one": (1, one), "two": (1, two), "function": (1, length)}, decode=str)
+    rewards = Rewards({"one": (1, one), "two": (1, two), "slow": (1, slow), "other": (1, slow)}, decode=str)
 
     async def main() -> list[float]:
         times = []
@@ -150,13 +143,14 @@ def test_parts_read_and_forget_at_the_same_time() -> None:
             rewards.extend([each.response.prompt for each in finished()]),
             rewards.extend([each.response.chunk() for each in finished()]),
             rewards.forget([0, 1]),
+            rewards.finish(finished()[2:]),
         ):
             await work
             times.append(anyio.current_time())
         return times
 
-    assert run_virtual(main) == [1, 2, 3]
-    assert set(one.sessions) == set(two.sessions) == {2, 3, 4, 5}
+    assert run_virtual(main) == [1, 2, 3, 8]
+    assert not one.sessions.keys() | two.sessions.keys()
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -421,16 +415,6 @@ def test_a_part_that_drops_a_rollout_by_choice_drops_it_or_leaves_it_to_the_othe
     rewards = Rewards({"even": (1, even_only), "long": (1, length)}, decode=str, on_drop=on_drop)
     left = [float(n) if on_drop == "skip" else Drop(k, f"even: {n} is odd") for k, n in enumerate(lengths())]
     assert scored(rewards) == [1.0 + n if n % 2 == 0 else left[k] for k, n in enumerate(lengths())]
-
-
-def test_deferred_rollouts_are_scored_once(tmp_path: Path) -> None:
-    carried = replace(MIXED, lengths=(5, 9, 3, 60), extra=2, steps=4)
-    pipeline = Pipeline(carried)
-    pipeline.reward = Rewards({"long": (1, length), "model": (1, FakeScorer(fake_scalar))}, decode=str)
-    run_virtual(pipeline.run)
-    assert any(report.deferred for report in pipeline.reports)
-    trained = [rollout for report in pipeline.reports for rollout in report.trained]
-    assert len(trained) == len(set(trained)) == 4 * carried.batch
 
 
 def test_functions_are_not_called_again_when_a_model_beside_them_has_lost_its_sessions() -> None:

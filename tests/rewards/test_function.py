@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from oppo.admission import Overcommit
 from oppo.algorithms.ppo import ppo
 from oppo.environments import FunctionEnvironment, TextTurn
 from oppo.errors import ConfigError, ModelError, RewardError
-from oppo.events import Batch, Chunk, Drop, Finish, Prompt, Response
+from oppo.events import Batch, Drop
 from oppo.log import logger, routed
 from oppo.models import Scorer
 from oppo.rewards import FunctionReward, OnFailure, RewardFailure, Rewards, Weighted, load_function, load_reward
@@ -38,6 +38,7 @@ from oppo.testing import (
     run_virtual,
 )
 from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.responses import ended
 from tests.rewards.test_combined import finished
 
 
@@ -45,14 +46,7 @@ def decode(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-def finish(rollout: int, tokens: list[int], columns: Mapping[str, object] | None = None) -> Finish:
-    prompt = Prompt(rollout, rollout, np.array([1, 2], np.int32), columns=columns or {})
-    n = len(tokens)
-    chunk = Chunk(rollout, 0, np.array(tokens, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32))
-    return Finish(rollout, Response.empty(prompt).then(chunk), "eos")
-
-
-TWO = [finish(3, [5, 6], {"answer": "x", "level": 1}), finish(8, [7], {"answer": "y"})]
+TWO = [ended(3, [5, 6], {"answer": "x", "level": 1}), ended(8, [7], {"answer": "y"})]
 
 
 async def test_a_function_gets_aligned_lists_and_the_columns_it_names() -> None:
@@ -67,51 +61,12 @@ async def test_a_function_gets_aligned_lists_and_the_columns_it_names() -> None:
     assert seen == {"prompts": ["1 2", "1 2"], "completions": ["5 6", "7"], "answer": ["x", "y"]}
 
 
-async def test_a_function_with_keywords_gets_every_column_with_none_where_a_row_has_none() -> None:
-    def reward(prompts: list[str], completions: list[str], **columns: list[object]) -> list[float]:
-        assert {name: columns[name] for name in ("answer", "level")} == {"answer": ["x", "y"], "level": [1, None]}
-        return [0.0 for _ in zip(prompts, completions, strict=True)]
-
-    assert await FunctionReward(reward, decode).finish(TWO) == [0.0, 0.0]
-
-
-async def test_the_datas_own_prompt_is_handed_over_as_it_stands() -> None:
-    chat = [{"role": "user", "content": "hello"}]
-
-    def reward(prompts: list[object], completions: list[object]) -> list[float]:
-        assert prompts == [chat]
-        assert completions == [[{"role": "assistant", "content": "5"}]]
-        return [float(len(completions))]
-
-    assert await FunctionReward(reward, decode).finish([finish(0, [5], {"prompt": chat})]) == [1.0]
-
-
 async def test_an_async_function_is_awaited_on_the_loop() -> None:
     async def reward(prompts: list[str], completions: list[str]) -> list[float]:
         assert threading.current_thread() is threading.main_thread()
         return [float(len(each)) for each in completions]
 
     assert await FunctionReward(reward, decode).finish(TWO) == [3.0, 1.0]
-
-
-async def test_arrays_of_numbers_are_scores() -> None:
-    def reward(prompts: list[str], completions: list[str]) -> object:
-        return np.array([0.5, 1.5], np.float32)
-
-    scores = await FunctionReward(reward, decode).finish(TWO)
-    assert scores == [0.5, 1.5]
-    assert all(type(score) is float for score in scores)
-
-
-async def test_nothing_finished_calls_nothing() -> None:
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        raise AssertionError
-
-    scorer = FunctionReward(reward, decode)
-    await scorer.extend([])
-    await scorer.forget([1])
-    assert await scorer.finish([]) == []
-    assert scorer.version == 0
 
 
 @pytest.mark.parametrize(
@@ -140,20 +95,13 @@ async def test_what_is_no_score_stops_the_run(returned: object, message: str) ->
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("scores", [np.array, torch.tensor])
-async def test_a_column_of_scores_is_a_score_for_each_completion(scores: Callable[..., object]) -> None:
-    def reward(prompts: list[str], completions: list[str]) -> object:
-        return scores([[0.25], [2.0]])
-
-    assert await FunctionReward(reward, decode).finish(TWO) == [0.25, 2.0]
-
-
-async def test_a_column_that_is_asked_for_but_not_there_is_named() -> None:
-    def reward(prompts: list[str], completions: list[str], gold: list[str]) -> list[float]:
-        raise AssertionError
-
-    with pytest.raises(RewardError, match=r"asks for 'gold', which is no column of the data; .* answer, level"):
-        await FunctionReward(reward, decode).finish(TWO)
+@pytest.mark.parametrize(
+    "scores", [np.array([0.25, 2.0], np.float32), np.array([[0.25], [2.0]]), torch.tensor([[0.25], [2.0]])]
+)
+async def test_an_array_or_a_column_of_numbers_is_a_score_for_each_completion(scores: object) -> None:
+    found = await FunctionReward(lambda prompts, completions: scores, decode).finish(TWO)
+    assert found == [0.25, 2.0]
+    assert all(type(score) is float for score in found)
 
 
 async def test_a_column_may_not_bear_the_name_of_an_argument() -> None:
@@ -161,7 +109,7 @@ async def test_a_column_may_not_bear_the_name_of_an_argument() -> None:
         raise AssertionError
 
     with pytest.raises(RewardError, match="column 'completions' bears the name"):
-        await FunctionReward(reward, decode).finish([finish(0, [5], {"completions": 1})])
+        await FunctionReward(reward, decode).finish([ended(0, [5], {"completions": 1})])
 
 
 def module(folder: Path, source: str) -> str:
@@ -201,14 +149,6 @@ def test_a_missing_file_or_another_kind_of_name_is_an_error(tmp_path: Path) -> N
         load_function("reward")
 
 
-def test_in_virtual_time_a_function_is_called_on_the_loop() -> None:
-    def reward(prompts: list[str], completions: list[str]) -> list[float]:
-        assert threading.current_thread() is threading.main_thread()
-        return [1.0, 2.0]
-
-    assert run_virtual(FunctionReward(reward, decode).finish, TWO) == [1.0, 2.0]
-
-
 async def test_a_failure_is_dropped_for_the_rollouts_it_concerns_and_no_others() -> None:
     calls: list[int] = []
 
@@ -225,17 +165,17 @@ async def test_a_failure_is_dropped_for_the_rollouts_it_concerns_and_no_others()
     assert sorted(calls) == [1, 1, 2], "after a failure each rollout is asked for alone"
 
 
-@pytest.mark.parametrize("policy", ["drop", "retry"])
+@pytest.mark.parametrize("policy", ["fail", "drop", "retry"])
 async def test_a_function_that_does_not_fit_the_data_is_a_fault_under_every_policy(policy: OnFailure) -> None:
     def reward(prompts: list[str], completions: list[str], gold: list[str]) -> list[float]:
         raise AssertionError
 
-    with pytest.raises(RewardError, match="asks for 'gold', which is no column"):
+    with pytest.raises(RewardError, match=r"asks for 'gold', which is no column of the data; .* answer, level"):
         await FunctionReward(reward, decode, on_failure=policy).finish(TWO)
 
 
-def failing(times: int) -> tuple[FunctionReward, list[float]]:
-    """Return a reward that fails so often and is tried four times, and when it is called."""
+@pytest.mark.parametrize("times", [2, 9])
+def test_a_retry_waits_longer_each_time_and_the_last_fails_with_the_number_of_attempts(times: int) -> None:
     called: list[float] = []
 
     async def reward(prompts: list[str], completions: list[str]) -> list[float]:
@@ -244,21 +184,14 @@ def failing(times: int) -> tuple[FunctionReward, list[float]]:
             raise ConnectionError("the judge is away")
         return [1.0 for _ in completions]
 
-    return FunctionReward(reward, decode, on_failure="retry"), called
-
-
-def test_a_retry_waits_longer_each_time_and_then_goes_on() -> None:
-    reward, called = failing(2)
-    assert run_virtual(reward.finish, TWO) == [1.0, 1.0]
-    assert called == [0.0, 1.0, 6.0]
-
-
-def test_the_last_retry_fails_with_the_number_of_attempts() -> None:
-    reward, called = failing(9)
-    with pytest.raises(RewardError, match="the judge is away") as caught:
-        run_virtual(reward.finish, TWO)
-    assert caught.value.__notes__ == ["it was the last of 4 attempts"]
-    assert called == [0.0, 1.0, 6.0, 31.0]
+    judge = FunctionReward(reward, decode, on_failure="retry")
+    if times == 2:
+        assert run_virtual(judge.finish, TWO) == [1.0, 1.0]
+    else:
+        with pytest.raises(RewardError, match="the judge is away") as caught:
+            run_virtual(judge.finish, TWO)
+        assert caught.value.__notes__ == ["it was the last of 4 attempts"]
+    assert called == [0.0, 1.0, 6.0, 31.0][: times + 1]
 
 
 def dropping(lengths: tuple[int, ...], on_failure: OnFailure = "drop") -> Sequence[Batch]:

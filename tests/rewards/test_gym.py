@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from oppo import FunctionReward
 from oppo.errors import DataError
-from oppo.events import Chunk, Finish, Prompt, Response
 from oppo.rewards import RewardInputs
 from oppo.rewards.tasks import INSTRUCTION, _verifier, task_rows, verify
 from tests.kit import gym_stand_in
+from tests.kit.responses import ended
 
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -62,12 +61,7 @@ async def test_it_is_a_reward_function() -> None:
     (row,) = task_rows("chain_sum", size=1, **EASY)
     texts = [str(row["answer"]), "banana"]
     reward = FunctionReward(verify, lambda tokens: texts[tokens[0]], inputs=RewardInputs(prompt_column="chat"))
-    ends = []
-    for number in range(2):
-        token = np.array([number], np.int32)
-        chunk = Chunk(number, 0, token, np.zeros(1, np.float32), np.zeros(1, np.int32))
-        ends.append(Finish(number, Response.of(Prompt(number, number, token, columns=row), [chunk]), "eos"))
-    assert await reward.finish(ends) == [1.0, 0.0]
+    assert await reward.finish([ended(number, [number], row) for number in range(2)]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

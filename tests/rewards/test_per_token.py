@@ -10,9 +10,10 @@ from hypothesis import example, given, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from oppo.errors import RewardError
-from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, Response
+from oppo.events import Drop, Finish
 from oppo.rewards import ByCharacter, FunctionReward, OnFailure, Rewards, TokenRewards
 from oppo.rewards.function import token_rewards
+from tests.kit.responses import ended
 
 LETTERS = "abcdefgh é;"
 
@@ -22,10 +23,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def finish(rollout: int, text: str) -> Finish:
-    tokens = np.array([LETTERS.index(letter) for letter in text], np.int32)
-    n = len(tokens)
-    chunk = Chunk(rollout, 0, tokens, np.zeros(n, np.float32), np.zeros(n, np.int32))
-    return Finish(rollout, Response.empty(Prompt(rollout, rollout, tokens[:1])).then(chunk), "eos")
+    return ended(rollout, [LETTERS.index(letter) for letter in text])
 
 
 async def said(returned: object, text: str = "ab;cd", on_failure: OnFailure = "fail") -> float | Drop:
@@ -80,10 +78,7 @@ async def test_rewards_at_places_that_are_not_there_are_failures_of_the_function
 def test_the_token_that_completes_a_character_is_rewarded_whatever_the_tokens_are(
     text: str, data: st.DataObject
 ) -> None:
-    data_bytes = text.encode()
-    tokens = np.frombuffer(data_bytes, np.uint8).astype(np.int32)
-    chunk = Chunk(0, 0, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
-    response = Response.empty(Prompt(0, 0, tokens[:1])).then(chunk)
+    response = ended(0, [*text.encode()]).response
     at = data.draw(st.integers(0, len(text) - 1))
     rewarded = token_rewards(ByCharacter({at: 1.0}), response, lambda ids: bytes(ids).decode("utf-8", errors="replace"))
     first, last = len(text[:at].encode()), len(text[: at + 1].encode())
@@ -115,7 +110,7 @@ def test_a_character_is_earned_by_the_token_from_which_on_every_text_has_it(
 ) -> None:
     tokens = np.array(tokenizer.encode(text).ids, np.int32)
     cut = min(most, len(tokens))  # by the length cap, in a character
-    response = Response.empty(Prompt(0, 0, tokens[:1])).then(chunk_of(tokens[:cut]))
+    response = ended(0, tokens[:cut].tolist()).response
     texts = [tokenizer.decode(tokens[: n + 1].tolist()) for n in range(cut)]
     for at in range(len(texts[-1])):
         lacking = [n for n, each in enumerate(texts) if not each.startswith(texts[-1][: at + 1])]
@@ -133,13 +128,8 @@ def test_few_texts_are_decoded_to_find_the_token_of_a_character() -> None:
 
     for text in ("ab;" * 1000, "é;b" * 1000):
         asked.clear()
-        tokens = np.array(level.encode(text).ids, np.int32)
-        token_rewards(ByCharacter({1501: 1.0}), Response.empty(Prompt(0, 0, tokens[:1])).then(chunk_of(tokens)), decode)
+        token_rewards(ByCharacter({1501: 1.0}), ended(0, level.encode(text).ids).response, decode)
         assert sum(count > 1 for count in asked) < 20
-
-
-def chunk_of(tokens: IntArray) -> Chunk:
-    return Chunk(0, 0, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
 
 
 async def test_a_function_that_names_them_is_given_the_token_ids() -> None:

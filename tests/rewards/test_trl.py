@@ -13,10 +13,11 @@ import pytest
 
 from oppo import Drop, Overcommit, grpo
 from oppo.errors import RewardError
-from oppo.events import Chunk, Finish, Prompt, Response
+from oppo.events import Finish, Prompt
 from oppo.report.run_dir import RunDirectory
 from oppo.rewards import FunctionReward, RewardInputs, Rewards, TrainerState, load_function, text_of
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
+from tests.kit.responses import ended
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -26,10 +27,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def finish(rollout: int, text: str, prompt: object = CHAT, version: int = 0, **columns: object) -> Finish:
-    opened = Prompt(rollout, rollout, np.array([1], np.int32), columns={"prompt": prompt, **columns})
-    said = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    chunk = Chunk(rollout, 0, said, np.zeros(len(said), np.float32), np.full(len(said), version, np.int32))
-    return Finish(rollout, Response.of(opened, [chunk]), "eos")
+    return ended(rollout, [*text.encode()], {"prompt": prompt, **columns}, version=version)
 
 
 def scored(function: Callable[..., object], *finished: Finish, **options: Any) -> list[float | Drop]:
@@ -112,9 +110,10 @@ def test_a_function_with_keywords_is_given_everything() -> None:
         assert sorted(given) == [
             *("completion_ids", "completions", "gold", "log_extra", "log_metric", "prompts", "trainer_state")
         ]
-        return [float(given["trainer_state"].global_step)]
+        assert given["gold"] == [1, None]
+        return [float(given["trainer_state"].global_step)] * 2
 
-    assert scored(reward, finish(0, "a", version=4, gold=1)) == [4.0]
+    assert scored(reward, finish(0, "a", version=4, gold=1), finish(1, "b")) == [4.0, 4.0]
 
 
 def test_a_column_with_the_name_of_an_argument_that_is_asked_for_is_refused() -> None:

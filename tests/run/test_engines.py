@@ -37,8 +37,7 @@ from oppo.vllm.scorers import LogprobServer, RewardServer
 from tests.hf import tiny
 from tests.kit.responses import VOCABULARY
 from tests.kit.workplace import oppo, records, tokenizer
-from tests.vllm.fake_engine import FakeAsyncLLM, engine_of
-from tests.vllm.fake_server import FakeServer
+from tests.vllm.fakes import FakeAsyncLLM, FakeServer, engine_of
 
 
 @dataclass

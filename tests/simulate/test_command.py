@@ -89,35 +89,21 @@ def test_a_run_says_how_long_each_model_worked(workplace: Path) -> None:
     assert seconds > 0
 
 
-def test_what_is_advised_can_be_pasted(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_simulated_and_what_is_advised_can_be_pasted(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     figures = workplace / "advised.json"
     small = ["--set", "workload.batch=6", "--steps", "4", "--staleness", "9"]
     assert main(["simulate", str(workplace / "profile.toml"), *small, "--json", str(figures)]) == 0
     printed = capsys.readouterr().out
+    assert all(any(line.startswith(name) for line in printed.splitlines()) for name in SCHEDULES)
+    assert "serial *" in printed
+    assert "GB in flight" in printed
     found = json.loads(figures.read_text())
     assert f"choose {found['recommended']!r}" in printed
     pasted = tomllib.loads(printed[printed.index("\n[step]\n") :])
     assert pasted == {"step": found["schedules"][found["recommended"]]["step"]}
     assert found["left_out"].keys() < found["schedules"].keys()
-
-
-def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [
-        "simulate",
-        str(workplace / "profile.toml"),
-        "--set",
-        "workload.batch=10",
-        "--steps",
-        "4",
-        "--seeds",
-        "2",
-    ]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    assert all(any(line.startswith(name) for line in printed.splitlines()) for name in SCHEDULES)
-    assert "serial *" in printed
-    assert "GB in flight" in printed
-    assert "2 seeds are too few to recommend a schedule" in printed
 
 
 @pytest.mark.parametrize(
@@ -132,9 +118,7 @@ def test_a_profile_is_simulated(workplace: Path, capsys: pytest.CaptureFixture[s
             ["--from", "runs/finished", "--set", "a.b=1"],
             "--set changes a profile; a run is simulated as it was measured",
         ),
-        (["profile.toml", "--set", "layout.gpu=h20"], "layout.gpu: there is no GPU 'h20' (did you mean 'h200'?)"),
         (["profile.toml", "--set", "lengths.median=-1"], "lengths.median: expected more than 0, got -1"),
-        (["profile.toml", "--set", "lengths.file=odd.txt"], "[lengths] needs either median"),
         (["profile.toml", "--steps", "0"], "--steps must be at least 1"),
         (["profile.toml", "--seeds", "0"], "--seeds must be at least 1"),
         (["profile.toml", "--staleness", "-1"], "--staleness must be at least 0"),

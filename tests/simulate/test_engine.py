@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.errors import DeadlockError, ProtocolError
-from oppo.events import Prompt
 from oppo.models import Capabilities, Weights
-from oppo.simulate.engine import Device, Interference, Lane, VirtualTimeLoop, run_virtual, spend
+from oppo.simulate.engine import Device, Interference, VirtualTimeLoop, run_virtual, spend
 from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_batch, fake_scalar, prompts
 
@@ -191,13 +190,6 @@ def test_a_static_batch_is_decoded_to_its_end_with_all_its_rows() -> None:
     policy.static = False
     policy.__post_init__()
     assert run_virtual(decoded, policy, [2, 5])[1] == 2 + 2.25 + sum(1 + made / 8 for made in (2, 3, 4))
-
-
-def test_a_lane_knows_only_rows_that_it_decodes() -> None:
-    lane: Lane[FakeDecode] = Lane(lambda rows, tokens: 1.0, lambda rows: None, lambda tokens: None)
-    decode = FakeDecode(FakePolicy(), Prompt(0, 0, prompts(1)[0].tokens), 5, made=3)
-    assert decode not in lane
-    assert (len(lane), lane.made(decode)) == (0, 3)
 
 
 Work = tuple[str, float, float]  # A kind, when it begins, and its seconds

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import anyio
 import pytest
 
-from oppo.admission import Overcommit
-from oppo.algorithms.ppo import ppo
 from oppo.events import Prompt, Response
 from oppo.models import Capabilities, Decode, Weights
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
@@ -19,15 +15,13 @@ from oppo.simulate.engine import VirtualTimeLoop
 from oppo.simulate.models import FakePlace, PlacedScorer
 from oppo.simulate.policy import FakeDecode
 from oppo.testing import (
-    FakeCritic,
     FakePolicy,
     FakeScorer,
-    FakeTrainer,
-    fake_per_token,
     fake_scalar,
     prompts,
     run_virtual,
 )
+from tests.kit.responses import read_chunk
 
 
 def ends(*calls: tuple[str, float, Priority], cancel: str = "") -> dict[str, float]:
@@ -155,31 +149,6 @@ async def _decode(policy: FakePolicy, count: int) -> None:
             readers.start_soon(read, decode)
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(600)
-def test_ten_thousand_rollouts_are_alive_for_three_steps() -> None:
-    trainer = FakeTrainer()
-    graph = ppo(
-        policy=FakePolicy(lambda prompt: 20 + prompt.admission % 41),
-        reference=FakeScorer(fake_per_token),
-        reward=FakeScorer(fake_scalar),
-        critic=FakeCritic(),
-        trainer=trainer,
-        admission=Overcommit(batch=9_000, overcommit=1_000),
-    )
-
-    async def train() -> None:
-        async with graph.open(prompts(40_000)) as run:
-            async for _ in run.steps(3):
-                pass
-
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run_virtual(train)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert [len(batch) for batch in trainer.batches] == [9_000] * 3
-    assert grown * (1 if sys.platform == "darwin" else 1024) < 1.5e9
-
-
 def reading_policy(kv_on_sync: Literal["recompute", "keep"] = "recompute") -> FakePolicy:
     loads = Capabilities(adds_while_decoding=True, loads_while_decoding="between decode steps")
     return FakePolicy(lambda prompt: 8, 1.0, reading=0.25, kv_on_sync=kv_on_sync, capabilities=loads)
@@ -235,7 +204,7 @@ def test_live_rollouts_are_read_again_after_the_step_in_which_weights_come() -> 
             await anyio.sleep(0.5)
             await policy.load(Weights(1))
             assert anyio.current_time() == start + 1, "between two decode steps"
-            piece = await decodes[0].read(2)
+            piece = await read_chunk(decodes[0], 2)
             assert piece.versions.tolist() == [0, 1]
             assert anyio.current_time() == start + 1 + 2 * (4 + 3 - 1) * 0.25 + 1
 
@@ -256,7 +225,7 @@ def test_what_was_written_by_others_is_read_whole() -> None:
             return 2.0
 
         other = FakePolicy(lambda prompt: 8, 1.0, reading=reading)
-        half = await other.open([Response.empty(prompt).then(piece.chunk(prompt.rollout, 0))])
+        half = await other.open([Response.empty(prompt).then(piece)])
         assert await timed(other, half, 1) == 3.0
         assert spans == [(-4, 4)], "all but the last token, which the decode step reads"
 

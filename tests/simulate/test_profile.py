@@ -10,8 +10,7 @@ import tomli_w
 
 from oppo.errors import ConfigError
 from oppo.run.simulation import load_profile, profile_of
-from oppo.simulate.costs import GPUS, MODELS, Lognormal, Observed, Reached
-from oppo.simulate.profile import Profile
+from oppo.simulate.costs import GPUS, MODELS, Lognormal, Observed, Profile, Reached
 from oppo.simulate.run import SimulatedRun, ladder
 
 PROFILE: dict[str, dict[str, object]] = {
@@ -68,14 +67,6 @@ def test_a_wrong_profile_is_named_with_what_was_expected(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         profile(**sections)
-
-
-def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the configuration .*gone\.toml: No such file"):
-        load_profile(tmp_path / "gone.toml")
-    (tmp_path / "odd.toml").write_text("[workload")
-    with pytest.raises(ConfigError, match="is not valid TOML"):
-        load_profile(tmp_path / "odd.toml")
 
 
 def test_a_file_of_lengths_lies_beside_the_profile(tmp_path: Path) -> None:

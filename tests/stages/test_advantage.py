@@ -11,7 +11,7 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, settings as hypothesis_settings, strategies as st
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import (
@@ -29,11 +29,11 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.graph.channel import Channel
-from oppo.returns import AdaptiveKL, FixedKL, ScoreShaping, TokenRewards, shaped_rewards, weighted_sum, whiten
+from oppo.returns import AdaptiveKL, FixedKL, ScoreShaping, TokenRewards, shaped_rewards, weighted_sum
 from oppo.stages import GAE, GroupRelative, ScoredRollout
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.batch import scored_rollout
-from oppo.testing import FakeScorer, fake_scalar, run_virtual
+from oppo.testing import run_virtual
 from tests.kit.known import known
 from tests.kit.pipelines import Pipeline, Setting, same_batches
 
@@ -80,15 +80,6 @@ def test_whoever_drops_a_rollout_the_batch_records_it_once_and_stands_in_admissi
     assert batch.scores.tolist() == [0.25, 0.5]
     assert batch.dropped == (Drop(1, "no score"), Drop(2, "filtered"))
     assert batch.deferred == (Defer(5, 1),)
-
-
-def test_advantages_are_whitened_over_the_batch_and_returns_are_not() -> None:
-    rows = [ScoredRollout(finish(n), per_token(1).value, float(n), per_token(n).value) for n in (1, 2, 3)]
-    plain, white = GAE(whiten_advantages=False).batch(rows), GAE().batch(rows)
-    assert np.array_equal(known(white.advantages), whiten(known(plain.advantages), plain.sampled))
-    assert not np.array_equal(known(white.advantages), known(plain.advantages))
-    assert np.array_equal(known(white.returns), known(plain.returns))
-    assert np.allclose(known(plain.returns), known(plain.advantages) + known(plain.values))
 
 
 def by_hand(rows: list[ScoredRollout], *, gamma: float, kl: float) -> list[float]:
@@ -203,13 +194,6 @@ def test_the_last_token_earns_the_shaped_score_and_the_batch_keeps_the_raw_one()
     assert stage.shaping.moments.count == 3
 
 
-def test_a_response_that_was_cut_off_by_its_length_pays_the_missing_eos_penalty() -> None:
-    ends = [finish(1), Finish(2, finish(2).response, "length"), Finish(3, finish(3).response, "stop")]
-    rows = [ScoredRollout(end, per_token(1).value, 0.0, per_token(0).value) for end in ends]
-    batch = GAE(kl=0.0, shaping=ScoreShaping(missing_eos_penalty=1.0)).batch(rows)
-    assert known(batch.rewards)[[3, 7, 11]].tolist() == [0.0, -1.0, 0.0]
-
-
 def test_the_kl_in_the_reward_is_that_of_the_proximal_policy() -> None:
     said = ScoredRollout(finish(1), per_token(1).value, 0.0, np.zeros(4, np.float32))
     again = replace(said, proximal=np.array([-1, -1, -3, -2], np.float32))
@@ -251,7 +235,7 @@ def test_a_rollout_whose_own_log_probs_are_not_finite_is_dropped_though_they_wer
         ({"lam": float("nan")}, "lam of GAE must be a finite number, not nan"),
         ({"kl_estimator": "k9"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k9'"),
         ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.returns.AdaptiveKL, not '0.1'"),
-        ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
+        ({"kl": -0.1}, "coefficient must be at least 0, not -0.1"),
     ],
 )
 def test_what_cannot_be_estimated_with_is_refused_at_once(choice: dict[str, Any], message: str) -> None:
@@ -521,15 +505,6 @@ def test_what_each_token_earned_stands_where_it_was_earned_and_the_kl_penalty_is
     assert batch.token_rewards.tolist() == [0, 1, 0, 2]
 
 
-def test_an_advantage_knows_the_token_that_earned_the_reward() -> None:
-    early, late = (
-        GAE(kl=0.0, whiten_advantages=False).batch([replace(row(0, TokenRewards.at(4, {at: 1})), values=None)])
-        for at in (1, 3)
-    )
-    assert known(early.advantages).tolist() == [1, 1, 0, 0]
-    assert known(late.advantages).tolist() == [1, 1, 1, 1]
-
-
 @given(st.lists(st.tuples(FINITE, st.integers(1, 6), st.integers(0, 2)), min_size=1, max_size=5), st.booleans())
 def test_a_process_reward_of_zeros_and_a_last_score_is_the_scalar_path_to_the_bit(
     made: list[tuple[float, int, int]], norm: bool
@@ -544,26 +519,6 @@ def test_a_process_reward_of_zeros_and_a_last_score_is_the_scalar_path_to_the_bi
             for k, (score, n, g) in enumerate(made)
         ]
         assert same_numbers(stage().batch(placed), stage().batch(plain))
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.integers(0, 4), st.integers(1, 9))
-def test_whole_runs_learn_the_same_from_it_to_the_bit(extra: int, length: int) -> None:
-    def run(reward: FakeScorer[float]) -> Pipeline:
-        pipeline = Pipeline(Setting(lengths=(length, 7, 2, 12), extra=extra, reward=0.01), reward)
-        run_virtual(pipeline.run)
-        return pipeline
-
-    scalar = run(FakeScorer(fake_scalar, 0.01))
-    placed = run(
-        FakeScorer(
-            lambda end, tokens, version: TokenRewards.at(len(end.response), {-1: fake_scalar(end, tokens, version)}),
-            0.01,
-        )
-    )
-    bare = [replace(batch, token_rewards=None) for batch in placed.trainer.batches]
-    assert len(bare) == 3
-    assert same_batches(bare, scalar.trainer.batches)
 
 
 @given(

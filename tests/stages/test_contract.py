@@ -16,6 +16,7 @@ from oppo.admission import Observation, Overcommit
 from oppo.errors import ProtocolError
 from oppo.events import (
     Batch,
+    Chunk,
     Drop,
     Finish,
     FloatArray,
@@ -28,7 +29,7 @@ from oppo.events import (
     rollout_of,
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender
-from oppo.models import Decode, Piece, Scorer, Trained, Weights
+from oppo.models import Decode, Scorer, Trained, Weights
 from oppo.simulate.policy import FakeDecode
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.stages.batch import ScoredRollouts
@@ -38,7 +39,6 @@ from oppo.testing import (
     FakeScorer,
     FakeTrainer,
     check_policy,
-    fake_per_token,
     fake_scalar,
     prompts,
     run_virtual,
@@ -153,19 +153,19 @@ GENERATE, UPDATE = "in stage 'generate' of graph 'ppo', step 1", "in stage 'upda
         (
             "policy",
             Silent(SETTING.length),
-            "the last piece of rollout 2 came before the policy reported that it finished",
+            "the last chunk of rollout 2 came before the policy reported that it finished",
             f"{DECODING} 2",
         ),
         (
             "policy",
             Boasting(SETTING.length),
-            "the policy reported that rollouts [1, 3] finished, but never gave their last piece",
+            "the policy reported that rollouts [1, 3] finished, but never gave their last chunk",
             GENERATE,
         ),
         (
             "policy",
             FakePolicy(lambda prompt: prompt.admission - 1),
-            "rollout 0: read(4) of FakePolicy returned a piece with no token that says 'eos'; only 'cut' may",
+            "rollout 0: read(4) of FakePolicy returned a chunk with no token that says 'eos'; only 'cut' may",
             f"{DECODING} 0",
         ),
         ("critic", FakeScorer(in_words), "expected 3 numbers as its values", "in stage 'advantage'"),
@@ -198,25 +198,6 @@ def test_a_model_that_breaks_its_word_is_refused_where_it_does(role: str, model:
     assert not pipeline.batches or role == "trainer"
 
 
-def test_values_of_wrong_lengths_that_make_up_for_one_another_are_refused() -> None:
-    """Two rows, one a value short and one a value over, have as many values as tokens: only row by row is it seen."""
-
-    def shifted(finish: Finish, tokens: tuple[int, ...], version: int) -> FloatArray:
-        values = fake_per_token(finish, tokens, version)
-        return (
-            values[:-1] if finish.rollout == 0 else np.append(values, np.float32(0)) if finish.rollout == 1 else values
-        )
-
-    pipeline = Pipeline(Setting(lengths=(5,), batch=2, steps=1))
-    pipeline.critic.value = shifted
-    message, _ = refused(pipeline)
-    assert message == (
-        "rollout 0: expected 5 numbers as its values, one for each response token, got an array of shape (4,) and "
-        "type float32"
-    )
-    assert not pipeline.batches
-
-
 @pytest.mark.parametrize("score", [np.float32(0.5), np.array(0.5), 1, True])
 def test_any_one_number_is_a_score(score: float) -> None:
     pipeline = Pipeline(SETTING, reward=FakeScorer(lambda finish, tokens, version: score))
@@ -238,16 +219,6 @@ def test_a_failed_sync_says_who_has_which_version_and_nobody_goes_back() -> None
         ]
 
     run_virtual(main)
-
-
-def test_a_rollout_closed_cannot_be_read() -> None:
-    async def main(opened: Sequence[Prompt]) -> None:
-        (decode,) = await FakePolicy().open(opened)
-        await decode.aclose()
-        with pytest.raises(ProtocolError, match="rollout 7 was closed"):
-            await decode.read(1)
-
-    run_virtual(main, [Prompt(7, 7, np.zeros(1, np.int32))])
 
 
 def test_a_group_that_is_being_closed_when_the_run_fails_leaves_no_decode_open() -> None:
@@ -314,9 +285,9 @@ def test_what_only_looks_like_a_number_is_no_score(score: object) -> None:
 
 
 class Changing(FakePolicy):
-    """Changes every piece that is read."""
+    """Changes every chunk that is read."""
 
-    def __init__(self, change: Callable[[Piece], object]) -> None:
+    def __init__(self, change: Callable[[Chunk], object]) -> None:
         super().__init__(SETTING.length)
         self.change = change
 
@@ -326,38 +297,41 @@ class Changing(FakePolicy):
     def changing(self, decode: FakeDecode) -> FakeDecode:
         read = decode.read
 
-        async def changed(limit: int) -> Piece:
-            return self.change(await read(limit))  # type: ignore[return-value] # that is the fault
+        async def changed(limit: int) -> Chunk:
+            chunk = await read(limit)
+            assert isinstance(chunk, Chunk)
+            return self.change(chunk)  # type: ignore[return-value] # that is the fault
 
         decode.read = changed  # type: ignore[method-assign]
         return decode
 
 
-def more(piece: Piece) -> Piece:
+def more(chunk: Chunk) -> Chunk:
     return replace(
-        piece,
-        tokens=np.tile(piece.tokens, 3),
-        logprobs=np.tile(piece.logprobs, 3),
-        versions=np.tile(piece.versions, 3),
+        chunk,
+        tokens=np.tile(chunk.tokens, 3),
+        logprobs=np.tile(chunk.logprobs, 3),
+        versions=np.tile(chunk.versions, 3),
     )
 
 
-WRONG_PIECES = [
-    (lambda piece: replace(piece, state="done"), "'done'; expected one of live, eos, stop, length, cut"),
-    (lambda piece: replace(piece, tokens=piece.tokens.astype(np.int64)), "type int64; expected int32"),
-    (lambda piece: replace(piece, logprobs=piece.logprobs.tolist()), "expected float32"),
-    (lambda piece: replace(piece, logprobs=-piece.logprobs + 1), "expected at most 0, the log of a probability"),
-    (lambda piece: replace(piece, versions=piece.versions + 1), "versions never decrease, and the policy's is 0"),
-    (lambda piece: replace(piece, support=None), "a piece whose support is None (NoneType); expected a Support"),
+WRONG_CHUNKS = [
+    (lambda chunk: replace(chunk, state="done"), "'done'; expected one of live, eos, stop, length, cut"),
+    (lambda chunk: replace(chunk, tokens=chunk.tokens.astype(np.int64)), "type int64; expected int32"),
+    (lambda chunk: replace(chunk, logprobs=chunk.logprobs.tolist()), "expected float32"),
+    (lambda chunk: replace(chunk, logprobs=-chunk.logprobs + 1), "expected at most 0, the log of a probability"),
+    (lambda chunk: replace(chunk, versions=chunk.versions + 1), "versions never decrease, and the policy's is 0"),
+    (lambda chunk: replace(chunk, support=None), "a chunk whose support is None (NoneType); expected a Support"),
+    (lambda chunk: replace(chunk, start=chunk.start + 1), "expected tokens from "),
     (more, "expected at most "),
-    (lambda piece: None, "None (NoneType); expected a Piece"),
+    (lambda chunk: None, "None (NoneType); expected a Chunk or ToolTokens"),
 ]
-"""What a backend may return in place of a piece, and the words for it."""
+"""What a backend may return in place of a chunk, and the words for it."""
 
 
-@pytest.mark.parametrize(("change", "words"), WRONG_PIECES)
-def test_a_piece_that_breaks_the_contract_is_refused_by_a_run_and_by_its_check(
-    change: Callable[[Piece], object], words: str
+@pytest.mark.parametrize(("change", "words"), WRONG_CHUNKS)
+def test_a_chunk_that_breaks_the_contract_is_refused_by_a_run_and_by_its_check(
+    change: Callable[[Chunk], object], words: str
 ) -> None:
     message, _ = refused(Pipeline(SETTING), Changing(change))
     assert "of Changing returned" in message
@@ -445,12 +419,6 @@ class Changed(Pipeline):
 
     def graph(self) -> Graph[StepReport]:
         return super().graph().replace(advantage=Relaying(self.change))
-
-
-def test_a_stage_that_changes_nothing_runs() -> None:
-    pipeline = Changed(lambda batch: batch)
-    run_virtual(pipeline.run)
-    assert len(pipeline.reports) == SETTING.steps
 
 
 @pytest.mark.parametrize(

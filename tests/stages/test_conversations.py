@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import anyio
 import numpy as np
@@ -211,12 +210,6 @@ def test_an_overdue_rollout_is_waited_for() -> None:
     assert made.reports[1].seconds > 5
 
 
-def test_a_conversation_may_end_with_any_turn() -> None:
-    made = played(ONE_STEP, Tool(outcome=lambda turn: None), first_has_turns)
-    response, reason = made.batches[0].responses[0], made.batches[0].reasons[0]
-    assert (len(response), reason, turns_answered(response)) == (3, "eos", 0)
-
-
 def test_an_answer_that_leaves_no_room_ends_the_response_with_its_turn() -> None:
     made = pipeline(ONE_STEP, Tool(length=30), first_has_turns)
     made.policy.cap = 32
@@ -345,21 +338,6 @@ def test_where_decoding_holds_nothing_depends_on_how_long_tools_take(setting: Se
     assert [report.deferred for report in slow.reports] == [report.deferred for report in quick.reports]
 
 
-@pytest.mark.schedules
-@given(settings(prompts=(1_000,), lookaheads=(0, 1)), st.data())
-def test_a_conversation_goes_on_in_a_resumed_run(setting: Setting, data: st.DataObject) -> None:
-    setting = replace(setting, paces=(), steps=4)
-    whole = pipeline(setting, Tool(lambda turn: 0.02), some_turns, holds=True)
-    killed = data.draw(st.sampled_from([k for k in (1, 2, 3) if setting.is_checkpointed(k - 1)] or [4]))
-    with TemporaryDirectory() as folder, TemporaryDirectory() as other:
-        run_virtual(lambda: whole.run_part(0, 4, Path(other)))
-        parts = [pipeline(setting, Tool(lambda turn: 0.02), some_turns, holds=True) for _ in range(2)]
-        run_virtual(lambda: parts[0].run_part(0, killed, Path(folder)))
-        if killed < 4:
-            run_virtual(lambda: parts[1].run_part(killed, 4, Path(folder)))
-    assert same_batches([*parts[0].batches, *parts[1].batches], whole.batches)
-
-
 def some_turns(prompt: Prompt) -> Sequence[int]:
     """Return where turns end: none, one or three of them."""
     return ((), (2,), (1, 2, 9))[prompt.rollout % 3]
@@ -412,16 +390,6 @@ def test_a_scorer_that_reads_a_rollout_again_is_told_again_what_was_given() -> N
     again = {rollout for rollout in whole if whole.count(rollout) > 1}
     assert again
     assert again <= carried
-
-
-def test_a_resumed_run_knows_what_was_given(tmp_path: Path) -> None:
-    whole, parts = tool_tokens_pipeline(), tool_tokens_pipeline()
-    later = tool_tokens_pipeline()
-    (tmp_path / "whole").mkdir()
-    run_virtual(lambda: whole.run_part(0, 4, tmp_path / "whole"))
-    run_virtual(lambda: parts.run_part(0, 2, tmp_path))
-    run_virtual(lambda: later.run_part(2, 4, tmp_path))
-    assert same_batches(whole.batches[2:], later.batches)
 
 
 def test_a_deferred_response_keeps_its_mask() -> None:

@@ -80,20 +80,6 @@ def test_responses_are_compared_within_their_group(advantage: GroupAdvantage, ex
     assert (batch.values, batch.returns) == (None, None)
 
 
-def test_every_sampled_token_has_the_advantage_of_its_response_and_given_ones_have_none() -> None:
-    rows = [ScoredRollout(finish(0, length=2, given=1), None, 0.0), ScoredRollout(finish(1, length=3), None, 2.0)]
-    batch = GroupRelative("centred").batch(rows)
-    assert known(batch.advantages).tolist() == [-1, -1, 0, 1, 1, 1]
-
-
-def test_a_batch_says_which_log_probs_it_has() -> None:
-    plain, known = ([row(n, 1.0, reference=reference) for n in (0, 1)] for reference in (None, -1.0))
-    again = [replace(each, proximal=np.full(4, -1, np.float32)) for each in known]
-    said = [GroupRelative().batch(rows) for rows in (plain, known, again)]
-    assert [batch.reference is not None for batch in said] == [False, True, True]
-    assert [batch.proximal is not None for batch in said] == [False, False, True]
-
-
 def test_the_kl_to_the_reference_is_taken_from_what_a_response_is_worth() -> None:
     rows = [row(0, 1.0, reference=-1.0), row(1, 1.0, reference=-1.5), row(2, 1.0, reference=-3.0)]
     batch = GroupRelative("centred", kl=0.1).batch(rows)
@@ -156,11 +142,6 @@ def test_a_response_that_is_left_alone_is_dropped_with_a_reason() -> None:
     assert batch.deferred == (Defer(9, 1),)
 
 
-def test_a_batch_of_which_everybody_was_left_alone_is_empty() -> None:
-    batch = GroupRelative().batch([row(1, 5.0)])
-    assert (len(batch), len(batch.tokens), batch.metrics) == (0, 0, {})
-
-
 Said = Scored[float] | Drop
 PerToken = Scored[FloatArray] | Drop
 
@@ -218,12 +199,6 @@ def test_log_probs_of_a_reference_and_proximal_ones_are_inputs_by_name() -> None
     assert [first(batch.reference) for batch in batches] == [None, -2, None, -2]
     assert [first(batch.proximal) for batch in batches] == [None, None, -3, -3]
     assert [batch.metrics.get("objective/kl") for batch in batches] == [None, 4, None, -4]
-
-
-def test_values_of_a_critic_are_in_the_batch_and_returns_for_it_are_not() -> None:
-    (batch,) = sent(GroupRelative(), ENDS, SCORES, value=per_token(0.5))
-    assert known(batch.values).tolist() == [0.5] * 12
-    assert batch.returns is None
 
 
 @pytest.mark.parametrize("kl", [0.1, AdaptiveKL(0.1)])
@@ -291,7 +266,7 @@ def test_a_step_without_a_rollout_sends_nothing_and_one_that_only_carries_sends_
         ),
         ({"kl_estimator": "k9"}, "kl_estimator must be 'k1', 'k2' or 'k3', not 'k9'"),
         ({"kl": "0.1"}, "kl must be a number, or a controller such as oppo.returns.AdaptiveKL, not '0.1'"),
-        ({"kl": -0.1}, "the KL coefficient must be 0 or more and finite, not -0.1"),
+        ({"kl": -0.1}, "coefficient must be at least 0, not -0.1"),
         ({"kl": 0.1}, "advantage = 'standardised' cannot have a KL in the reward, got kl = 0.1: where the scores"),
         ({"advantage": "max_rl", "kl": 0.1}, "advantage = 'max_rl' cannot have a KL in the reward"),
         ({"kl": AdaptiveKL(0.01)}, 'put it into the loss, with algorithm.kl_in="loss"'),

@@ -14,7 +14,7 @@ from oppo.errors import GraphError
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent
 from oppo.graph import Receiver, Sender
 from oppo.graph.channel import Channel
-from oppo.stages import Selection
+from oppo.stages import DynamicSampling
 from oppo.stages.hold import Hold, held
 from oppo.testing import (
     FakeCritic,
@@ -127,8 +127,8 @@ def overlaps(tap: Tap) -> bool:
 
 
 def test_what_cannot_be_held_is_refused_by_name() -> None:
-    selecting = grpo(**models(), samples=4, admission=Overcommit(batch=2), select=Selection())
-    with pytest.raises(GraphError, match="graph 'grpo' cannot be held: its Selection asks for scores while 'generate'"):
+    selecting = grpo(**models(), samples=4, admission=Overcommit(batch=2), select=DynamicSampling())
+    with pytest.raises(GraphError, match="graph 'grpo' cannot be held: its DynamicSampling asks for scores while"):
         held(selecting)
     with pytest.raises(GraphError, match="graph 'grpo' cannot be held: a stage is called 'held' already"):
         held(held(grpo(**models(), admission=Overcommit(batch=2))))

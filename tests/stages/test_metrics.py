@@ -264,14 +264,6 @@ def batch(lengths: dict[int, int], deferred: Sequence[int] = ()) -> Batch:
     return GAE().batch(rows, deferred=[Defer(rollout, 1) for rollout in deferred])
 
 
-def test_where_nothing_is_deferred_there_is_no_bias() -> None:
-    lengths = LengthBias()
-    random = np.random.default_rng(0)
-    for step in range(3 * WINDOW):
-        drawn = {2 * step + k: int(random.integers(1, 90)) for k in range(2)}
-        assert lengths.after(batch(drawn)) == 1
-
-
 def test_a_long_response_that_is_deferred_is_missing_until_it_is_trained() -> None:
     lengths = LengthBias()
     assert lengths.after(batch({1: 4, 2: 6}, deferred=[0])) is None, "nothing below the oldest in flight is known"
@@ -376,12 +368,6 @@ def test_its_pace_counts_the_whole_step() -> None:
     for report in (first, second):
         assert report.metrics["timing_s/step"] == report.seconds == 8.0 + 2 * 0.125 + 4.0 + 0.5
         assert report.metrics["throughput/tokens_per_s"] == 12 / report.seconds
-
-
-def test_where_nothing_takes_time_to_score_there_is_no_fraction_of_it() -> None:
-    (report, _) = run_virtual(reports, graph(chunks=Fixed(2), reading=0.0))
-    assert report.metrics["timing_s/score"] == 0.0
-    assert "overlap/hidden_fraction" not in report.metrics
 
 
 def test_with_steps_in_flight_scoring_is_hidden_by_other_steps_too() -> None:

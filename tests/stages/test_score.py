@@ -463,23 +463,6 @@ def test_what_has_been_read_is_gone_and_what_follows_it_waits_behind_others() ->
     assert sizes(backlog, 100) == [(2, 3), (1, 5), (1, 1)]
 
 
-def test_outcomes_are_taken_at_once_and_unread_events_rollout_by_rollout() -> None:
-    backlog = Backlog()
-    assert not backlog.is_urgent()
-    backlog.add([prompt(1), prompt(2), chunk(1, 0, 5), Defer(2, 1)])
-    assert not backlog.is_urgent(), "nobody waits for what is deferred"
-    backlog.add([finish(1), Drop(3, "filtered")])
-    assert backlog.is_urgent()
-    finished, dropped, deferred = backlog.take_outcomes()
-    assert [each.rollout for each in finished] == [1]
-    assert (dropped, deferred) == ([Drop(3, "filtered")], [Defer(2, 1)])
-    assert [type(each) for each in backlog.take_unread(1)] == [Prompt, Chunk]
-    assert not backlog.is_urgent()
-    assert sizes(backlog, 100) == [(2, 3)]
-    assert [event.rollout for event in backlog.take_unread(2)] == [2]
-    assert not backlog.portion(100)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=12),
     st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), max_size=12),

@@ -141,10 +141,6 @@ def test_a_dump_that_fails_does_not_hide_why_the_run_ended(tmp_path: Path) -> No
     assert any("could not be written" in note for note in caught.value.__notes__)
 
 
-def test_a_batch_of_nothing_can_be_written(tmp_path: Path) -> None:
-    assert load_file(dump_batch(GAE().batch([]), tmp_path) / "batch.safetensors")["offsets"].tolist() == [0]
-
-
 REGIMES: dict[StepPart, Setting] = {
     "decode": Setting(lengths=(30,)),
     "tail": Setting(lengths=(5, 9, 3, 30)),
@@ -202,13 +198,6 @@ def test_the_limit_holds_however_many_are_deferred_up_to_half_a_batch_and_is_nea
     took = [sum(report.seconds for report in pipeline.reports) for pipeline in pipelines]
     limit = bound.limit if lookahead else bound.limits["defer"]
     assert 0.8 * limit < took[0] / min(took) < limit
-
-
-def test_of_a_step_that_took_no_time_nothing_is_said() -> None:
-    pipeline = Pipeline(Setting())
-    pipeline.policy.seconds = 0.0
-    run_virtual(pipeline.run)
-    assert not [name for report in pipeline.reports for name in report.metrics if name.startswith("bottleneck/")]
 
 
 def test_estimates_are_measured_over_sampled_tokens() -> None:

@@ -7,11 +7,10 @@ import pickle
 from collections.abc import Sequence
 
 import anyio
-import numpy as np
 import pytest
 
 from oppo.errors import DeadlockError, ModelError, ModelLost, ProtocolError, RewardError
-from oppo.events import Chunk, Drop, Finish, Prompt, Response
+from oppo.events import Drop, Finish, Response
 from oppo.rewards import FunctionReward, OnFailure
 from oppo.stages import Score
 from oppo.testing import (
@@ -33,8 +32,7 @@ from oppo.testing import (
     run_virtual,
 )
 from oppo.testing.faulty import FaultKind, Method
-from tests.kit.faults import SPOILT, Garbage, HalfSynced, LoseSessions, Spoilt
-from tests.kit.faulty import Case, FaultyPipeline, stage_of
+from tests.kit.faulty import SPOILT, Case, FaultyPipeline, Garbage, HalfSynced, LoseSessions, Spoilt, stage_of
 from tests.kit.pipelines import Setting, same_batches
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=4)
@@ -69,6 +67,8 @@ def ended(fault: Fault, *, steps: int) -> tuple[BaseException, str]:
 @pytest.mark.parametrize(
     ("model", "method", "names"),
     [
+        ("actor", "read", "while decoding rollout 2"),
+        ("actor", "aclose", "while closing rollout"),
         ("actor", "open", "while opening rollouts [10, 11, 12, 13]"),
         ("actor", "decoding", ""),
         ("actor", "load", "while syncing version 3: FaultyPolicy has version 2, FaultyCritic has version 2"),
@@ -83,25 +83,13 @@ def ended(fault: Fault, *, steps: int) -> tuple[BaseException, str]:
     ],
 )
 def test_a_model_that_raises_ends_the_run_with_its_own_error(model: str, method: Method, names: str) -> None:
-    steps = 0 if method in {"extend", "finish"} else 2
+    steps = 0 if method in {"read", "aclose", "extend", "finish"} else 2
     fault = Fault(model, method, Raise(ModelLost), call=2)
     error, message = ended(fault, steps=steps)
     assert type(error) is ModelLost
     assert str(error) == f"call 2 of {method}() of {model!r} fails, as its script says"
     assert f"in stage {stage_of(fault)!r} of graph 'ppo', step {steps + 1}" in message
     assert names in message
-
-
-def test_a_read_that_raises_names_its_rollout() -> None:
-    error, message = ended(Fault("actor", "read", Raise(OSError), call=9), steps=0)
-    assert type(error) is OSError
-    assert "while decoding rollout 4" in message
-
-
-def test_a_decode_that_cannot_be_closed_names_its_rollout() -> None:
-    error, message = ended(Fault("actor", "aclose", Raise(OSError), call=1), steps=0)
-    assert type(error) is OSError
-    assert "while closing rollout 0" in message
 
 
 @pytest.mark.parametrize(
@@ -135,16 +123,16 @@ def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, metho
             Fault("actor", "open", Garbage("count")),
             r"open\(\) of the policy was asked for 6 rollouts and answered",
         ),
-        (Fault("actor", "read", Garbage("shape")), "rollout 0: .* a piece of 4 tokens with 3 log-probs, 4 versions"),
+        (Fault("actor", "read", Garbage("shape")), "rollout 0: .* a chunk of 4 tokens with 3 log-probs, 4 versions"),
         (
             Fault("actor", "read", Garbage("empty")),
-            "rollout 0: .* a piece with no token that says 'live'; only 'cut' may",
+            "rollout 0: .* a chunk with no token that says 'live'; only 'cut' may",
         ),
         (Fault("actor", "read", Garbage("version")), r"rollout 0: .* versions \[1000\], .* and the policy's is 0"),
         (Fault("actor", "read", Garbage("order")), r"versions \[-1000, 0\], lastly -1000, .* versions never decrease"),
         (
             Fault("actor", "read", Garbage("token")),
-            "rollout 0: .* of FaultyPolicy returned a piece that holds the token id -",
+            "rollout 0: .* of FaultyPolicy returned a chunk that holds the token id -",
         ),
         (Fault("actor", "load", Garbage("version")), "version 1 was synced, but FaultyPolicy has version 0, Fau"),
         (Fault("critic", "load", Garbage("version")), "has version 1, FaultyCritic has version 0: the synced"),
@@ -246,11 +234,6 @@ def test_a_fault_that_cannot_be_is_refused(method: Method, does: FaultKind) -> N
         Fault("model", method, does)
 
 
-def test_a_flap_without_a_call_down_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one call down"):
-        Flap(0, 3)
-
-
 def test_where_the_script_is_silent_a_wrapper_keeps_the_protocol() -> None:
     async def policy() -> FaultyPolicy:
         return FaultyPolicy("actor", FakePolicy(turns=lambda prompt: (2, 4)[: prompt.admission % 3]))
@@ -321,14 +304,3 @@ def test_a_scorer_that_fails_while_closing_is_named_and_hides_nothing() -> None:
     with pytest.raises(OSError, match=r"call 0 of forget\(\) of 'reward'") as caught:
         run_virtual(main)
     assert isinstance(caught.value.__context__, ModelError)
-
-
-def test_chunks_out_of_order_are_refused_by_the_scorer_that_reads_them() -> None:
-    async def main() -> None:
-        scorer = FaultyScorer("reward", FakeScorer(fake_scalar))
-        ints = np.arange(3, dtype=np.int32)
-        await scorer.extend([Prompt(4, 4, ints)])
-        await scorer.extend([Chunk(4, 6, ints, ints.astype(np.float32), ints)])
-
-    with pytest.raises(ProtocolError, match=r"rollout 4: .* from 0 of the response on, but Chunk starts at 6"):
-        run_virtual(main)

@@ -1,4 +1,4 @@
-"""A policy over the fake of the engine, and everything that was read of its rollouts."""
+"""A policy over the fake of the engine, in this process or behind a server, and what was read of its rollouts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from oppo.errors import as_itself
-from oppo.events import Prompt, Response
-from oppo.models import Piece, Sampling, Weights
+from oppo.events import Chunk, Prompt, Response
+from oppo.models import Sampling, Weights
 from oppo.testing import run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
-from oppo.vllm.engine import WeightSender
-from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, running
+from oppo.vllm.engine import Engine, WeightSender
+from tests.kit.responses import read_chunk
+from tests.vllm.fakes import FakeAsyncLLM, FakeSender, FakeServer, engine_of, running, server_of
 
 SAMPLING = Sampling(max_new_tokens=20, stop=(2, 3), seed=5)
 WEIGHTS = {"weight": torch.zeros(1)}
@@ -36,11 +37,17 @@ class Bench:
     sender: WeightSender = field(default_factory=FakeSender)
     keywords: dict[str, Any] = field(default_factory=dict)
     adapts: bool = False
+    on: str = "engine"
 
     def __post_init__(self) -> None:
-        self.engine = engine_of(self.llm, self.sender, adapts=self.adapts)
+        self.engine: Engine
+        if self.on == "server":
+            self.fake = FakeServer(self.llm)
+            self.engine = server_of(self.fake)
+        else:
+            self.engine = engine_of(self.llm, self.sender, adapts=self.adapts)
         self.policy = VllmPolicy(self.engine, sampling=self.sampling, **self.keywords)
-        self.pieces: dict[int, list[Piece]] = {}
+        self.pieces: dict[int, list[Chunk]] = {}
         self.reported: list[list[int]] = []
 
     def run(self, main: Callable[[], Awaitable[None]], *, threads: bool = False) -> None:
@@ -86,7 +93,7 @@ class Bench:
 
         async def read(decode: VllmDecode) -> None:
             while True:
-                piece = await decode.read(limit)
+                piece = await read_chunk(decode, limit)
                 self.pieces.setdefault(decode.prompt.rollout, []).append(piece)
                 if piece.state != "live":
                     return

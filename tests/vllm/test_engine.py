@@ -41,13 +41,13 @@ from oppo.vllm.arguments import (
 )
 from oppo.vllm.async_llm import heeded
 from oppo.vllm.engine import LOOK, ServedWeights
-from oppo.vllm.processes import EngineFiles, ServerProcess, environment, failure
+from oppo.vllm.processes import EngineFiles, ServerProcess, environment, starting
 from oppo.vllm.sync import FILES
 from tests.hf import tiny
 from tests.placement.instances import Total
 from tests.vllm import scenario
 from tests.vllm.bench import WEIGHTS, Bench
-from tests.vllm.fake_engine import BLOCK, FakeAsyncLLM, engine_of, running
+from tests.vllm.fakes import BLOCK, FakeAsyncLLM, engine_of, running
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 
@@ -412,9 +412,12 @@ def test_a_cancellation_from_outside_waits_for_a_shielded_call_only() -> None:
 def test_an_engine_without_its_share_of_a_gpu_names_the_setting(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     log.write_text("[core] ValueError: Free memory on device is less than desired GPU memory utilization (0.92)\n")
-    said = failure("actor", RuntimeError("it ended"), log)
-    assert "Free memory on device" in said
-    assert "lower vllm.gpu_memory_utilization" in said
+    with (
+        EngineFiles(log) as files,
+        pytest.raises(ConfigError, match=r"Free memory on device.*lower vllm\.gpu_memory_utilization"),
+        starting("actor", files, None, on_cpu=True),
+    ):
+        raise RuntimeError("it ended")
 
 
 def config(**changes: Any) -> LlamaConfig:

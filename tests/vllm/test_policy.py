@@ -1,13 +1,17 @@
-"""The policy on vLLM over the fake of the engine, in virtual time."""
+"""The policy on vLLM over the fake of the engine, in this process or behind a server, in virtual time."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import anyio
+import anyio.to_thread
+import httpx
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
@@ -20,26 +24,202 @@ from oppo.stages import Update
 from oppo.testing import FakePolicy, FakeTrainer, check_policy, run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.responses import read_chunk
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
-from tests.vllm.fake_engine import VOCABULARY, FakeAsyncLLM, engine_of, running
+from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, Request, engine_of, running, server_of
+
+on_both = pytest.mark.parametrize("on", ["engine", "server"])
+LONG = replace(SAMPLING, max_new_tokens=60)
 
 
-def test_it_keeps_the_contract_of_a_policy() -> None:
+@on_both
+def test_it_keeps_the_contract_of_a_policy(on: str) -> None:
+    bench = Bench(on=on)
+
+    async def make() -> VllmPolicy:
+        return VllmPolicy(bench.engine, sampling=SAMPLING)
+
+    bench.run(partial(check_policy, make, varied(5)))
+    assert not bench.llm.requests or on == "engine"
+
+
+def parts_of(requests: Sequence[Request], prompt: Prompt) -> list[Request]:
+    """Return the requests of a rollout that have made tokens, in order."""
+    start = prompt.tokens.tolist()
+    mine = [each for each in requests if each.tokens and each.prompt[: len(start)] == start]
+    return sorted(mine, key=lambda each: len(each.prompt))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rollouts, the cuts of their steps, and an engine.
+
+    Attributes:
+        at: how many rollouts end before the cut, by step; then there is none.
+        late: as :class:`FakeAsyncLLM` has it; a weight sync takes 0.02 s, so outputs may come when it has ended.
+        limit: tokens of a read.
+        delay: seconds from the beginning of a step to its weight sync; ``None``: it comes after the step.
+    """
+
+    count: int = 3
+    at: tuple[int, ...] = (1, 1)
+    overrun: int = 4
+    late: float = 0.0
+    limit: int = 3
+    delay: float | None = 0.01
+
+
+CASES = st.builds(
+    Case,
+    st.integers(1, 6),
+    st.lists(st.integers(1, 3), max_size=4).map(tuple),
+    st.integers(0, 5),
+    st.sampled_from([0.0, 0.004, 0.015, 0.05]),
+    st.integers(1, 30),
+    st.sampled_from([None, 0.0, 0.003, 0.01]),
+)
+
+
+@pytest.mark.parametrize(("on", "kept"), [("engine", "keep"), ("engine", "recompute"), ("server", "recompute")])
+@given(CASES)
+@example(Case())
+@example(Case(delay=None))
+@example(Case(overrun=0, late=0.015))
+@example(Case(overrun=0, late=0.05))
+def test_no_token_is_lost_doubled_or_counted_to_other_weights_whatever_the_overrun(
+    on: str, kept: str, case: Case
+) -> None:
+    late = case.late if on == "engine" else 0.0
+    bench = Bench(FakeAsyncLLM(overrun=case.overrun, late=late), keywords={"kv_on_sync": kept}, on=on)
+    prompts = varied(case.count)
+
     async def main() -> None:
-        llm = FakeAsyncLLM()
-        engine = engine_of(llm)
+        decodes = await bench.policy.open(prompts)
+        for cut_at in [*case.at, 1_000]:
+            live = [decode for decode in decodes if not decode.ended]
+            await bench.step(live, cut_at, case.limit, load=case.delay)
+            if case.delay is None:
+                await bench.policy.load(Weights(bench.policy.version + 1, WEIGHTS))
 
-        async def make() -> VllmPolicy:
-            return VllmPolicy(engine, sampling=SAMPLING)
+    bench.run(main)
+    assert sorted(each for reported in bench.reported for each in reported) == list(range(case.count))
+    for prompt in prompts:
+        parts = parts_of([*bench.llm.done, *bench.llm.aborted], prompt)
+        sequence, versions = prompt.tokens.tolist(), list[str]()
+        for part in parts:
+            assert part.prompt == sequence, "each part reads all that there is"
+            sequence, versions = sequence + part.tokens, versions + part.versions
+        assert bench.tokens(prompt.rollout) == sequence[len(prompt.tokens) :]
+        assert bench.versions(prompt.rollout) == [bench.policy.number_of(version) for version in versions]
+        assert len({part.params.seed for part in parts}) == len(parts), "no noise is used twice"
+        assert [part.params.max_tokens for part in parts] == [20 - len(part.prompt) + 2 for part in parts]
+        assert on == "server" or len(parts) == 1, "no request was begun twice"
+    assert not bench.llm.requests
 
-        async with running(llm):
-            await check_policy(make, varied(5))
 
-    run_virtual(main)
+@pytest.mark.parametrize(
+    ("on", "message"),
+    [
+        ("engine", r"go on from the newest checkpoint \(oppo resume\)"),
+        ("server", r"is lost: ReadError: .*start the server at http://localhost:8000 again"),
+    ],
+)
+def test_an_engine_that_dies_while_it_decodes_is_lost_at_once(on: str, message: str) -> None:
+    bench = Bench(FakeAsyncLLM(length=lambda prompt: 50), sampling=LONG, on=on)
+
+    async def main() -> None:
+        async def die() -> None:
+            await anyio.sleep(0.1)
+            bench.llm.die()
+
+        decodes = await bench.policy.open(varied(2))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(die)
+            with pytest.raises(ModelLost, match=message) as caught:
+                await bench.step(decodes)
+        assert "while decoding rollouts [0, 1]" in caught.value.__notes__
+        assert anyio.current_time() == pytest.approx(0.1, abs=0.02)
+        assert bench.tokens(0), "what came before stays"
+        with pytest.raises(ModelLost):
+            await bench.policy.load(Weights(1, WEIGHTS))
+        for decode in decodes:
+            await decode.aclose()
+
+    bench.run(main)
+
+
+@on_both
+def test_the_engine_makes_nothing_between_two_decodings(on: str) -> None:
+    bench = Bench(FakeAsyncLLM(length=lambda prompt: 50), sampling=LONG, on=on)
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+        with anyio.move_on_after(0.055):
+            await bench.step(decodes)
+        assert bench.llm.paused
+        made = [len(request.tokens) for request in bench.llm.requests.values()]
+        assert len(made) == (2 if on == "engine" else 0)
+        await anyio.sleep(5.0)
+        assert made == [len(request.tokens) for request in bench.llm.requests.values()]
+        await bench.step(decodes)
+        assert bench.pieces[0][-1].state == "eos"
+
+    bench.run(main)
+
+
+@on_both
+def test_a_rollout_may_be_closed_while_the_others_are_decoded(on: str) -> None:
+    bench = Bench(FakeAsyncLLM(length=lambda prompt: 8), on=on)
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(3))
+
+        async def close() -> None:
+            await anyio.sleep(0.035)
+            await decodes[1].aclose()
+
+        async def wait_in_vain() -> None:
+            with pytest.raises(ProtocolError, match="closed"):
+                await decodes[1].read(100)
+
+        async with anyio.create_task_group() as tasks, bench.policy.decoding(decodes, lambda ended: False):
+            tasks.start_soon(close)
+            tasks.start_soon(wait_in_vain)
+            bench.pieces[0] = [await read_chunk(decodes[0], 100)]
+            bench.pieces[2] = [await read_chunk(decodes[2], 100)]
+
+    bench.run(main)
+    assert (len(bench.tokens(0)), len(bench.tokens(2))) == (8, 8)
+    (request,) = bench.llm.aborted
+    assert len(request.tokens) < 8
+
+
+@on_both
+def test_decoding_ends_when_every_rollout_was_closed(on: str) -> None:
+    bench = Bench(FakeAsyncLLM(length=lambda prompt: 50), sampling=LONG, on=on)
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+        async with bench.policy.decoding(decodes, lambda ended: False):
+            for decode in decodes:
+                await decode.read(3)
+                await decode.aclose()
+        assert not bench.llm.requests
+
+    bench.run(main)
 
 
 def test_requests_say_all_that_sampling_says() -> None:
-    sampling = Sampling(max_new_tokens=20, temperature=0.7, top_k=3, top_p=0.9, min_new_tokens=4, stop=(2, 3), seed=5)
+    sampling = Sampling(
+        max_new_tokens=20,
+        temperature=0.7,
+        top_k=3,
+        top_p=0.9,
+        min_new_tokens=4,
+        stop=(2, 3),
+        seed=5,
+        vocabulary=VOCABULARY - 2,
+    )
     bench = Bench(sampling=sampling)
 
     bench.play(2)
@@ -55,6 +235,7 @@ def test_requests_say_all_that_sampling_says() -> None:
         "ignore_eos": True,
         "logprobs": 3,
         "detokenize": False,
+        "logit_bias": {VOCABULARY - 2: -100.0, VOCABULARY - 1: -100.0},
     }
     assert first.params.seed != second.params.seed
     assert 0 <= first.params.seed < 2**63
@@ -63,14 +244,6 @@ def test_requests_say_all_that_sampling_says() -> None:
         for piece in pieces:
             assert piece.support.holds(piece.tokens).all()
             assert set(np.abs(piece.support.counts).tolist()) <= {3, 4}
-
-
-def test_ids_of_a_padded_table_are_never_sampled() -> None:
-    bench = Bench(sampling=Sampling(max_new_tokens=5, vocabulary=VOCABULARY - 2))
-
-    bench.play(limit=100)
-    (request,) = bench.llm.done
-    assert request.params.logit_bias == {VOCABULARY - 2: -100.0, VOCABULARY - 1: -100.0}
 
 
 def test_greedy_decoding_excludes_nothing() -> None:
@@ -156,40 +329,6 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them() -> Non
     assert len(bench.llm.aborted) == 1
 
 
-def test_a_dead_engine_is_a_lost_model_that_says_what_to_do() -> None:
-    bench = Bench()
-
-    async def main() -> None:
-        decodes = await bench.policy.open(varied(2))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(kill)
-            await bench.step(decodes)
-
-    async def kill() -> None:
-        await anyio.sleep(0.02)
-        bench.llm.die()
-
-    with pytest.raises(ModelLost, match=r"go on from the newest checkpoint \(oppo resume\)") as caught:
-        bench.run(main)
-    assert "while decoding rollouts [0, 1]" in caught.value.__notes__
-
-
-def test_the_engine_is_paused_between_two_decodings() -> None:
-    bench = Bench(FakeAsyncLLM(length=lambda prompt: 100), sampling=Sampling(max_new_tokens=100, stop=(2,)))
-    made: list[int] = []
-
-    async def main() -> None:
-        decodes = await bench.policy.open(varied(2))
-        with anyio.move_on_after(0.05):
-            await bench.step(decodes)
-        made.append(sum(len(request.tokens) for request in bench.llm.requests.values()))
-        await anyio.sleep(5.0)
-        made.append(sum(len(request.tokens) for request in bench.llm.requests.values()))
-
-    bench.run(main)
-    assert made[0] == made[1] > 0
-
-
 def test_a_request_that_is_not_decoded_now_does_not_run() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2}.get(prompt[0], 9)))
 
@@ -214,7 +353,7 @@ def test_another_policy_on_the_same_engine_begins_clean() -> None:
         later = VllmPolicy(bench.engine, sampling=SAMPLING)
         (decode,) = await later.open(varied(1))
         async with later.decoding([decode], lambda ended: False):
-            piece = await decode.read(100)
+            piece = await read_chunk(decode, 100)
         assert set(piece.versions.tolist()) == {0}
 
     bench.run(main)
@@ -250,108 +389,6 @@ def test_it_tells_of_its_work() -> None:
     assert bench.policy.progress == sum(len(request.tokens) for request in bench.llm.done)
 
 
-def test_a_rollout_may_be_closed_while_the_others_are_decoded() -> None:
-    bench = Bench(FakeAsyncLLM(length=lambda prompt: 8))
-
-    async def main() -> None:
-        decodes = await bench.policy.open(varied(3))
-
-        async def close() -> None:
-            await anyio.sleep(0.035)
-            await decodes[1].aclose()
-
-        async def wait_in_vain() -> None:
-            with pytest.raises(ProtocolError, match="closed"):
-                await decodes[1].read(100)
-
-        async with anyio.create_task_group() as tasks, bench.policy.decoding(decodes, lambda ended: False):
-            tasks.start_soon(close)
-            tasks.start_soon(wait_in_vain)
-            bench.pieces[0] = [await decodes[0].read(100)]
-            bench.pieces[2] = [await decodes[2].read(100)]
-
-    bench.run(main)
-    assert (len(bench.tokens(0)), len(bench.tokens(2))) == (8, 8)
-    (request,) = bench.llm.aborted
-    assert len(request.tokens) < 8
-
-
-def test_decoding_ends_when_every_rollout_was_closed() -> None:
-    bench = Bench(FakeAsyncLLM(length=lambda prompt: 100), sampling=Sampling(max_new_tokens=100, stop=(2,)))
-
-    async def main() -> None:
-        decodes = await bench.policy.open(varied(2))
-        async with bench.policy.decoding(decodes, lambda ended: False):
-            for decode in decodes:
-                await decode.read(3)
-                await decode.aclose()
-        assert not bench.llm.requests
-
-    bench.run(main)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Rollouts, the cuts of their steps, and an engine.
-
-    Attributes:
-        at: how many rollouts end before the cut, by step.
-        late: as :class:`FakeAsyncLLM` has it; a weight sync takes 0.02 s, so outputs may come when it has ended.
-        delay: seconds from the beginning of a step to a weight sync.
-    """
-
-    count: int = 3
-    at: tuple[int, ...] = (1, 1)
-    overrun: int = 4
-    late: float = 0.0
-    limit: int = 3
-    delay: float = 0.01
-
-
-CASES = st.builds(
-    Case,
-    st.integers(1, 6),
-    st.lists(st.integers(1, 3), max_size=4).map(tuple),
-    st.integers(0, 5),
-    st.sampled_from([0.0, 0.004, 0.015, 0.05]),
-    st.integers(1, 30),
-    st.sampled_from([0.0, 0.003, 0.01]),
-)
-
-
-@given(CASES, st.sampled_from(["keep", "recompute"]), st.booleans())
-@example(Case(), "keep", True)
-@example(Case(overrun=0, late=0.015), "keep", True)
-@example(Case(overrun=0, late=0.015), "recompute", False)
-@example(Case(overrun=0, late=0.05), "recompute", True)
-def test_no_token_is_lost_doubled_or_counted_to_other_weights_whatever_the_overrun(
-    case: Case, kv_on_sync: str, loads: bool
-) -> None:
-    count, at, limit, delay = case.count, case.at, case.limit, case.delay
-    bench = Bench(FakeAsyncLLM(overrun=case.overrun, late=case.late), keywords={"kv_on_sync": kv_on_sync})
-    decodes: list[VllmDecode] = []
-
-    async def main() -> None:
-        decodes.extend(await bench.policy.open(varied(count)))
-        for cut_at in [*at, 1_000]:
-            live = [decode for decode in decodes if not decode.ended]
-            await bench.step(live, cut_at, limit, load=delay if loads else None)
-            if not loads:
-                await bench.policy.load(Weights(bench.policy.version + 1, WEIGHTS))
-
-    bench.run(main)
-    assert sorted(each for reported in bench.reported for each in reported) == list(range(count))
-    by_prompt = {tuple(request.prompt): request for request in bench.llm.done}
-    assert len(by_prompt) == count, "no request was begun twice"
-    for decode in decodes:
-        request = by_prompt[tuple(decode.prompt.tokens.tolist())]
-        assert bench.tokens(decode.prompt.rollout) == request.tokens
-        assert bench.versions(decode.prompt.rollout) == [
-            bench.policy.number_of(version) for version in request.versions
-        ]
-    assert not bench.llm.requests
-
-
 def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decoding() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3, 12: 9}[prompt[0]], overrun=3))
     at_cut: list[str] = []
@@ -369,20 +406,6 @@ def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decodin
     assert bench.reported == [[0], [1]], "and the cut that it causes comes before any further token"
     assert bench.tokens(1)[-1] == 2
     assert len(bench.tokens(2)) < 9
-
-
-def test_a_rollout_that_ended_in_the_overrun_may_be_closed() -> None:
-    bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3}[prompt[0]], overrun=3))
-
-    async def main() -> None:
-        decodes = await bench.policy.open(varied(2))
-        await bench.step(decodes, cut_at=1)
-        await decodes[1].aclose()
-        with pytest.raises(ProtocolError, match="closed"):
-            await decodes[1].read(1)
-
-    bench.run(main)
-    assert bench.reported == [[0]]
 
 
 def test_what_ends_in_the_overrun_of_the_last_step_is_never_reported_and_leaves_nothing_behind() -> None:
@@ -468,10 +491,7 @@ def test_a_resumed_run_continues_what_was_read_and_nothing_else() -> None:
     async def main() -> None:
         decodes = await bench.policy.open(varied(2))
         await bench.step(decodes, cut_at=1)
-        half = Response.empty(decodes[1].prompt)
-        for piece in bench.pieces[1]:
-            half = half.then(piece.chunk(1, len(half)))
-        halves.append(half)
+        halves.append(Response.of(decodes[1].prompt, bench.pieces[1]))
 
     async def resumed() -> None:
         await again.step(await again.policy.open(halves))
@@ -483,3 +503,213 @@ def test_a_resumed_run_continues_what_was_read_and_nothing_else() -> None:
     assert request.params.max_tokens == 20 - len(halves[0])
     assert request.params.seed != bench.llm.requests[next(iter(bench.llm.requests))].params.seed
     assert again.tokens(1) == request.tokens
+
+
+def test_a_request_says_what_sampling_says_and_the_weights_it_may_share_a_prefix_with() -> None:
+    sampling = Sampling(max_new_tokens=20, top_k=3, top_p=0.9, min_new_tokens=4, stop=(2, 3), vocabulary=VOCABULARY - 1)
+    bench = Bench(sampling=sampling, on="server")
+
+    bench.play()
+    (body,) = bench.fake.bodies
+    params = body.pop("sampling_params")
+    assert body == {
+        "model": "fake",
+        "request_id": body["request_id"],
+        "token_ids": [10, 4],
+        "cache_salt": bench.llm.version,
+        "stream": True,
+    }
+    assert (params["top_k"], params["top_p"], params["logprobs"], params["min_tokens"]) == (3, 0.9, 3, 4)
+    assert params["logit_bias"] == {str(VOCABULARY - 1): -100.0}
+
+
+def test_ids_that_sampling_excludes_are_known_by_what_stands_for_minus_infinity() -> None:
+    bench = Bench(
+        FakeAsyncLLM(logprob=lambda position: -1.0), sampling=Sampling(max_new_tokens=3, top_k=2), on="server"
+    )
+    content = [
+        {"token_id": token, "logprob": -1.0, "top_logprobs": [{"token_id": 5, "logprob": other}]}
+        for token, other in ((7, -0.5), (8, -9999.0), (9, -2.0))
+    ]
+    choice = {"token_ids": [7, 8, 9], "logprobs": {"content": content}, "finish_reason": "length"}
+    text = json.dumps({"choices": [{**choice, "weight_versions": None}]})
+    bench.fake.instead["/inference/v1/generate"] = httpx.Response(200, text=f"data: {text}\n\ndata: [DONE]\n\n")
+
+    bench.play(limit=100)
+    (piece,) = bench.pieces[0]
+    assert piece.support.counts.tolist() == [2, 1, 2]
+    assert piece.support.ids.tolist() == [5, 7, 8, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (httpx.Response(400, json={"error": {"message": "too long"}}), "answered 400 Bad Request: .*too long"),
+        (httpx.Response(200, text='data: {"choices": [{}]}\n\n'), "streamed something else than tokens"),
+        (httpx.Response(200, text='data: {"error": {"message": "no"}}\n\n'), "could not go on: .*no"),
+        (httpx.Response(200, text="data: [DONE]\n\n"), "ended a stream of tokens without saying why"),
+    ],
+)
+def test_a_stream_that_is_none_loses_the_model(answer: httpx.Response, message: str) -> None:
+    bench = Bench(on="server")
+    bench.fake.instead["/inference/v1/generate"] = answer
+
+    async def main() -> None:
+        with pytest.raises(ModelLost, match=rf"http://localhost:8000.* {message}.*start the server at"):
+            await bench.step(await bench.policy.open(varied(2)))
+
+    bench.run(main)
+
+
+def test_a_server_that_is_silent_is_asked_whether_it_is_there() -> None:
+    bench = Bench(FakeAsyncLLM(seconds=1000.0), on="server")
+    bench.fake.instead["/health"] = httpx.Response(503)
+
+    async def main() -> None:
+        with pytest.raises(ModelLost, match="/health answered 503"):
+            await bench.step(await bench.policy.open(varied(1)))
+        assert anyio.current_time() < 10
+
+    bench.run(main)
+
+
+def test_a_run_may_give_a_server_up_from_another_thread() -> None:
+    bench = Bench(FakeAsyncLLM(seconds=1000.0), on="server")
+
+    async def main() -> None:
+        async def give_up() -> None:
+            await anyio.sleep(0.1)
+            await anyio.to_thread.run_sync(bench.engine.abort)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(give_up)
+            with pytest.raises(ModelLost, match="the run has given it up"):
+                await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main, threads=True)
+
+
+def test_a_server_that_goes_on_without_an_update_is_named() -> None:
+    bench = Bench(on="server")
+    bench.fake.forgets = True
+
+    async def main() -> None:
+        with pytest.raises(
+            ModelLost, match=r"version \w+-1, .*http://localhost:8000 serves weights '\w+-0', and '\w+-1'"
+        ):
+            await bench.policy.load(Weights(1, WEIGHTS))
+        with pytest.raises(ModelLost, match="nothing is decoded any more"):
+            await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main)
+
+
+def test_a_server_that_was_started_again_between_two_steps_is_noticed_before_it_decodes() -> None:
+    bench = Bench(on="server")
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, WEIGHTS))
+        bench.llm.version = "default"
+        with pytest.raises(ModelLost, match=r"serves weights 'default', .* was started again"):
+            await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main)
+
+
+def test_an_update_that_an_earlier_run_has_left_open_is_ended() -> None:
+    bench = Bench(on="server")
+
+    async def main() -> None:
+        await bench.llm.start_weight_update()
+        await bench.policy.load(Weights(1, WEIGHTS))
+        assert len(bench.llm.updates) == 1
+        bench.fake.instead["/start_weight_update"] = httpx.Response(500, json={"error": "another"})
+        with pytest.raises(ModelLost, match="/start_weight_update answered 500"):
+            await bench.policy.load(Weights(2, WEIGHTS))
+
+    bench.run(main)
+
+
+def test_a_server_with_the_weights_of_an_earlier_run_needs_those_of_this_one() -> None:
+    bench = Bench(on="server")
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, WEIGHTS))
+        policy = VllmPolicy(server_of(bench.fake), sampling=SAMPLING)
+        (decode,) = await policy.open(varied(1))
+        with pytest.raises(ModelLost, match="has the weights of an earlier run: load those that are trained"):
+            async with policy.decoding([decode], lambda ended: False):
+                await decode.read(1)
+        await policy.load(Weights(0, WEIGHTS))
+        (decode,) = await policy.open(varied(1))
+        async with policy.decoding([decode], lambda ended: False):
+            assert (await read_chunk(decode, 1)).versions.tolist() == [0]
+
+    bench.run(main)
+
+
+def test_tokens_of_weights_that_nobody_synced_are_an_error() -> None:
+    bench = Bench(FakeAsyncLLM(mislabelled=True), on="server")
+
+    async def main() -> None:
+        with pytest.raises(Exception, match="vLLM says that weights another-9 made token"):
+            await bench.step(await bench.policy.open(varied(1)))
+
+    bench.run(main)
+
+
+def test_streams_that_do_not_end_at_a_pause_are_given_up() -> None:
+    """The server has had a request after it was paused, so that it tells of no end."""
+    bench = Bench(FakeAsyncLLM(length=lambda prompt: 4 if prompt[0] == 10 else 30, seconds=0.01), on="server")
+    begun: list[Any] = []
+    abort = bench.fake._abort
+
+    def late(request: Request) -> None:
+        if request in begun:
+            abort(request)
+        else:
+            begun.append(request)
+
+    bench.fake._abort = late  # type: ignore[method-assign]  # the pause passes it over, the call by name does not
+
+    async def main() -> None:
+        decodes = await bench.policy.open(varied(2))
+        await bench.step(decodes, cut_at=1)
+        assert anyio.current_time() > 5
+        assert not bench.llm.requests
+        await bench.step([decodes[1]])
+
+    bench.run(main)
+    assert bench.pieces[1][-1].state != "live"
+
+
+def test_the_room_in_the_kv_cache_is_what_requests_leave_of_it() -> None:
+    bench = Bench(FakeAsyncLLM(length=lambda prompt: 15), on="server")
+    assert bench.policy.free_kv_tokens is None
+    bench.fake.config["cache_config"] = {"kv_cache_size_tokens": 100}
+    policy = VllmPolicy(server_of(bench.fake), sampling=SAMPLING)
+
+    async def main() -> None:
+        decodes = await policy.open(varied(2))
+        async with policy.decoding(decodes, lambda ended: False):
+            await decodes[0].read(1)
+            assert policy.free_kv_tokens == 100 - 2 * (2 + 1)
+            for decode in decodes:
+                while (await decode.read(100)).state == "live":
+                    pass
+        assert policy.free_kv_tokens == 100
+
+    bench.run(main)
+
+
+def test_a_closed_server_is_left_to_others() -> None:
+    bench = Bench(on="server")
+
+    async def main() -> None:
+        await bench.policy.load(Weights(1, WEIGHTS))
+        bench.engine.close()
+        bench.engine.close()
+
+    bench.run(main)
+    assert bench.fake.asked[-1] == "/resume"
+    assert bench.fake.asked.count("/resume") == 1

@@ -20,9 +20,9 @@ from oppo.testing import check_policy, run_virtual
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.processes import ServerProcess
 from oppo.vllm.sync import HostedFiles
+from tests.kit.responses import read_chunk
 from tests.vllm.bench import SAMPLING, WEIGHTS, varied
-from tests.vllm.fake_engine import FakeAsyncLLM, engine_of, running
-from tests.vllm.fake_server import URL, FakeServer
+from tests.vllm.fakes import URL, FakeAsyncLLM, FakeServer, engine_of, running
 from tests.vllm.test_sync import adapted
 
 
@@ -67,7 +67,7 @@ def test_rollouts_of_an_engine_that_dies_go_on_in_another_one(messages: list[str
                 async def read(k: int) -> None:
                     state, length, newest = "live", 0, 0
                     while state == "live":
-                        piece = await decodes[k].read(2)
+                        piece = await read_chunk(decodes[k], 2)
                         assert (piece.versions >= newest).all()
                         state, length, newest = piece.state, length + len(piece.tokens), pool.version
                     pieces.append(length)
@@ -101,7 +101,7 @@ class Unstarted(ServerProcess):
     """What is written for a server, and no server."""
 
     def __init__(self) -> None:
-        self.url, self._lifeline, self._adapts, self._written = URL, None, True, None
+        self.url, self._lifeline, self._process, self._adapts, self._written = URL, None, None, True, None
         self._kept = ExitStack()
 
 
@@ -137,7 +137,7 @@ def test_adapters_are_written_where_each_server_is_and_one_that_is_started_again
                 decodes, versions = await pool.open(varied(4)), set[int]()
                 async with pool.decoding(decodes, lambda ended: False):
                     for decode in decodes:
-                        while (piece := await decode.read(4)).state == "live":
+                        while (piece := await read_chunk(decode, 4)).state == "live":
                             versions |= {*piece.versions.tolist()}
             assert versions == {2}
             files = [Path(fake.init["adapter"]) for fake in fakes]

@@ -35,7 +35,7 @@ from tests.kit.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.workplace import furnish
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
-from tests.vllm.fake_engine import FakeAsyncLLM, FakeSender, engine_of, experts_of, running
+from tests.vllm.fakes import FakeAsyncLLM, FakeSender, engine_of, experts_of, running
 
 TALKING = Sampling(max_new_tokens=60, stop=(2, 3), seed=5)
 

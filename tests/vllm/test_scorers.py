@@ -21,11 +21,18 @@ from oppo.returns import TopLogprobs
 from oppo.testing import check_scorer, run_virtual
 from oppo.vllm.plugin import LogitsOfPrompts
 from oppo.vllm.scorers import LogprobServer, RewardServer, VllmLogprobs, VllmReward
-from tests.kit.responses import EOS, PADDING, VOCABULARY, answered, chunk, endings, responses, stream
-from tests.vllm.fake_engine import BLOCK, FakeAsyncLLM, engine_of, logprobs_after, score
-from tests.vllm.fake_server import FakeServer
+from tests.kit.responses import EOS, PADDING, VOCABULARY, answered, chunk, endings, finishes, responses, stream
+from tests.vllm.fakes import BLOCK, URL, FakeAsyncLLM, FakeServer, engine_of, logprobs_after, score
 
 LONGEST = 160
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    config = LlamaConfig(vocab_size=VOCABULARY, pad_token_id=PADDING)
+    config.num_labels = 1
+    config.save_pretrained(tmp_path / "served")
+    return tmp_path / "served"
 
 
 def rewarding(llm: FakeAsyncLLM | None = None, /, key: str = "", **facts: Any) -> VllmReward:
@@ -34,16 +41,19 @@ def rewarding(llm: FakeAsyncLLM | None = None, /, key: str = "", **facts: Any) -
     return VllmReward(engine_of(llm), key=key)
 
 
+@pytest.mark.parametrize("kind", ["reward", "reward on a server", "log-probs"])
+async def test_the_contract_is_kept(kind: str, source: Path) -> None:
+    async def make() -> VllmReward | VllmLogprobs:
+        if kind == "log-probs":
+            return served()
+        return rewarding() if kind == "reward" else reward_server(FakeServer(), source)
+
+    finished = finishes([each for each in responses() if len(each) >= 4])
+    await check_scorer(make, finished, lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)))
+
+
 def whole(response: Response) -> list[int]:
     return [*response.prompt.tokens.tolist(), *response.tokens.tolist()]
-
-
-async def test_the_contract_is_kept() -> None:
-    async def make() -> VllmReward:
-        return rewarding()
-
-    finished = [Finish(each.prompt.rollout, each, "eos") for each in responses() if len(each) >= 4]
-    await check_scorer(make, finished, lambda a, b: a == b)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -55,27 +65,21 @@ async def test_any_arrival_pattern_gives_the_score_of_the_whole_sequence_and_com
     assert (reward.tokens.again, reward.tokens.computed) == (0, sum(len(whole(each)) for each in made))
 
 
-async def test_whole_blocks_are_read_while_a_rollout_grows_and_only_the_rest_when_it_ends() -> None:
+@pytest.mark.parametrize(("length", "read"), [(16, [8, 16, 19]), (13, [8, 16])])
+async def test_whole_blocks_are_read_while_a_rollout_grows_and_only_the_rest_when_it_ends(
+    length: int, read: list[int]
+) -> None:
     engine = FakeAsyncLLM()
     reward = rewarding(engine)
-    response = answered(0, [5] * 3, list(range(10, 26)))
+    response = answered(0, [5] * 3, list(range(10, 10 + length)))
     await reward.extend([response.prompt])
     assert engine.sequences == []
-    for start in range(0, 16, 4):
-        await reward.extend([response.chunk(start, start + 4)])
+    for start in range(0, length, 4):
+        await reward.extend([response.chunk(start, min(start + 4, length))])
     assert [len(each) for each in engine.sequences] == [8, 16]
-    await reward.finish([Finish(0, response, "eos")])
-    assert [len(each) for each in engine.sequences] == [8, 16, 19]
-    assert reward.tokens.computed == 19
-
-
-async def test_a_sequence_of_whole_blocks_is_not_asked_for_again() -> None:
-    engine = FakeAsyncLLM()
-    reward = rewarding(engine)
-    response = answered(0, [5] * 4, [6] * 12)
-    await reward.extend([response.prompt, response.chunk()])
     assert await reward.finish([Finish(0, response, "eos")]) == [score(whole(response))]
-    assert len(engine.sequences) == 1
+    assert [len(each) for each in engine.sequences] == read
+    assert reward.tokens.computed == read[-1]
 
 
 async def test_what_the_cache_has_lost_is_computed_and_counted_again() -> None:
@@ -100,8 +104,9 @@ async def test_the_score_is_taken_at_the_last_token_that_is_not_padding(padding:
         assert values[response.prompt.rollout] == score(tokens[: (real or [0])[-1] + 1])
 
 
-async def test_events_out_of_place_are_errors() -> None:
-    reward = rewarding()
+async def test_events_out_of_place_and_tokens_of_another_vocabulary_are_errors() -> None:
+    engine = FakeAsyncLLM()
+    reward = rewarding(engine)
     response = answered(7, [5, 6], [8, 9, 10])
     with pytest.raises(ProtocolError, match="rollout 7 is unknown to tiny: its Prompt must come first"):
         await reward.extend([response.chunk()])
@@ -112,18 +117,13 @@ async def test_events_out_of_place_are_errors() -> None:
         await reward.finish([Finish(7, response, "eos")])
     with pytest.raises(ProtocolError, match="rollout 7 is open in tiny already"):
         await reward.extend([response.prompt])
+    for token in (-1, VOCABULARY):
+        with pytest.raises(ModelError, match=f"rollout 3 has token ids from .* of tiny has {VOCABULARY}: policy and"):
+            await reward.extend([Prompt(3, 3, np.full(BLOCK, token, np.int32))])
+    assert not engine.sequences
     await reward.forget([7, 8])
     await reward.extend([response.prompt, response.chunk()])
     assert await reward.finish([Finish(7, response, "eos")]) == [score(whole(response))]
-
-
-@pytest.mark.parametrize("token", [-1, VOCABULARY])
-async def test_a_token_of_another_vocabulary_never_reaches_the_engine(token: int) -> None:
-    engine = FakeAsyncLLM()
-    reward = rewarding(engine)
-    with pytest.raises(ModelError, match=f"rollout 3 has token ids from .* of tiny has {VOCABULARY}: policy and scor"):
-        await reward.extend([Prompt(3, 3, np.full(BLOCK, token, np.int32))])
-    assert not engine.sequences
 
 
 def test_a_cancelled_call_leaves_no_request_behind() -> None:
@@ -152,13 +152,6 @@ def test_an_engine_that_dies_while_it_owes_a_score_is_a_lost_model() -> None:
                 await rewarding(engine).extend([Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
 
     run_virtual(main)
-
-
-async def test_a_dead_engine_is_a_lost_model() -> None:
-    engine = FakeAsyncLLM(errored=True)
-    reward = rewarding(engine)
-    with pytest.raises(ModelLost, match=r"vLLM has failed, .*EngineDeadError: EngineCore .* newest checkpoint"):
-        await reward.extend([Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
 
 
 @pytest.mark.parametrize(
@@ -195,34 +188,13 @@ def test_its_work_is_reported_and_its_errors_name_the_table() -> None:
     assert reward.reporter.at_work == ""
 
 
-URL = "http://localhost:8000"
+def reward_server(fake: FakeServer, source: Path, **given: Any) -> VllmReward:
+    return VllmReward(RewardServer(URL, source, transport=fake, **given), key="rewards.0")
 
 
-@pytest.fixture
-def labelled(tmp_path: Path) -> Path:
-    config = LlamaConfig(vocab_size=VOCABULARY, pad_token_id=PADDING)
-    config.num_labels = 1
-    config.save_pretrained(tmp_path / "served")
-    return tmp_path / "served"
-
-
-def reward_server(fake: FakeServer, labelled: Path, **given: Any) -> VllmReward:
-    return VllmReward(RewardServer(URL, labelled, transport=fake, **given), key="rewards.0")
-
-
-async def test_a_server_keeps_the_contract_and_gives_the_score_of_the_whole_sequence(labelled: Path) -> None:
-    async def make() -> VllmReward:
-        return reward_server(FakeServer(), labelled)
-
-    finished = [Finish(each.prompt.rollout, each, "eos") for each in responses() if len(each) >= 4]
-    await check_scorer(make, finished, lambda a, b: a == b)
-    async with await make() as reward:
-        assert await stream(reward, responses(), 3) == {each.prompt.rollout: score(whole(each)) for each in responses()}
-
-
-async def test_all_that_grow_together_are_one_request_for_logits(labelled: Path) -> None:
+async def test_all_that_grow_together_are_one_request_for_logits(source: Path) -> None:
     fake = FakeServer(key="secret")
-    reward = reward_server(fake, labelled, api_key="secret")
+    reward = reward_server(fake, source, api_key="secret")
     await reward.extend([Prompt(n, n, np.full(20, 5 + n, np.int32)) for n in range(3)])
     assert fake.bodies[1:] == [
         {"model": "fake", "task": "classify", "use_activation": False, "input": [[5 + n] * 16 for n in range(3)]}
@@ -231,9 +203,9 @@ async def test_all_that_grow_together_are_one_request_for_logits(labelled: Path)
     assert len(fake.bodies) == 2, "no whole block, no request"
 
 
-async def test_a_request_that_may_pass_is_made_again_and_one_that_still_fails_names_the_table(labelled: Path) -> None:
+async def test_a_request_that_may_pass_is_made_again_and_one_that_still_fails_names_the_table(source: Path) -> None:
     fake = FakeServer(failing=1)
-    reward = reward_server(fake, labelled, attempts=2)
+    reward = reward_server(fake, source, attempts=2)
     assert isinstance(reward.engine, RewardServer)
     reward.engine.service.pause = 0.0
     prompt = Prompt(0, 0, np.full(20, 5, np.int32))
@@ -245,26 +217,6 @@ async def test_a_request_that_may_pass_is_made_again_and_one_that_still_fails_na
         fake.instead["/pooling"] = httpx.Response(200, content=json.dumps({"data": wrong}))
         with pytest.raises(RewardError, match=r"^rewards\.0: http://localhost:8000"):
             await reward.extend([Prompt(2 + len(str(wrong)), 2, prompt.tokens)])
-
-
-@pytest.mark.parametrize(
-    ("instead", "faults"),
-    [
-        ({"/version": httpx.Response(200, json={"version": "0.26.0"})}, ["the version of vLLM should be", "0.26.0"]),
-        ({"/pooling": httpx.Response(404, json={"detail": "Not Found"})}, ["/pooling should answer 200", "Not Found"]),
-        ({"/pooling": httpx.Response(200, json={"data": [{"index": 0, "data": [1.0, 2.0]}]})}, ["should be a number"]),
-        ({"/pooling": httpx.Response(200, json={"other": 1})}, ["should be a number"]),
-        ({"/v1/models": httpx.Response(200, json={"data": [{"id": "x"}]})}, ["max_model_len", "a number of tokens"]),
-    ],
-)
-def test_a_server_that_does_not_score_is_refused_with_the_command_that_does(
-    labelled: Path, instead: dict[str, httpx.Response], faults: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        reward_server(FakeServer(instead=instead), labelled)
-    said = str(caught.value)
-    assert all(fault in said for fault in faults), said
-    assert said.endswith(f"vllm serve {labelled} --runner pooling --convert classify --port 8000")
 
 
 def test_a_server_of_a_model_with_labels_is_refused(tmp_path: Path) -> None:
@@ -299,18 +251,6 @@ def assert_own(got: object, response: Response, vocabulary: int = VOCABULARY, te
     assert got.tolist() == own
 
 
-def same(one: FloatArray | TopLogprobs, other: FloatArray | TopLogprobs) -> bool:
-    return np.array_equal(np.asarray(one), np.asarray(other))
-
-
-async def test_log_probs_keep_the_contract() -> None:
-    async def make() -> VllmLogprobs:
-        return served()
-
-    finished = [Finish(each.prompt.rollout, each, "eos") for each in responses() if len(each) >= 4]
-    await check_scorer(make, finished, same)
-
-
 @pytest.mark.parametrize("uninitialised", [True, False], ids=["numbers-without-meaning", "no-places"])
 @pytest.mark.parametrize("seed", range(5))
 async def test_any_arrival_pattern_gives_the_log_probs_of_the_whole_sequence(seed: int, uninitialised: bool) -> None:
@@ -340,27 +280,16 @@ async def test_blocks_are_read_with_the_token_behind_them_and_the_rest_at_the_en
     assert_own(value, response)
 
 
-async def test_two_rollouts_that_begin_alike_have_a_cache_each() -> None:
+async def test_two_rollouts_that_begin_alike_or_one_that_comes_again_have_a_cache_each() -> None:
     reference = served()
     made = [answered(n, [5] * BLOCK, [*range(10, 10 + 2 * BLOCK), n]) for n in range(2)]
     await reference.extend([made[0].prompt, made[0].chunk()])
-    await reference.extend([made[1].prompt, made[1].chunk()])
+    await reference.forget([0])
+    for response in made:
+        await reference.extend([response.prompt, response.chunk()])
     for response in made:
         (value,) = await reference.finish([Finish(response.prompt.rollout, response, "eos")])
         assert_own(value, response)
-
-
-async def test_a_rollout_that_comes_again_has_a_cache_of_its_own_again() -> None:
-    reference = served()
-    response = answered(0, [5] * 3, list(range(10, 31)))
-    for _ in range(2):
-        await reference.extend([response.prompt, response.chunk(0, 20)])
-        await reference.forget([0])
-    for end in (4, 21):
-        start = 0 if end == 4 else 4
-        await reference.extend([*([response.prompt] if end == 4 else []), response.chunk(start, end)])
-    (value,) = await reference.finish([Finish(0, response, "eos")])
-    assert_own(value, response)
 
 
 async def test_what_the_cache_has_lost_is_read_again() -> None:
@@ -508,12 +437,6 @@ def test_a_model_that_does_not_generate_is_refused() -> None:
         served(runner="pooling")
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    LlamaConfig(vocab_size=VOCABULARY).save_pretrained(tmp_path / "served")
-    return tmp_path / "served"
-
-
 def scoring(**given: Any) -> FakeServer:
     return FakeServer(FakeAsyncLLM(facts={"vocabulary": VOCABULARY}), **given)
 
@@ -526,8 +449,10 @@ def on_server(
     return VllmLogprobs(server, sampling=sampling, top_k=top_k, key="scorers.teacher")
 
 
-async def test_a_server_reads_each_response_once_when_it_has_ended(source: Path) -> None:
+async def test_servers_give_the_values_of_whole_sequences_and_one_of_log_probs_is_asked_once(source: Path) -> None:
     fake, made = scoring(key="secret"), responses()
+    async with reward_server(FakeServer(), source) as reward:
+        assert await stream(reward, made, 3) == {each.prompt.rollout: score(whole(each)) for each in made}
     async with on_server(fake, source, api_key="secret") as teacher:
         values = await stream(teacher, made, 3)
     for each in made:
@@ -551,24 +476,31 @@ async def test_a_request_to_a_server_is_made_again_and_a_malformed_answer_is_an_
         await teacher.forget([0])
 
 
+SCORES, LOGPROBS = "--runner pooling --convert classify", "--max-logprobs 30"
+
+
 @pytest.mark.parametrize(
-    ("instead", "faults"),
+    ("path", "answer", "flags", "faults"),
     [
-        (
-            {"/v1/completions": httpx.Response(400, json={"error": {"message": "max_logprobs"}})},
-            ["/v1/completions should answer 200", "max_logprobs"],
-        ),
-        ({"/v1/completions": httpx.Response(200, json={"choices": [{"text": "x"}]})}, ["the log-probs of two tokens"]),
+        ("/version", {"version": "0.26.0"}, SCORES, ["the version of vLLM should be", "0.26.0"]),
+        ("/v1/models", {"data": [{"id": "x"}]}, SCORES, ["max_model_len", "a number of tokens"]),
+        ("/pooling", None, SCORES, ["/pooling should answer 200", "max_logprobs"]),
+        ("/pooling", {"data": [{"index": 0, "data": [1.0, 2.0]}]}, SCORES, ["should be a number"]),
+        ("/pooling", {"other": 1}, SCORES, ["should be a number"]),
+        ("/v1/completions", None, LOGPROBS, ["/v1/completions should answer 200", "max_logprobs"]),
+        ("/v1/completions", {"choices": [{"text": "x"}]}, LOGPROBS, ["the log-probs of two tokens"]),
     ],
 )
-def test_a_server_without_log_probs_of_prompts_is_refused_with_the_command(
-    source: Path, instead: dict[str, httpx.Response], faults: list[str]
+def test_a_server_that_does_not_score_is_refused_with_the_command_that_does(
+    source: Path, path: str, answer: dict[str, Any] | None, flags: str, faults: list[str]
 ) -> None:
+    refusal = httpx.Response(400, json={"error": {"message": "max_logprobs"}})
+    fake = scoring(instead={path: refusal if answer is None else httpx.Response(200, json=answer)})
     with pytest.raises(ConfigError) as caught:
-        on_server(scoring(instead=instead), source, top_k=30)
+        reward_server(fake, source) if flags == SCORES else on_server(fake, source, top_k=30)
     said = str(caught.value)
     assert all(fault in said for fault in faults), said
-    assert said.endswith(f"vllm serve {source} --max-logprobs 30 --port 8000")
+    assert said.endswith(f"vllm serve {source} {flags} --port 8000")
 
 
 def test_a_server_knows_no_temperature_for_prompts(source: Path) -> None:

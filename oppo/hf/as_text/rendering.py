@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from oppo.data.prompts import Message
-from oppo.errors import ConfigError, one_line
+from oppo.errors import ConfigError, ModelError, one_line
 from oppo.events import Prompt
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 
@@ -85,7 +85,6 @@ def prompt_text(prompt: Prompt, column: str, decode: Callable[[Sequence[int]], s
 
 
 def plain(prompt: PromptText) -> str:
-    """Return a prompt as one text: the contents of chat messages, with a blank line after each that has ended."""
     if isinstance(prompt, str):
         return prompt
     text = "".join(f"{content(message)}\n\n" for message in prompt)
@@ -93,7 +92,6 @@ def plain(prompt: PromptText) -> str:
 
 
 def content(message: Message) -> str:
-    """Return a message's content, which may be absent or a list of parts, as text."""
     found = message.get("content")
     parts = found if isinstance(found, list) else [{"text": found or ""}]
     return "".join(str(part.get("text", "")) for part in parts)
@@ -119,12 +117,8 @@ class Pieces:
     ends: Sequence[int]
 
 
-class Reader:
-    """Turns text into a model's tokens, at most ``limit``.
-
-    ``over_long="truncate"`` cuts longer texts as the tokenizer does: the longer segment of a pair, at its
-    ``truncation_side``. Otherwise they are refused.
-    """
+class TextReader:
+    """Turns text into a model's tokens, at most ``limit``; longer texts are refused, or cut as the tokenizer cuts."""
 
     def __init__(self, tokenizer: HfTokenizer, limit: int, over_long: OverLong = "error") -> None:
         self.tokenizer = tokenizer
@@ -155,6 +149,15 @@ class Reader:
             raise TooLong(f"has {length} tokens as text, more than the {self.limit} that the reward model reads")
         return features
 
+    def refused(self, rollout: int, error: TooLong, model: str) -> str:
+        # Why it is dropped; unless such rollouts are, the run ends.
+        if self.over_long == "drop":
+            return f"it {error}"
+        raise ModelError(
+            f"rollout {rollout} {error}, a {model}: shorten the prompts, lower max_new_tokens, or have such rollouts "
+            "dropped or cut (over_long, rewards.N.over_long)"
+        ) from error
+
     def _of_segments(self, rendered: Rendered) -> dict[str, list[int]]:
         inner = self.tokenizer.inner
         before, after = self.tokenizer.around if rendered.special else ([], [])
@@ -169,7 +172,7 @@ class Reader:
         }
 
     def pieces(self, rendered: Rendered) -> Pieces:
-        """Return the tokens of a text, its beginning or a part of it, without special tokens after it."""
+        # of a beginning or a part of a text, without special tokens after it
         ids: list[int] = []
         ends: list[int] = []
         length = 0

@@ -3,16 +3,25 @@
 A token is sent on when what follows can hardly change it: the last word is held back, and of a word without end its
 last tokens. That is a guess. In the end the model has read the tokens of the whole text, in one call of its
 tokenizer: where they differ from the tokens that were sent, it goes back to the first difference.
+
+The log-probs that a teacher has of the text are shared out to the tokens that the policy sampled:
+
+::
+
+    policy     un | believ | able | <eos>         ends in characters    2  8  12
+    teacher    unbeliev | able | <|im_end|>                                8  12
+    spans      [un believ] [able] [<eos>]         a span ends where both have a token that ends
+
+Both models give each span a log-prob, the sum over their tokens in it. Their difference is shared evenly among the
+policy's tokens of the span.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Final, Generic, TypeVar
 
 import numpy as np
@@ -20,15 +29,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelError, ModelLost
-from oppo.events import Chunk, Drop, Finish, FloatArray, Prompt, ToolTokens
-from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
-from oppo.hf.introspection import longest, vocabulary
-from oppo.hf.kv.prefill import IncrementalPrefill, TokenSpan
-from oppo.hf.kv.reader import Reader as ModelReader
+from oppo.errors import ConfigError
+from oppo.events import Drop, Finish, FloatArray, IntArray, Prompt, Response, ToolTokens
+from oppo.hf.as_text.rendering import (
+    EMPTY,
+    Form,
+    OverLong,
+    Pieces,
+    PromptText,
+    Rendering,
+    TextReader,
+    TooLong,
+    prompt_text,
+)
+from oppo.hf.introspection import backbone, longest
+from oppo.hf.kv.prefill import TokenSpan
+from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import worker_maker
-from oppo.hf.serve.scorers import ScorerInput, read_back, score_reader
+from oppo.hf.serve.scorers import ScorerHandle, ScorerInput, ScorerWorker, read_back, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered
+from oppo.losses import Input, token_logprobs
+from oppo.models import Sampling
 from oppo.placement import Hosting
 from oppo.scheduling import IN_ORDER, Priority
 from oppo.scorers import RolloutSession, RolloutSessions, ScorerCapabilities
@@ -38,11 +59,7 @@ EMPTY_TEXT: Final = Rendered("")  # what is before the response, where that is n
 
 
 class GrowingText:
-    """Decodes the tokens of one response a few at a time, behind those before them: a token's text depends on them.
-
-    The cost of a token does not grow with the length of the response. ``settled``: no earlier text has ever changed;
-    once it has, no more text comes.
-    """
+    """Decodes a response a few tokens at a time; unless ``settled``, earlier text has changed, and no more comes."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.tokens: list[int] = []
@@ -90,7 +107,7 @@ class Retokenizer:
     def __init__(
         self,
         rendering: Rendering,
-        reader: Reader,
+        reader: TextReader,
         decode: Callable[[Sequence[int]], str],
         prompt: PromptText,
         closing: Sequence[int] = (),
@@ -117,7 +134,6 @@ class Retokenizer:
 
     @property
     def begins(self) -> int | None:
-        """Where the response begins in the text, in characters; ``None`` if that depends on the response."""
         return len(self._opening.text) if self._opening is not EMPTY_TEXT else None
 
     def grow(self, tokens: Sequence[int]) -> Edit:
@@ -177,7 +193,6 @@ class Retokenizer:
 
 
 def last_word(text: str) -> int:
-    """Return where the last word of a text begins, with the space before it."""
     head, *word = text.rsplit(maxsplit=1) or [""]
     return len(head) if word else 0
 
@@ -214,7 +229,7 @@ class Bridge:
 
 @dataclass(frozen=True, slots=True)
 class Found(Generic[V]):
-    """What came of one rollout, or why nothing did; the tokens read in vain, and those read at its end."""
+    """The result of one rollout, or why there is none; the tokens read in vain, and those read at its end."""
 
     value: V | None
     refusal: str
@@ -228,36 +243,30 @@ class BridgedSession(RolloutSession):
     read: int = 0
 
 
-class BridgeWorker(ABC, Generic[V]):
+class BridgeWorker(ScorerWorker[Found[V]]):
     """Retokenizes rollouts and reads them; ``overlap`` tokens before the first that changed are read again too."""
 
     def __init__(
-        self, model: PreTrainedModel, deterministic: bool, bridge: Bridge, reader: ModelReader, *, overlap: int = 0
+        self,
+        model: PreTrainedModel,
+        deterministic: bool,
+        bridge: Bridge,
+        reader: Reader,
+        *,
+        overlap: int = 0,
+        logits: bool = False,
     ) -> None:
         self._bridge = bridge
         self._overlap = overlap
         self._name = type(model).__name__
-        self._reader = Reader(bridge.reader, longest(model), bridge.over_long)
+        self._text = TextReader(bridge.reader, longest(model), bridge.over_long)
         self._rendering = Rendering(bridge.form, bridge.reader)
-        self._prefill_with = partial(
-            IncrementalPrefill,
-            name=self._name,
-            vocabulary=vocabulary(model),
-            keep=self._keep,
-            deterministic=deterministic,
-        )
-        self._prefill = self._prefill_with(reader)
         self._sessions = RolloutSessions(self._name, self._opened)
+        super().__init__(model, reader, deterministic=deterministic, logits=logits)
 
     @property
     def _closing(self) -> Sequence[int]:
         return ()
-
-    def _prepare(self) -> None:
-        """Do what needs a forward pass before the first one over rollouts."""
-
-    @abstractmethod
-    def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None: ...
 
     @abstractmethod
     def _value(self, retokenizer: Retokenizer, kept: FloatArray) -> V:
@@ -278,7 +287,7 @@ class BridgeWorker(ABC, Generic[V]):
         complete = {rollout: edit for rollout, edit in edits.items() if isinstance(edit, Edit)}
         self._read(complete)
         read = {rollout: sent for rollout in complete if (sent := len(self._sent(rollout)))}
-        kept = dict(zip(read, read_back(self._prefill.finish(read)), strict=True))
+        kept = dict(zip(read, read_back(self.reader.finish(read)), strict=True))
         found = []
         for rollout, edit in edits.items():
             value, refusal = None, edit if isinstance(edit, str) else ""
@@ -296,13 +305,13 @@ class BridgeWorker(ABC, Generic[V]):
     def forget(self, rollouts: Iterable[int]) -> None:
         rollouts = list(rollouts)
         self._sessions.forget(rollouts)
-        self._prefill.forget(rollouts)
+        self.reader.forget(rollouts)
 
     def _opened(self, prompt: Prompt) -> BridgedSession:
-        self._prefill.extend([Prompt(prompt.rollout, prompt.rollout, np.zeros(0, np.int32))])
+        self.reader.extend([Prompt(prompt.rollout, prompt.rollout, np.zeros(0, np.int32))])
         decode = self._bridge.policy.decode
         text = prompt_text(prompt, self._bridge.prompt_column, decode)
-        retokenizer = Retokenizer(self._rendering, self._reader, decode, text, self._closing)
+        retokenizer = Retokenizer(self._rendering, self._text, decode, text, self._closing)
         return BridgedSession(prompt.rollout, len(prompt.tokens), retokenizer=retokenizer)
 
     def _sent(self, rollout: int) -> list[int]:
@@ -313,24 +322,19 @@ class BridgeWorker(ABC, Generic[V]):
         try:
             return found.finish()
         except TooLong as error:
-            if self._reader.over_long == "drop":
-                return f"it {error}"
-            raise ModelError(
-                f"rollout {rollout} {error}, a {self._name}: shorten the prompts, lower max_new_tokens, or have such "
-                "rollouts dropped or cut (over_long, rewards.N.over_long)"
-            ) from error
+            return self._text.refused(rollout, error, self._name)
 
     def _read(self, edits: Mapping[int, Edit]) -> None:
         chunks: list[ToolTokens] = []
         for rollout, edit in edits.items():
             session = self._sessions[rollout]
             changed = edit.keep < session.read
-            kept = self._prefill.rewind(rollout, max(0, edit.keep - self._overlap) if changed else edit.keep)
+            kept = self.reader.rewind(rollout, max(0, edit.keep - self._overlap) if changed else edit.keep)
             tokens = np.array(self._sent(rollout)[kept:], np.int32)
             session.read = len(self._sent(rollout))
             if len(tokens):
                 chunks.append(ToolTokens(rollout, kept, tokens))
-        self._prefill.extend(chunks)
+        self.reader.extend(chunks)
 
 
 class ScoreWorker(BridgeWorker[float]):
@@ -351,17 +355,12 @@ class ScoreWorker(BridgeWorker[float]):
         return float(kept[last])
 
 
-class Bridged(Generic[V]):
+class Bridged(ScorerHandle[Found[V]]):
     """A frozen model that reads rollouts as text while they grow; ``column`` of the data holds the prompt."""
 
     def __init__(self, make: Callable[[], BridgeWorker[V]], place: Hosting, column: str) -> None:
-        self._columns = (column,)
-        self._worker = place.host(make)
+        super().__init__(make, place, columns=(column,))
         self._samples: dict[str, list[float]] = {}
-
-    @property
-    def version(self) -> int:
-        return 0
 
     @property
     def capabilities(self) -> ScorerCapabilities:
@@ -371,23 +370,14 @@ class Bridged(Generic[V]):
         samples, self._samples = self._samples, {}
         return samples
 
-    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
-        inputs = ScorerInput(events, columns=self._columns)
-        await self._worker.at(priority).call("extend", BridgeWorker.extend, inputs)
-
-    async def _finished(self, finished: Sequence[Finish], priority: Priority) -> list[V | Drop]:
-        lengths = {event.rollout: len(event.response) for event in finished}
-        found = await self._worker.at(priority).call("finish", BridgeWorker[V].finish, lengths)
+    async def _values(self, finished: Sequence[Finish], priority: Priority) -> list[V | Drop]:
+        found = await self._finished(finished, priority)
         self._samples.setdefault(REREAD, []).extend(float(each.reread) for each in found)
         self._samples.setdefault(TAIL_TOKENS, []).extend(float(each.tail) for each in found)
         return [
             Drop(event.rollout, each.refusal) if each.value is None else each.value
             for event, each in zip(finished, found, strict=True)
         ]
-
-    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        with suppress(ModelLost):  # sessions are lost with the place they were in
-            await self._worker.at(priority).call("forget", BridgeWorker.forget, list(rollouts))
 
 
 class BridgedReward(Bridged[float]):
@@ -417,4 +407,140 @@ class BridgedReward(Bridged[float]):
         Raises:
             ModelError: a rollout is longer than the model reads, and such rollouts are not dropped.
         """
-        return await self._finished(finished, priority)
+        return await self._values(finished, priority)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """A teacher's log-probs [s] of spans of a response, and the span of each of its tokens, int32 [n]; -1: none."""
+
+    of: IntArray
+    logprobs: FloatArray
+
+    def beside(self, response: Response) -> FloatArray:
+        """Return float32 [n] whose sums over spans are the teacher's; the own log-probs in a span with tool tokens."""
+        own = response.logprobs.astype(np.float64)
+        at, count = np.maximum(self.of, 0), len(self.logprobs)
+        policy, tokens, foreign = (
+            np.bincount(at, weights * (self.of >= 0), minlength=count)
+            for weights in (own, np.ones(len(own)), ~response.sampled)
+        )
+        shares = np.where(foreign > 0, 0.0, (self.logprobs - policy) / np.maximum(tokens, 1))
+        return (own + np.where(self.of >= 0, shares[at] if count else 0.0, 0.0)).astype(np.float32)
+
+
+def text_ends(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], text: str) -> IntArray:
+    """Return where each token ends in the text of all of them, int32 [n]; a character of several ends with the last."""
+    alone = {token: decode([token]) for token in {*tokens}}
+    if "".join(alone[token] for token in tokens) == text:
+        return np.array([*accumulate(len(alone[token]) for token in tokens)], np.int32)
+    growing = GrowingText(decode)
+    ends = np.array([*accumulate(len(growing.push([token])) for token in tokens)], np.int32)
+    if not growing.settled:
+        raise Unaligned("the text of a token changes with those that follow, so tokens have no ends in it")
+    if len(text) > (known := int(ends[-1])):  # with an incomplete character
+        ends[int(np.argmax(ends == known)) + (known > 0) :] = len(text)
+    return ends
+
+
+class TeacherWorker(BridgeWorker[Spans]):
+    def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling, bridge: Bridge) -> None:
+        self._temperature = sampling.temperature
+        self._known = bridge.reader.size  # the table may be padded with ids that its tokenizer does not have
+        self._stop = frozenset(sampling.stop)
+        self._control = list(bridge.policy.control_ids)
+        super().__init__(model, deterministic, bridge, reader_of(backbone(model)), overlap=1, logits=True)
+        if not self._text.knows_offsets:
+            raise ConfigError(
+                "its tokenizer does not say where tokens end in a text, so they cannot be aligned with the policy's: "
+                "expected a fast tokenizer (tokenizer.json)"
+            )
+
+    @property
+    def _closing(self) -> Sequence[int]:
+        end = self._bridge.reader.inner.eos_token_id
+        return [] if self._bridge.form == "chat" or end is None else [int(end)]
+
+    @torch.inference_mode()
+    def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
+        # The log-prob of each token but the first; the output before a token that is read again is not needed.
+        for span, output in zip(spans, outputs, strict=True):
+            state = span.state
+            known = torch.cat(state.kept)[: span.start] if state.kept else output.new_zeros(0, dtype=torch.float32)
+            before, targets = output[:-1], span.tokens[1:]
+            if state.tail is not None and len(known) < span.start:
+                before, targets = torch.cat((state.tail, before)), span.tokens
+            state.kept = [known, self._logprobs(before, targets.to(output.device))]
+            state.tail = output[-1:].clone()
+
+    def _logprobs(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if not len(outputs):
+            return outputs.new_zeros(0, dtype=torch.float32)
+
+        def measure(logits: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
+            del again
+            return {"logprobs": token_logprobs(logits[:, : self._known], targets[at], self._temperature)}
+
+        return self._measured_by(outputs, measure)
+
+    def _value(self, retokenizer: Retokenizer, kept: FloatArray) -> Spans:
+        begins, whole, tokens = retokenizer.begins, retokenizer.whole, retokenizer.tokens
+        decode = self._bridge.policy.decode
+        text = decode(tokens)
+        if whole is None or begins is None or whole.text[begins : begins + len(text)] != text:
+            raise Unaligned("the teacher's chat template changes the response, so that its tokens cannot be aligned")
+        pieces = self._text.pieces(whole)
+        theirs = np.array(pieces.ends, np.int64) - begins
+        ours = text_ends(decode, tokens, text)
+        inside = np.flatnonzero((theirs > 0) & (theirs <= len(text)) & (np.arange(len(theirs)) > 0))
+        borders = np.intersect1d(theirs[inside], ours)
+        at = np.searchsorted(borders, theirs[inside])
+        sums = np.zeros(len(borders) + 2)  # behind the spans: the end, and what no border follows
+        np.add.at(sums, np.where(at < len(borders), at, -1), kept[inside - 1])
+        of = np.searchsorted(borders, ours)
+        begun_before = at[:1] if len(inside) and theirs[inside[0] - 1] < 0 else at[:0]  # in the prompt
+        of[(of == len(borders)) | np.isin(of, begun_before) | np.isin(tokens, self._control)] = -1
+        after = int(np.searchsorted(theirs, len(text), side="right"))
+        if tokens and tokens[-1] in self._stop and not decode(tokens[-1:]) and after < len(retokenizer.sent):
+            of[-1], sums[len(borders)] = len(borders), kept[after - 1]
+        return Spans(of.astype(np.int32), sums[:-1].astype(np.float32))
+
+
+class BridgedTeacher(Bridged[Spans]):
+    """Log-probs of a teacher with another tokenizer, streamed as text: float32 [n] for a response of n tokens.
+
+    The teacher reads prompt and response as its own chat template renders them, or one after the other if it has none,
+    tokenized at once in the end. A span ends where a token of either ends. What the teacher's log-prob of a span is
+    more than the policy's is shared evenly among the policy's tokens in it, so that the sum over the response is that
+    of the teacher's own call, over the ids that its tokenizer has. Where a response has stopped, the token that ended
+    it stands for the one that ends the teacher's turn. A rollout whose text the template changes, or that is longer
+    than the teacher reads, is dropped.
+
+    Args:
+        model: a causal LM.
+        sampling: the policy's; only the temperature and the tokens that end a response count.
+        bridge, place, deterministic: as for :class:`oppo.hf.BridgedReward`.
+
+    Raises:
+        ConfigError: the teacher's tokenizer has no offsets, or no chat template and the form is ``chat``.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        sampling: Sampling,
+        bridge: Bridge,
+        place: Hosting,
+        deterministic: bool = False,
+    ) -> None:
+        make = worker_maker(TeacherWorker, model, deterministic, sampling, bridge)
+        super().__init__(make, place, bridge.prompt_column)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[FloatArray | Drop]:
+        """Return each rollout's log-probs, or a ``Drop`` of one that cannot be aligned, and forget it."""
+        found = await self._values(finished, priority)
+        return [
+            each if isinstance(each, Drop) else each.beside(event.response)
+            for event, each in zip(finished, found, strict=True)
+        ]

@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from oppo.durable import read_text
-from oppo.errors import ConfigError, ModelError, ModelRefused, RewardError, shown
+from oppo.errors import ConfigError, ModelRefused, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
-from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Reader, Rendering, TooLong, prompt_text
+from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Rendering, TextReader, TooLong, prompt_text
 from oppo.hf.introspection import FAILURES, longest
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
@@ -47,7 +47,7 @@ Features: TypeAlias = Mapping[str, Sequence[int]]
 class Encoder:
     """A model with its tokenizer; without a ``pooling`` its outputs are a classifier's logits.
 
-    ``limit``: tokens that the model reads at most. ``beside``: texts may be read side by side, padded.
+    ``beside``: texts may be read side by side, padded.
     """
 
     model: PreTrainedModel
@@ -60,10 +60,7 @@ class Encoder:
         return _over, (SharedModel(self.model), self.tokenizer, self.limit, self.pooling, self.beside)
 
     def outputs(self, texts: Sequence[Features], *, alone: bool = False) -> Tensor:
-        """Return the logits or pooled states of each text, float32 [n, D] on the CPU; ``alone``.
-
-        Each in its own pass.
-        """
+        """Return logits or pooled states, float32 [n, D] on the CPU; ``alone``: each text in its own pass."""
         lengths = [len(text["input_ids"]) for text in texts]
         groups = [[at] for at in range(len(texts))]
         if self.beside and not alone:
@@ -100,7 +97,7 @@ def _over(model: SharedModel[PreTrainedModel], *others: Any) -> Encoder:
 
 
 def pooled(states: Tensor, lengths: Tensor, pooling: Pooling) -> Tensor:
-    """Return one vector [n, D] for each row of hidden states [n, T, D], of which the first ``lengths`` are tokens."""
+    # One vector [n, D] for each row of hidden states [n, T, D], of which the first ``lengths`` are tokens.
     rows = torch.arange(len(states), device=states.device)
     real = (torch.arange(states.shape[1], device=states.device) < lengths[:, None])[:, :, None]
     match pooling:
@@ -126,7 +123,6 @@ def reach(model: PreTrainedModel, tokenizer: HfTokenizer) -> int:
 
 
 def reads_beside(encoder: Encoder) -> bool:
-    """Whether a text has the same outputs, up to rounding, beside longer ones."""
     ids = [number for number in range(len(encoder.tokenizer.inner)) if number != encoder.tokenizer.inner.pad_token_id]
     ends = encoder.model.config.eos_token_id
     end = ends[0] if isinstance(ends, Sequence) and ends else ends
@@ -163,7 +159,7 @@ class WholeReader(ABC):
         self._encoder = encoder
         self._policy = policy
         self._deterministic = deterministic
-        self._reader = Reader(encoder.tokenizer, encoder.limit, over_long)
+        self._reader = TextReader(encoder.tokenizer, encoder.limit, over_long)
 
     def finish(self, ended: Sequence[EndedRollout]) -> list[float | Drop]:
         texts: dict[int, list[Features]] = {}
@@ -172,13 +168,8 @@ class WholeReader(ABC):
             try:
                 rows: list[Features] = [self._reader.features(rendered) for rendered in self._texts(each)]
             except TooLong as error:
-                if self._reader.over_long == "error":
-                    name = type(self._encoder.model).__name__
-                    raise ModelError(
-                        f"rollout {each.rollout} {error}, a {name}: lower max_new_tokens, or have such rollouts "
-                        "dropped or cut (over_long, rewards.N.over_long)"
-                    ) from error
-                drops[each.rollout] = Drop(each.rollout, f"it {error}")
+                reason = self._reader.refused(each.rollout, error, type(self._encoder.model).__name__)
+                drops[each.rollout] = Drop(each.rollout, reason)
                 continue
             if not all(features["input_ids"] for features in rows):
                 drops[each.rollout] = Drop(each.rollout, EMPTY)

@@ -3,8 +3,7 @@
 ::
 
     reader      which tokens of a growing rollout are read next; one forward pass over rows at different positions
-    rows        which slab holds each row, and how many tokens it has
-    cache       where each layer's KV cache lies
+    cache       which slab holds each row, and where each layer's KV cache lies in it
     states      recurrent and convolution states of hybrid models, in slots beside it
     attention   which keys each query attends to; rows of similar length attend together
 """

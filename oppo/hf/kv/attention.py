@@ -84,7 +84,6 @@ def attends_eagerly(model: PreTrainedModel) -> bool:
 
 
 def kinds_of(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
-    """Return the kinds of attention to try for ``model`` as it was loaded, the fastest first."""
     if attends_eagerly(model):
         return ("eager",)
     if INDEXED in layer_kinds(model.config):  # transformers attends to what was picked under its own names only
@@ -107,7 +106,7 @@ def attend(model: PreTrainedModel, kind: AttentionKind) -> None:
 
 @contextmanager
 def attending_as_loaded(model: PreTrainedModel) -> Iterator[None]:
-    """Have ``model`` attend under the name by which it was loaded: transformers' models branch on it."""
+    # transformers' models branch on the name by which a model was loaded.
     text, name = model.config.get_text_config(), _implementation(model)
     attend_as_loaded(model)
     try:
@@ -151,8 +150,6 @@ def layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 class Masks:
-    """The attention masks of one model, from each row's own positions."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         text = model.config.get_text_config()
         self._eager = attends_eagerly(model)
@@ -172,10 +169,8 @@ class Masks:
         self._kinds = tuple({kind: None for kind in map(MASKS.get, layers) if kind is not None})
 
     def __call__(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor | None] | None:
-        """Return the mask [n, 1, q, end] of queries at ``positions`` (int64 [n, q]) over keys ``0 .. end``.
-
-        For a model with several kinds of layers, a mask by the name of each kind; ``None`` where no layer attends.
-        """
+        """Return the mask [n, 1, q, end] of queries at ``positions`` (int64 [n, q]) over keys ``0 .. end``."""
+        # For several kinds of layers, a mask by the name of each kind; None where no layer attends.
         if not self._kinds:
             return None
         keys = torch.arange(end, device=positions.device)
@@ -232,7 +227,7 @@ class Segments(NamedTuple):
 
 
 def expand_in_segments(model: PreTrainedModel) -> None:
-    """Have the layers of ``model`` whose cache holds latents expand each segment apart, from now on."""
+    # Of layers whose cache holds latents.
     for module in model.modules():
         layer: Any = module
         if hasattr(layer, "expand_kv") and not isinstance(layer.expand_kv, partial):
@@ -249,10 +244,8 @@ def _expanded(
 
 
 def segmented(lengths: Sequence[int], overhead: int) -> list[list[int]]:
-    """Return indices of ``lengths`` in segments, the longest first; each segment costs ``overhead``.
-
-    Indices ascend within a segment. The result depends on the arguments alone, and so do the shapes of a decode step.
-    """
+    """Return indices of ``lengths`` in segments, the longest first; each segment costs ``overhead``."""
+    # It depends on the arguments alone, and so do the shapes of a decode step.
     return [sorted(segment) for segment in cheapest_groups(lengths, range(len(lengths)), overhead=overhead)]
 
 

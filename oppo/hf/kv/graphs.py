@@ -28,10 +28,9 @@ Forward: TypeAlias = Callable[[KVView, Tensor, Tensor], Tensor]
 
 
 class Capture:
-    """Captures passes as CUDA graphs, which share their memory: one is replayed at a time.
+    """Captures passes as CUDA graphs, which share their memory: one is replayed at a time."""
 
-    Passes are made in a stream of their own, since the default stream cannot capture; graphs have its priority.
-    """
+    # In a stream of its own, since the default stream cannot capture; graphs have its priority.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,7 +58,7 @@ class Capture:
         return graph.replay, output
 
     def begin_anew(self) -> None:
-        """Share no memory with earlier graphs, which are gone."""
+        # Earlier graphs are gone.
         self._pool = None
 
     def _waiting(self) -> torch.cuda.Stream:
@@ -81,10 +80,7 @@ class StepGraphs:
         self._ids = self._positions = torch.empty(0, 1)
 
     def step(self, batch: DecodeBatch, ids: Tensor) -> Tensor | None:
-        """Return the outputs [n, D] of the next token of each row, good until the next step.
-
-        ``None``: the batch is of several segments, or the model cannot be captured.
-        """
+        """Return the outputs [n, D] of the next token of each row, good until the next step; ``None``: no graph can."""
         if len(batch.views) > 1 or self._capture is None:
             return None
         ((slab, region),) = batch.views

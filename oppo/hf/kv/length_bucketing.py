@@ -10,14 +10,12 @@ import torch
 
 
 def overhead_on(device: torch.device) -> int:
-    """Return the fixed cost of a pass over a model, in tokens."""
     # Fitted to small models on a CPU, 29 to 60 for updates and 30 to 80 for forward passes; larger models compute more
     # per token, so it is lower. Elsewhere kernel launches cost more tokens; 1024 is an estimate.
     return 64 if device.type == "cpu" else 1024
 
 
 def packed_row_on(device: torch.device) -> int:
-    """Return the fixed cost of a packed row, in tokens: on a CPU, where each attends in a call of its own."""
     # Fitted to small models, at 2 to 6.
     return 6 if device.type == "cpu" else 0
 
@@ -42,11 +40,9 @@ def cheapest_groups(
     budget: float = math.inf,
     counts: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return ``rows`` in the groups of least total cost: a group costs its padded tokens and ``overhead``.
-
-    A group has neighbours by length, the longest first: a ``budget`` of padded tokens too large for the device then
-    fails at once. A longer row is a group of its own. ``counts``: multiplicity of each of all rows.
-    """
+    """Return ``rows`` in the groups of least total cost: a group costs its padded tokens and ``overhead``."""
+    # A group has neighbours by length, the longest first: a budget of padded tokens too large for the device then fails
+    # at once. A longer row is a group of its own. counts: multiplicity of each of all rows.
     order = sorted(rows, key=lambda row: (-lengths[row], row))
     widths = np.array([lengths[row] for row in order], np.float64)
     before = np.cumsum([0, *(1 if counts is None else counts[row] for row in order)])

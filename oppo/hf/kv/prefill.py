@@ -12,6 +12,7 @@ outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,8 +33,6 @@ TOKENS_PER_PASS = 4096  # tokens of a forward pass, padding included: bounds the
 
 @dataclass(slots=True, eq=False)
 class ReadState(RolloutSession):
-    """One rollout while it grows."""
-
     read: int = 0  # tokens that the model has read
     unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     support: Support = UNTRUNCATED  # of the unread tokens, if outputs predict tokens
@@ -66,12 +65,11 @@ class TokenSpan:
 
 
 class IncrementalPrefill:
-    """Reads rollouts with one model.
+    """Reads rollouts with one model."""
 
-    ``keep`` gets the spans of a pass, and their outputs [k, D] at the last k positions: all or, with ``predictive``,
-    those that predict the response. With ``deterministic`` each rollout is read alone, on the grid. With
-    :class:`WholeRows` each is read when it is finished, in one span.
-    """
+    # `keep` gets the spans of a pass, and their outputs [k, D] at the last k positions: all or, if `predictive`, those
+    # that predict the response. If `deterministic`, each rollout is read alone, on the grid. WholeRows read it when it
+    # is finished, in one span.
 
     def __init__(
         self,
@@ -88,6 +86,7 @@ class IncrementalPrefill:
         self._keep = keep
         self._deterministic = deterministic
         self._predictive = predictive
+        self.tokens_per_pass: float = TOKENS_PER_PASS
         self._states = RolloutSessions(
             name,
             lambda prompt: ReadState(prompt.rollout, len(prompt.tokens)),
@@ -107,11 +106,9 @@ class IncrementalPrefill:
         return states
 
     def rewind(self, rollout: int, length: int) -> int:
-        """Take back tokens of a rollout from ``length`` on, prompt included; return how many tokens stay.
-
-        With ``deterministic`` those are whole blocks, and fewer: a block is read in one pass or not at all. What a
-        scorer kept of tokens that are gone is the scorer's to drop.
-        """
+        """Take back tokens of a rollout from ``length`` on, prompt included; return how many tokens stay."""
+        # If `deterministic` those are whole blocks, and fewer: a block is read in one pass or not at all. What a scorer
+        # kept of tokens that are gone is the scorer's to drop.
         state = self._states[rollout]
         if length >= state.read:
             state.unread = state.unread[: length - state.read]
@@ -129,7 +126,6 @@ class IncrementalPrefill:
         self._reader.forget(rollouts)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes allocated for the KV cache, and bytes that the tokens read so far need."""
         return self._reader.memory()
 
     def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
@@ -155,9 +151,10 @@ class IncrementalPrefill:
     def _batches(self, states: Sequence[ReadState]) -> Iterator[list[TokenSpan]]:
         waiting = list(states)
         while waiting := [state for state in waiting if len(state.unread)]:
-            spans = [self._next_span(state, len(state.unread) if self._whole else TOKENS_PER_PASS) for state in waiting]
+            limits = (min(len(state.unread), math.inf if self._whole else self.tokens_per_pass) for state in waiting)
+            spans = [self._next_span(state, int(limit)) for state, limit in zip(waiting, limits, strict=True)]
             rows, lengths = [span.state.rollout for span in spans], [len(span.tokens) for span in spans]
-            for group in self._reader.groups(rows, lengths, TOKENS_PER_PASS):
+            for group in self._reader.groups(rows, lengths, self.tokens_per_pass):
                 yield [spans[at] for at in group]
 
     def _next_span(self, state: ReadState, limit: int) -> TokenSpan:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -39,10 +40,9 @@ from oppo.hf.kv.attention import (
     reads_packed,
     rows_apart,
 )
-from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Slab, as_slice, sent
+from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Rows, Slab, as_slice, sent
 from oppo.hf.kv.graphs import Capture, StepGraphs
 from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on, packed_row_on
-from oppo.hf.kv.rows import Rows
 from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.routers import RouteRecords
 
@@ -50,19 +50,13 @@ SHORTEST_CLASS = 64  # length of the first length class, in tokens; each next cl
 
 
 class Incremental:
-    """A causal model with a cache in which every row has its own length; rows are named by ints.
+    """A causal model with a cache in which every row has its own length; one thread makes all calls."""
 
-    One thread makes all calls.
-
-    Args:
-        model: a causal LM (the outputs are logits) or a backbone (last hidden states).
-        classes: the shortest length classes of rows read in chunks; longer ones follow by doubling.
-        head: applied to the outputs [n, q, D], for example a reward model's score layer.
-        ordered: keep the rows of a step in the order of the call. Kernels treat the last rows of an odd batch
-            differently, so without it the bits of a step depend on which rows came and went before. With it they
-            depend on the rows of the step, and on the lengths at which these rows were first stepped together; rows
-            are copied when one leaves.
-    """
+    # model: a causal LM (the outputs are logits) or a backbone (last hidden states). classes: the shortest length
+    # classes of rows read in chunks; longer ones follow by doubling. head: applied to the outputs [n, q, D]. ordered:
+    # keep the rows of a step in the order of the call. Kernels treat the last rows of an odd batch differently, so
+    # without it the bits of a step depend on which rows came and went before. With it they depend on the rows of the
+    # step, and on the lengths at which these rows were first stepped together; rows are copied when one leaves.
 
     def __init__(
         self,
@@ -92,7 +86,6 @@ class Incremental:
         self._has_made_states = False
         self._pads = True  # whether rows of a pass may be padded: not before states whose gates are unknown
         self.routes: RouteRecords | None = None
-        self._reads_packed: bool | None = None
         self._graphs: StepGraphs | None = None
         if self.device.type == "cuda" and self._states is None and not ordered:
             self.capture_steps(Capture(self.device))
@@ -120,12 +113,8 @@ class Incremental:
     def extend(
         self, rows: Sequence[int], tokens: Sequence[Tensor], *, last: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """Append ``tokens[i]``, int64 [n_i] with n_i >= 1, to ``rows[i]``.
-
-        Return the outputs [k_i, D] at the last k_i. A row extended alone gives the same bits for the same length and
-        tokens, whatever other rows the cache holds. Keys and values of rows that are not adjacent in their slab are
-        copied, at a small cost beside the chunk's own.
-        """
+        """Append ``tokens[i]``, int64 [n_i], n_i >= 1, to ``rows[i]``; return the outputs [k_i, D] at the last k_i."""
+        # A row extended alone gives the same bits for the same length and tokens, whatever other rows the cache holds.
         self._make_states()
         self._decode_batch = None
         sizes = [len(piece) for piece in tokens]
@@ -154,12 +143,10 @@ class Incremental:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
-        """Append one token to each row, ``tokens`` int64 [n]; return [n, D] in the order of ``rows``.
-
-        The rows of each segment move to the front of their slab, unless they are there already, so that keys and
-        values are read as a view, up to the longest row of the segment. Rows are segmented anew when other rows are
-        stepped, or after :meth:`extend` or :meth:`forget`; in between rows grow alike, and relative padding shrinks.
-        """
+        """Append one token to each row, ``tokens`` int64 [n]; return [n, D] in the order of ``rows``."""
+        # The rows of a segment are at the front of their slab, so that their KV cache is read as a view. Rows are
+        # segmented anew when other rows are stepped, or after extend() or forget(); in between rows grow alike, and
+        # padding shrinks.
         self._make_states()
         batch, self._decode_batch = self._decode_batch, None
         if batch is None or not batch.continues(rows, self.max_length):
@@ -179,15 +166,13 @@ class Incremental:
 
     @torch.inference_mode()
     def segment_by_length(self, rows: Sequence[int]) -> None:
-        """Let the next step over ``rows`` use one segment for each length, whatever it costs: for a probe."""
+        # Whatever it costs: for the probe, whose rows are short.
         self._decode_batch = self._batched(rows, overhead=0)
 
     def rewind(self, row: int, length: int) -> int:
-        """Keep the first ``length`` tokens of a row, which holds at least so many; return how many stay.
-
-        Keys and values of what was taken back stay in memory, behind the mask, until others are written over them. A
-        model with recurrent or convolution states keeps all tokens or none.
-        """
+        """Keep the first ``length`` tokens of a row, which holds at least so many; return how many stay."""
+        # The KV cache of the others stays, behind the mask, until others are written over it. States are kept whole or
+        # not.
         if length >= self.length(row):
             return self.length(row)
         if self._states is not None:
@@ -219,11 +204,9 @@ class Incremental:
         return allocated + self._states.bytes_allocated(), needed + states
 
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
-        """Return the indices of ``rows``, which so many tokens are to extend, in groups for :meth:`extend`.
-
-        Rows without a token so far are packed where the model reads packed rows, if that costs less. A group has at
-        most ``budget`` tokens, padding included, or one row.
-        """
+        """Return the indices of ``rows``, which so many tokens are to extend, in groups for :meth:`extend`."""
+        # Rows without a token so far are packed where the model reads packed rows, if that costs less. A group has at
+        # most `budget` tokens, padding included, or one row.
         overhead, new = overhead_on(self.device), [at for at, row in enumerate(rows) if not self.length(row)]
 
         def padded(chosen: Iterable[int]) -> list[list[int]]:
@@ -250,9 +233,11 @@ class Incremental:
             and self._can_pack(max(sizes))
         )
 
+    @cached_property
+    def _reads_packed(self) -> bool:
+        return self._states is None and reads_packed(self._model)
+
     def _can_pack(self, longest_: int) -> bool:
-        if self._reads_packed is None:
-            self._reads_packed = self._states is None and reads_packed(self._model)
         return self._reads_packed and self.routes is None and packs(self._model, longest_)
 
     def _read_packed(
@@ -337,7 +322,7 @@ class Incremental:
 
     @contextmanager
     def _losing(self, rows: Sequence[int]) -> Iterator[None]:
-        """Forget ``rows`` if the body fails and they have states, some of which may have moved on."""
+        # States of rows may have moved on when a pass fails.
         try:
             yield
         except BaseException:
@@ -388,7 +373,7 @@ class Incremental:
 def _of_equal_sizes(
     passes: Iterable[Mapping[Slab, Sequence[int]]], sizes: Mapping[int, int]
 ) -> list[dict[Slab, list[int]]]:
-    """Return passes over the same rows in which none is padded, so that all have the same number of new tokens."""
+    # None is padded.
     found = []
     for by_slab in passes:
         for size in dict.fromkeys(sizes[row] for members in by_slab.values() for row in members):
@@ -398,10 +383,9 @@ def _of_equal_sizes(
 
 
 class WholeRows:
-    """A causal model that reads each row once and whole, since it cannot continue a sequence; it keeps nothing.
+    """A causal model that reads each row once and whole, since it cannot continue a sequence; it keeps nothing."""
 
-    Rows are padded on the right, without a mask: no token attends to those behind it.
-    """
+    # Rows are padded on the right, without a mask: no token attends to those behind it.
 
     def __init__(self, model: PreTrainedModel, *, head: Callable[[Tensor], Tensor] | None = None) -> None:
         self.max_length = longest(model)

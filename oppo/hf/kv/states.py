@@ -95,7 +95,7 @@ class StateSlots(Slots):
             self._lent, self.pads = {}, None
 
     def has(self, key: StateKey) -> bool:
-        """Whether sequences have this state: not before the first pass."""
+        # not before the first pass
         return key in self._states
 
     def lend(self, key: StateKey) -> Tensor | None:
@@ -113,7 +113,6 @@ class StateSlots(Slots):
         self._lent.pop(key, None)
 
     def bytes_per_row(self) -> int:
-        """Return the bytes of all states of one sequence; 0 before the first pass."""
         return sum(math.prod(store.shape[1:]) * store.element_size() for store in self._states.values())
 
     def _device(self) -> torch.device:
@@ -142,8 +141,6 @@ class _Lent(dict[int, Tensor | None]):
 
 
 class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
-    """The states of one layer, and its KV cache if it has one."""
-
     is_croppable = False
 
     def __init__(self, number: int, slots: StateSlots, states: int) -> None:
@@ -179,7 +176,6 @@ class StateLayer(LinearAttentionCacheLayerMixin, SlabLayer):
         return inputs
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
-        """Keep the states [n, ...] after a chunk."""
         del kwargs
         self._slots.keep(self._key("recurrent", state_idx), recurrent_states)
         return recurrent_states
@@ -214,7 +210,6 @@ class RowCache(Cache):
 
     @contextmanager
     def reading(self, views: Sequence[KVView], rows: Sequence[int], pads: Tensor | None) -> Iterator[None]:
-        """Let the layers work on ``views`` and on the states of ``rows``, the batch of a pass, in the body."""
         for layer in self._slab_layers:
             layer.views = views
         if self.states is None:
@@ -228,12 +223,11 @@ class RowCache(Cache):
 
 
 class Gates:
-    """The gates of a model's recurrent ``layers``, as far as they are recognised, which are neutral at padding.
+    """The gates of a model's recurrent ``layers``, as far as they are recognised, which are neutral at padding."""
 
-    transformers clamps the time step of some layers in a chunk and not in a single step. Here it is always clamped, and
-    before padding is made neutral, which a clamp would undo. Hooks stay on the model, which several readers may share,
-    and act on the passes of their readers only, each in a thread.
-    """
+    # transformers clamps the time step of some layers in a chunk and not in a single step. Here it is always clamped,
+    # and before padding is made neutral, which a clamp would undo. Hooks stay on the model, which several readers may
+    # share, and act on the passes of their readers only, each in a thread.
 
     def __init__(self, model: PreTrainedModel) -> None:
         gated: list[Any] = [
@@ -308,7 +302,7 @@ def _neutralised(output: Tensor) -> Tensor:
 
 
 def _clamped(module: Any, least: float, most: float, output: Tensor) -> Tensor:
-    """Clamp the last columns of a projection, the time steps of a layer's heads before bias and softplus."""
+    # The last columns of a projection: the time steps of a layer's heads before bias and softplus.
     if _PASS.real is None and least <= 0 and most == math.inf:
         return output
     bias = module.dt_bias.detach()

@@ -42,8 +42,6 @@ from oppo.turns import StopCriteria
 
 @dataclass(slots=True, eq=False)
 class DecodeRow:
-    """A rollout in the decode loop."""
-
     key: int  # in the cache and in decode steps
     prompt: Prompt
     limit: int  # length in tokens at which the response ends
@@ -73,11 +71,7 @@ Deliver: TypeAlias = Callable[[DecodeStep], None]  # makes a decode step's token
 
 
 class Decoder:
-    """Decodes rows with one model, one token of each at a time.
-
-    Between two steps it prefills ``prefill_tokens`` at most. ``deterministic``: prefill so that a row's bits depend on
-    no other row, and keep rows in admission order.
-    """
+    """Decodes rows with one model, one token of each at a time; between two steps it prefills a portion."""
 
     def __init__(
         self,
@@ -103,11 +97,9 @@ class Decoder:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DecodeRow], cut: Cut, signals: Signals, deliver: Deliver) -> None:
-        """Decode ``rows`` until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is paused.
-
-        A row whose turn has ended is paused too. In deterministic mode all are then, so that it joins the others where
-        it left.
-        """
+        """Decode ``rows`` until each has ended, ``cut`` is true or ``signals`` stop the loop; the rest is paused."""
+        # A row whose turn has ended is paused too. In deterministic mode all are then, so that it joins the others
+        # where it left.
         try:
             self._decode(rows, cut, signals, deliver)
         except BaseException:
@@ -202,12 +194,11 @@ class Decoder:
 
 
 class ChunkedPrefill:
-    """Rows to be prefilled, the shortest remainder first; tokens that ``reader`` holds are not read again.
+    """Rows to be prefilled, the shortest remainder first; tokens that ``reader`` holds are not read again."""
 
-    A portion is a rectangle of at most ``budget`` tokens: as many whole rows of similar length as fit, or a piece of
-    one that does not fit. It is read in the passes that cost least. With ``deterministic`` a portion holds all rows,
-    and each is read alone, in blocks on an absolute grid.
-    """
+    # A portion is a rectangle of at most `budget` tokens: as many whole rows of similar length as fit, or a piece of
+    # one that does not fit. If `deterministic`, a portion holds all rows, and each is read alone, in blocks on an
+    # absolute grid, so that its bits depend on no other row.
 
     def __init__(self, reader: Incremental, rows: Iterable[DecodeRow], *, budget: int, deterministic: bool) -> None:
         self.tokens = 0
@@ -221,11 +212,7 @@ class ChunkedPrefill:
         return bool(self._waiting)
 
     def read(self, signals: Signals) -> list[tuple[DecodeRow, Tensor]]:
-        """Read one portion; return each row that is complete, with the logits [1, V] at its last position.
-
-        Rows closed meanwhile are forgotten. Once ``signals`` are stopped nothing is read, and with ``deterministic``
-        all waiting rows are forgotten.
-        """
+        """Read one portion; return each row that is complete, with the logits [1, V] at its last position."""
         gone = [row.key for row, _ in self._waiting if row.closed]
         if gone:
             self._reader.forget(gone)
@@ -272,8 +259,6 @@ class ChunkedPrefill:
 
 
 class PolicyCore:
-    """Synchronous; :class:`oppo.hf.serve.policy.HfPolicy` is its handle on the event loop."""
-
     def __init__(self, decoder: Decoder, recompute: bool) -> None:
         self.counters = decoder.counters
         self._decoder = decoder
@@ -289,12 +274,8 @@ class PolicyCore:
         signals: Signals,
         deliver: Deliver,
     ) -> None:
-        """Decode rows until each has ended, ``cut`` returns true or ``signals`` stop the loop; the rest is paused.
-
-        ``new`` rows are unknown here so far. ``given``, by the keys of the rows to decode, which the signals number in
-        this order: the tokens that a row reads before it goes on after a turn. ``deliver`` is called with each step,
-        after ``cut``.
-        """
+        # New rows are unknown here so far. given: by the keys of the rows to decode, which the signals number in this
+        # order, the tokens that a row reads before it goes on after a turn. Each step is delivered after the cut.
         self.refresh()
         self._rows.update({row.key: row for row in new})
         rows = [self._rows.pop(key) for key in given]
@@ -318,7 +299,7 @@ class PolicyCore:
         self.counters.loads += 1
 
     def refresh(self) -> None:
-        """Free the KV cache of replaced weights, if it is to be recomputed."""
+        # The KV cache of replaced weights, if it is to be recomputed.
         if self._recompute and self._loads != self.counters.loads:
             self._decoder.reader.clear()
         self._loads = self.counters.loads

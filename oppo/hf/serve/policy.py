@@ -38,30 +38,26 @@ HfDecode: TypeAlias = RolloutBuffer[DecodeRow | None]
 class HfPolicy:
     """A causal language model of transformers as :class:`oppo.models.Policy`.
 
-    The tokens of a rollout depend on the weights, its prompt and the sampling settings. Up to near-ties they do not
-    depend on the other rollouts that are decoded, and never on how they are read.
+    The tokens of a rollout depend on the weights, its prompt and the sampling settings; up to near-ties not on other
+    rollouts, and never on how they are read.
 
     Args:
-        model: a causal LM, put into evaluation mode for good; or its recipe, see :class:`~oppo.hf.loading.ModelRecipe`.
-            By a recipe it is loaded where it lives, in memory of its own, so it needs the weights that are trained
-            before it decodes, by :meth:`load`, unless those are what was loaded.
+        model: a causal LM, put into evaluation mode for good; or its recipe (:class:`~oppo.hf.loading.ModelRecipe`), by
+            which it is loaded where it lives, in memory of its own: it then needs the trained weights, by :meth:`load`.
         sampling: how tokens are sampled.
-        place: where the model lives: a thread, a process, or, for a recipe, a place on another machine
-            (:class:`oppo.placement.ray.RayPlace`). Places with ``restarts`` are refused, as rows are lost with them.
-        kv_on_sync: what happens to the KV cache of rollouts, deferred or live, when weights are loaded.
-            ``recompute``: the new weights read their tokens again before they continue. ``keep``: they continue with
-            the old KV cache, which is cheaper but mixes versions.
+        place: where the model lives: a thread, a process or, for a recipe, :class:`oppo.placement.ray.RayPlace`. Places
+            with ``restarts`` are refused, as rows are lost with them.
+        kv_on_sync: the KV cache of rollouts, deferred or live, when weights are loaded. ``recompute``: the new weights
+            read their tokens again. ``keep``: they continue with the old one, which is cheaper but mixes versions.
         deterministic: prefill row by row on a fixed grid; runs that decode the same rollouts together then agree bit
             for bit (float32 on a CPU).
         prefill_tokens: tokens, padding included, that are prefilled between two decode steps, so that live rows do not
             wait for a long prompt; ignored if ``deterministic``, which prefills all at once.
-        decode: returns the text of tokens; ``sampling.stop_strings`` need it. It is called where the model lives: for a
-            process or a machine it must be picklable, as :meth:`oppo.hf.tokenizer.HfTokenizer.decode` is.
-        limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
-            it, and is the default.
-        counters: continued, of another policy over the same model; new ones unless given.
-        routed_experts: tokens carry the experts that the model, a mixture, chose for them, see
-            :class:`oppo.events.RoutedExperts`.
+        decode: returns the text of tokens, for ``sampling.stop_strings``; called where the model lives, so for a
+            process it must be picklable, as :meth:`oppo.hf.tokenizer.HfTokenizer.decode` is.
+        limit: returns the length in tokens at which the response to a prompt ends; at most ``sampling.max_new_tokens``.
+        counters: continued, of another policy over the same model.
+        routed_experts: tokens carry the experts that a mixture chose for them (:class:`oppo.events.RoutedExperts`).
 
     Attributes:
         vocabulary: upper bound of token ids.
@@ -143,19 +139,15 @@ class HfPolicy:
         return self._with_sampling(sampling=sampling, counters=self.counters)
 
     async def memory(self) -> tuple[int, int]:
-        """Return the bytes allocated for the KV cache, and the bytes that the tokens read so far need.
-
-        It waits for the end of decoding.
-        """
+        """Return the bytes allocated for the KV cache, and those that its tokens need, once decoding has ended."""
         return await self._core.call("memory", PolicyCore.memory)
 
     async def load(self, weights: Weights) -> None:
         """Serve ``weights.actor`` from the next decode step on; tensors that are the model's own are not copied.
 
-        Live rollouts go on with the new weights, their KV cache recomputed or kept as ``kv_on_sync`` says.
-        In deterministic mode this waits for the end of decoding. An empty ``weights.actor`` changes the version only:
-        the actor was not trained. Another process of this machine shares the memory that is written; to a model that
-        was loaded elsewhere all tensors are sent, or its adapters.
+        Live rollouts go on with the new weights, their KV cache as ``kv_on_sync`` says; in deterministic mode this
+        waits for the end of decoding. An empty ``weights.actor`` changes the version only. Another process of this
+        machine shares the memory that is written; a model that was loaded elsewhere is sent tensors, or its adapters.
 
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
@@ -192,12 +184,12 @@ class HfPolicy:
     async def decoding(self, live: Sequence[Decode], cut: Cut) -> AsyncIterator[Decoding]:
         """Decode ``live``, and what joins, while the context is open, until each has ended or ``cut`` returns true.
 
-        The model's thread calls ``cut``, or the thread that waits for the model's process or actor. Leaving the context
-        stops decoding after the decode step in progress; rollouts that have not ended are deferred.
+        The model's thread calls ``cut``, or the thread that waits for its process or actor. Leaving the context stops
+        decoding after the decode step in progress; rollouts that have not ended are deferred.
 
         Raises:
             ProtocolError: a decode is of another policy, was closed or has failed; or the policy decodes already.
-            Exception: whatever ended the decode loop, with a note that names the rollouts.
+            Exception: the error of the decode loop, with a note that names the rollouts.
         """
         if self._loop is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
@@ -237,18 +229,15 @@ class HfPolicy:
             await self._core.call("forget", PolicyCore.forget, keys)
 
     def collect(self) -> None:
-        """Put what the model's thread has made into the buffers of its rollouts."""
         if self._loop is not None:
             self._loop.collect()
 
     def note_answer(self, rollout: HfDecode) -> None:
-        """Have a rollout whose turn was answered join the others, or end."""
         del rollout
         if self._loop is not None:
             self._loop.note_answer()
 
     async def discard(self, rollout: HfDecode) -> None:
-        """Drop the row of a rollout that was closed, a live one at the next decode step."""
         if self._loop is not None and rollout.live:
             self._loop.drop(rollout)
         elif rollout.deferred:

@@ -25,11 +25,10 @@ _NUCLEUS = 1024  # tokens among which the nucleus of `top_p` is searched first: 
 
 
 class Drawn(NamedTuple):
-    """Tokens, int64 [n], and log-probs, on the device of the logits.
+    """Tokens, int64 [n], and log-probs, on the device of the logits."""
 
-    ``kept``: int64 [n, k], the ids that ``top_k`` and ``top_p`` kept of each row, and -1; ``None`` without truncation.
-    ``barred``: the support of the tokens if only ends that come too early were left out.
-    """
+    # kept: int64 [n, k], the ids that top_k and top_p kept of each row, and -1; None without truncation. barred: the
+    # support of the tokens if only ends that come too early were left out.
 
     tokens: Tensor
     logprobs: Tensor
@@ -47,12 +46,9 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Sequence[int] = ()) -> Drawn:
-    """Return the tokens sampled from ``logits`` [n, V] with ``noise``, their log-probs and their support, in float32.
-
-    A log-prob is of the distribution that the token was sampled from: at the sampling temperature (1 when greedy), then
-    ``top_k``, then ``top_p``, as in transformers' ``generate``. Rows that are ``too_short`` get no token of
-    ``sampling.stop``.
-    """
+    """Return tokens sampled from ``logits`` [n, V] with ``noise``, their log-probs and their support, in float32."""
+    # A log-prob is of the distribution that the token was sampled from: at the sampling temperature (1 when greedy),
+    # then top_k, then top_p, as in transformers' generate(). Rows that are too short get no token of sampling.stop.
     logits = logits.float()
     if sampling.temperature == 0:
         noise = None
@@ -112,8 +108,7 @@ def _until(best: Tensor, probabilities: Tensor, top_p: float) -> tuple[Tensor, T
     return best.masked_fill(~stays, -torch.inf), mass.gather(1, (stays.sum(-1, keepdim=True) - 1).clamp_(min=0))
 
 
-AHEAD = 16
-"""Positions of a row for which noise is made at once, at most: noise beyond the end of a response is wasted."""
+AHEAD = 16  # positions of a row for which noise is made at once, at most: noise beyond the end of a response is wasted
 
 ENTRIES = 2**18
 """About how many numbers are made at once, one position's at least: for fewer, calling torch dominates the cost."""
@@ -134,11 +129,9 @@ _MIX32 = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
 
 
 def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocabulary: int) -> Tensor:
-    """Return standard Gumbel noise, float32 [n, vocabulary], that depends only on the arguments of its row.
-
-    Integer arithmetic up to the last two logarithms: the 31 random bits of an entry are the same on every device. A
-    longer row begins with the shorter one; of the seed the low 64 bits count.
-    """
+    """Return standard Gumbel noise, float32 [n, vocabulary], that depends only on the arguments of its row."""
+    # Integer arithmetic up to the last two logarithms: the 31 random bits of an entry are the same on every device. A
+    # longer row begins with the shorter one; of the seed the low 64 bits count.
     key = torch.full_like(admission, _signed(seed, 64))
     for word in (admission, sample, position):
         key = _splitmix64(key) ^ word

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelLost
 from oppo.events import UNTRUNCATED, BoolArray, Chunk, Finish, FloatArray, Prompt, Response, Support, ToolTokens
 from oppo.hf.devices import synchronised
-from oppo.hf.head import OwnHead, separable_head
+from oppo.hf.head import Measure, OwnHead, separable_head
 from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
@@ -43,11 +43,7 @@ from oppo.scorers import Growth, ScorerCapabilities
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScorerInput:
-    """Events for a scorer, in order within each rollout.
-
-    Pickled, they are reduced to token ids, supports if asked for, and the ``columns`` of prompts that are named; the
-    log-probs and versions of a chunk arrive as 0.
-    """
+    """Events for a scorer, in order within each rollout; pickled, reduced to what a scorer reads."""
 
     events: Sequence[Growth]
     supports: bool = False
@@ -94,11 +90,20 @@ class ScorerWorker(ABC, Generic[T]):
     """Reads rollouts as they grow, and keeps of each span what the scorer's result needs."""
 
     def __init__(
-        self, model: PreTrainedModel, reader: Reader, *, deterministic: bool, predictive: bool = False
+        self,
+        model: PreTrainedModel,
+        reader: Reader,
+        *,
+        deterministic: bool,
+        predictive: bool = False,
+        logits: bool = False,
     ) -> None:
         self._model = model
         self._deterministic = deterministic
         self._predictive = predictive
+        self._logits = logits  # whether results follow from logits
+        self._head: OwnHead | None = None
+        self._prepared = False
         self.reader = self._prefill(reader)
 
     def _prefill(self, reader: Reader) -> IncrementalPrefill:
@@ -115,9 +120,6 @@ class ScorerWorker(ABC, Generic[T]):
         self._prepare()
         self.reader.extend(inputs.events)
 
-    def finish(self, lengths: Mapping[int, int]) -> list[T]:
-        return self._results(self.reader.finish(lengths))
-
     def forget(self, rollouts: Iterable[int]) -> None:
         self.reader.forget(rollouts)
 
@@ -130,7 +132,17 @@ class ScorerWorker(ABC, Generic[T]):
         synchronised(self._model.device)
 
     def _prepare(self) -> None:
-        """Do what needs a forward pass before the first one over rollouts."""
+        # Before the first pass over rollouts, since it needs one.
+        if self._logits and not self._prepared:
+            self._head, self._prepared = separable_head(self._model), True
+            if self._head is None:
+                self.reader = self._prefill(reader_of(self._model))
+
+    def _measured_by(self, outputs: Tensor, measure: Measure) -> Tensor:
+        # Outputs are hidden states, or logits if the head cannot run apart from its trunk.
+        if self._head is None:
+            return measure(outputs, slice(0, len(outputs)), False)["logprobs"]
+        return self._head.measured(outputs, measure)["logprobs"]
 
     @abstractmethod
     def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
@@ -138,7 +150,7 @@ class ScorerWorker(ABC, Generic[T]):
         ...
 
     @abstractmethod
-    def _results(self, states: Sequence[ReadState]) -> list[T]: ...
+    def finish(self, lengths: Mapping[int, int]) -> list[T]: ...
 
 
 class LogprobWorker(ScorerWorker[T]):
@@ -146,9 +158,7 @@ class LogprobWorker(ScorerWorker[T]):
 
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._head: OwnHead | None = None
-        self._prepared = False
-        super().__init__(model, reader_of(backbone(model)), deterministic=deterministic, predictive=True)
+        super().__init__(model, reader_of(backbone(model)), deterministic=deterministic, predictive=True, logits=True)
 
     def load(self, weights: Mapping[str, object]) -> None:
         if weights:
@@ -158,12 +168,6 @@ class LogprobWorker(ScorerWorker[T]):
     def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
         # Of logits [t, V] and the tokens that they predict: [t] or [t, n].
         ...
-
-    def _prepare(self) -> None:
-        if not self._prepared:
-            self._head, self._prepared = separable_head(self._model), True
-            if self._head is None:
-                self.reader = self._prefill(reader_of(self._model))
 
     @torch.inference_mode()
     def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
@@ -191,9 +195,7 @@ class LogprobWorker(ScorerWorker[T]):
             given = support.slice(at.start, at.stop)
             return {"logprobs": self._measured(logits[:, self._sampling.ids], targets[at], given)}
 
-        if self._head is None:  # outputs are logits
-            return measure(outputs, slice(0, len(outputs)), False)["logprobs"]
-        return self._head.measured(outputs, measure)["logprobs"]
+        return self._measured_by(outputs, measure)
 
 
 class ReferenceWorker(LogprobWorker[FloatArray]):
@@ -201,8 +203,8 @@ class ReferenceWorker(LogprobWorker[FloatArray]):
         index = SupportIndex.of(support, logits.device)
         return token_logprobs(logits, targets, self._sampling.temperature, index)
 
-    def _results(self, states: Sequence[ReadState]) -> list[FloatArray]:
-        return read_back(states)
+    def finish(self, lengths: Mapping[int, int]) -> list[FloatArray]:
+        return read_back(self.reader.finish(lengths))
 
 
 class TeacherWorker(LogprobWorker[TopLogprobs]):
@@ -223,9 +225,9 @@ class TeacherWorker(LogprobWorker[TopLogprobs]):
         floats = torch.cat((logprobs[:, None], top_logprobs(logits, ids, temperature)), 1)
         return torch.cat((floats.view(torch.int32), ids.int()), 1)  # one tensor of bits [t, 2 k + 2]: one transfer
 
-    def _results(self, states: Sequence[ReadState]) -> list[TopLogprobs]:
+    def finish(self, lengths: Mapping[int, int]) -> list[TopLogprobs]:
         found, k = [], self._top_k
-        for bits in read_back(states):
+        for bits in read_back(self.reader.finish(lengths)):
             table = bits.reshape(-1, 2 * k + 2)
             floats = np.ascontiguousarray(table[:, : k + 2]).view(np.float32)
             ids = table[:, k + 2 :].astype(np.int32)
@@ -238,8 +240,8 @@ class RewardWorker(ScorerWorker[float]):
         self._padding = model.config.get_text_config().pad_token_id
         super().__init__(model, score_reader(model), deterministic=deterministic)
 
-    def _results(self, states: Sequence[ReadState]) -> list[float]:
-        return [float(kept[-1]) for kept in read_back(states)]
+    def finish(self, lengths: Mapping[int, int]) -> list[float]:
+        return [float(kept[-1]) for kept in read_back(self.reader.finish(lengths))]
 
     def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
         for span, output in zip(spans, outputs, strict=True):
@@ -254,8 +256,8 @@ class ValueWorker(ScorerWorker[FloatArray]):
     def __init__(self, model: PreTrainedModel, deterministic: bool) -> None:
         super().__init__(model, score_reader(model), deterministic=deterministic)
 
-    def _results(self, states: Sequence[ReadState]) -> list[FloatArray]:
-        return read_back(states)
+    def finish(self, lengths: Mapping[int, int]) -> list[FloatArray]:
+        return read_back(self.reader.finish(lengths))
 
     @torch.inference_mode()
     def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
@@ -277,12 +279,15 @@ def read_back(states: Sequence[ReadState]) -> list[Any]:
     return np.split(kept, np.cumsum([sum(map(len, state.kept)) for state in states])[:-1])[: len(states)]
 
 
-class StreamedScorer(Generic[T]):
-    """A scorer that reads rollouts as they grow, in the place of its worker."""
+class ScorerHandle(Generic[T]):
+    """A model that reads rollouts as they grow, in the place of its worker, which returns a ``T`` of each."""
 
-    def __init__(self, make: Make[ScorerWorker[T]], place: Hosting, *, supports: bool = False) -> None:
+    def __init__(
+        self, make: Make[ScorerWorker[T]], place: Hosting, *, supports: bool = False, columns: tuple[str, ...] = ()
+    ) -> None:
         self._worker = place.host(make)
         self._supports = supports
+        self._columns = columns
         self._version = 0
 
     @property
@@ -300,29 +305,47 @@ class StreamedScorer(Generic[T]):
         await self._worker.load(_load, SentWeights(weights), served)
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
-        inputs = ScorerInput(events, supports=self._supports)
-        await self._worker.at(priority).call("extend", ScorerWorker.extend, inputs)
+        inputs = ScorerInput(events, supports=self._supports, columns=self._columns)
+        await self._worker.at(priority).call("extend", _extend, inputs)
 
-    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
+    async def _finished(self, finished: Sequence[Finish], priority: Priority) -> Sequence[T]:
         lengths = {event.rollout: len(event.response) for event in finished}
-        return await self._worker.at(priority).call("finish", ScorerWorker[T].finish, lengths)
+        return await self._worker.at(priority).call("finish", _finish, lengths)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         with suppress(ModelLost):  # sessions are lost with the place they were in
-            await self._worker.at(priority).call("forget", ScorerWorker.forget, list(rollouts))
+            await self._worker.at(priority).call("forget", _forget, list(rollouts))
 
 
+# Bound where the worker is: each kind has its own methods.
 def _load(worker: ScorerWorker[T], weights: Mapping[str, object]) -> None:
     worker.load(weights)
+
+
+def _extend(worker: ScorerWorker[T], inputs: ScorerInput) -> None:
+    worker.extend(inputs)
+
+
+def _finish(worker: ScorerWorker[T], lengths: Mapping[int, int]) -> list[T]:
+    return worker.finish(lengths)
+
+
+def _forget(worker: ScorerWorker[T], rollouts: Sequence[int]) -> None:
+    worker.forget(rollouts)
+
+
+class StreamedScorer(ScorerHandle[T]):
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
+        return await self._finished(finished, priority)
 
 
 class ReferenceLogprobs(StreamedScorer[FloatArray]):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
-    It computes them as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
+    It is computed as the trainer does, by :func:`oppo.losses.token_logprobs`: of logits z, the log-prob of token t is
     (z / temperature)[t] - logsumexp(z / temperature), in float32; a temperature of 0 counts as 1. Where the policy's
     sampling left ids out, the logsumexp is over the others, so that the KL is between distributions over one support.
-    ``ToolTokens`` tokens get a log-prob too. Between chunks it keeps one hidden state for each open rollout.
+    Tool tokens get a log-prob too.
 
     Args:
         model: a causal LM that shares the policy's tokenizer; or its recipe, for a place on another machine.
@@ -382,11 +405,9 @@ class ValueModel(StreamedScorer[FloatArray]):
     """Scores each response token with the critic's value of the state before it, and the state after: float32 [n + 1].
 
     The critic is a sequence-classification model with one label; the value of the state before response token ``i``
-    is its ``score`` layer on the hidden state at position ``len(prompt) - 1 + i``, and the last one is that of the
-    state after the response.
-
-    After :meth:`load`, sessions opened under an older version are stale: the caller forgets and replays them. Arguments
-    and errors as for :class:`RewardModel`.
+    is its ``score`` layer on the hidden state at position ``len(prompt) - 1 + i``. After :meth:`load`, sessions opened
+    under an older version are stale: the caller forgets and replays them. Arguments and errors as for
+    :class:`RewardModel`.
     """
 
     def __init__(self, model: Loadable, *, place: Hosting, deterministic: bool = False) -> None:
@@ -437,8 +458,9 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
                 span.state.kept.append(rewards - self._baseline)
                 span.state.steps.append(torch.isin(span.tokens[own], self._separators))
 
-    def _results(self, states: Sequence[ReadState]) -> list[TokenRewards]:
+    def finish(self, lengths: Mapping[int, int]) -> list[TokenRewards]:
         found = []
+        states = self.reader.finish(lengths)
         for state, kept in zip(states, read_back(states), strict=True):
             steps = np.concatenate([[], *(each.numpy() for each in state.steps)]).astype(np.bool_)
             steps[-1:] = True
@@ -483,8 +505,7 @@ class RecomputedLogprobs(ReferenceLogprobs):
     """Scores each response token with its log-prob under the actor's current weights: float32 [n], natural logarithm.
 
     It reads responses while they grow, as the reference does, with the same arguments. The model may be the module that
-    is trained. After :meth:`load`, sessions opened under an older version are stale: the caller forgets and replays
-    them.
+    is trained. After :meth:`load`, sessions opened under an older version are stale: the caller replays them.
     """
 
     async def load(self, weights: Weights) -> None:
@@ -526,7 +547,6 @@ class ProximalLogprobs(RecomputedLogprobs):
         """Read nothing: which tokens are stale is known when a rollout finishes."""
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[FloatArray]:
-        """Return the log-probs of each response."""
         stale = {event.rollout: self._stale(event.response) for event in finished}
         deferred = [event for event in finished if stale[event.rollout].any()]
         logprobs = {event.rollout: event.response.logprobs for event in finished}

@@ -58,10 +58,8 @@ def shares_trunk(actor: PreTrainedModel, critic: PreTrainedModel) -> bool:
 
 
 def recompute(model: PreTrainedModel, every: int = 1) -> None:
-    """Make every ``every``-th layer keep only its input, and run again in the backward pass (Chen et al. 2016).
-
-    The layers' forward must be free of randomness: dropout is off in every model here.
-    """
+    """Make every ``every``-th layer keep only its input, and run again in the backward pass (Chen et al. 2016)."""
+    # Its forward must be free of randomness: dropout is off in every model here.
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ModelRefused(
@@ -90,10 +88,9 @@ def _reading(packed: Packed | None, experts: Tensor | None) -> Iterator[None]:
 
 
 class ActorCritic(nn.Module):
-    """The models that are trained, as one module, so that one call prepares, and would shard, both.
+    """The models that are trained, as one module, so that one call prepares, and would shard, both."""
 
-    A trunk that the two models share is read once. Pickled or copied, the models share what they shared before.
-    """
+    # A trunk that the two models share is read once. Pickled or copied, the models share what they shared before.
 
     def __init__(
         self,
@@ -118,10 +115,7 @@ class ActorCritic(nn.Module):
         return made, (self.actor, self.critic)
 
     def prepare(self) -> None:
-        """Compute logits of response tokens only, in bounded memory, if the head can run apart from its trunk.
-
-        From now on :meth:`packs` says whether rows can be packed. The models read a few tokens.
-        """
+        """Compute logits of response tokens only, in bounded memory, if the head can run apart from its trunk."""
         self._own_head = self._own_head or separable_head(self.actor)
         self._packs = self._own_head is not None and all(map(reads_packed, self._models()))
 
@@ -132,11 +126,11 @@ class ActorCritic(nn.Module):
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def trained(self) -> list[list[nn.Parameter]]:
-        """Return the parameters that are trained: the actor's, a shared trunk included, and the critic's."""
+        # A shared trunk is the actor's.
         actor = _trained(self.actor, "actor")
         if self.critic is None:
             return [actor]
-        _require_value_head(self.critic)
+        score_head(self.critic)  # refused without one
         return [actor, _trained(self.critic, "critic", but=self.actor)]
 
     def copied(self, device: torch.device | None = None) -> ActorCritic:
@@ -154,11 +148,8 @@ class ActorCritic(nn.Module):
     def forward(
         self, batch: MicroBatch, measure: Measure | None, *, actor_learns: bool = True
     ) -> tuple[Mapping[Input, Tensor], Tensor | None]:
-        """Return what ``measure`` says of the response tokens, and values at the positions before them: float32 [T].
-
-        Values are ``None`` without a critic. The actor's pass records no gradient unless ``actor_learns``. Without a
-        ``measure`` only the actor's trunk is read, as its routers need.
-        """
+        """Return ``measure`` of the response tokens, and values at the positions before them: float32 [T]."""
+        # Values are None without a critic. Without a measure only the actor's trunk is read, as its routers need.
 
         def inputs(model: PreTrainedModel) -> dict[str, object]:
             placed = {"position_ids": batch.positions} if takes(model, "position_ids") else {}
@@ -207,22 +198,11 @@ def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None =
     return trained
 
 
-def _require_value_head(critic: PreTrainedModel) -> None:
-    name, labels = type(critic).__name__, critic.config.num_labels
-    if not isinstance(getattr(critic, "score", None), nn.Module):
-        raise ModelRefused(
-            f"the critic {name} has no 'score' head: load it with AutoModelForSequenceClassification, num_labels=1"
-        )
-    if labels != 1:
-        raise ModelRefused(f"the critic {name} must have one label, a value, but has {labels}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorCriticRecipe:
-    """How an actor and its critic, by recipe or a head on the actor's trunk, are loaded for a rank on another machine.
+    """How an actor and its critic, or a head on the actor's trunk, are loaded for a rank on another machine."""
 
-    The rank is sent the trained weights by rank 0, so a head that was new need not be the same.
-    """
+    # The rank is sent the trained weights by rank 0, so a head that was new need not be the same.
 
     actor: ModelRecipe
     critic: ModelRecipe | None = None

@@ -21,11 +21,10 @@ STALENESS = ("0", "1", "2plus")
 
 
 class StalenessMetrics:
-    """How far the tokens of an update have drifted from the weights that sampled them.
+    """How far the tokens of an update have drifted from the weights that sampled them."""
 
-    Before the first optimizer step, a token's current log-prob is its proximal one. So the mismatch is measured on the
-    first minibatch, a random part of the batch, from what the trainer computes anyway. Sums stay on the device.
-    """
+    # Before the first optimizer step, a token's current log-prob is its proximal one. So the mismatch is measured on
+    # the first minibatch, a random part of the batch, from what the trainer computes anyway. Sums stay on the device.
 
     def __init__(self, version: int) -> None:
         self._version = version
@@ -98,15 +97,12 @@ class Sums:
         self._parts.append(torch.stack((*evaluated.measured.values(), evaluated.loss)).detach())
 
     def over(self, team: Team) -> tuple[tuple[str, ...], Tensor]:
-        """Return the names of the measurements, and the sums over all ranks of them and the loss, float32 [n + 1]."""
         names = tuple(team.first([*self._names]))
         return names, team.sum(_sum(self._parts, torch.zeros(len(names) + 1)))
 
 
 @dataclass(slots=True)
 class UpdateMetrics:
-    """Sums over the minibatches of one update."""
-
     loss: Loss
     staleness: StalenessMetrics
     measured: list[Mapping[str, float]] = field(default_factory=list)  # by the loss, of each minibatch that made a step

@@ -100,7 +100,6 @@ class Optimisation:
             weight.grad = None
 
     def release(self, factor: float) -> None:
-        """Make ``factor`` times the gradients held aside the gradients."""
         for weight, grad in self._held.items():
             weight.grad = grad.mul_(factor)
         self.forget()
@@ -112,7 +111,7 @@ class Optimisation:
         return {weight: weight.grad for part in self.weights for weight in part if weight.grad is not None}
 
     def clip(self) -> tuple[float, ...]:
-        """Scale each model's gradient down to the largest norm allowed; return the norms before."""
+        # each model's apart
         return tuple(float(self._accelerator.clip_grad_norm_(part, self._max_grad_norm)) for part in self.weights)
 
     def step(self) -> None:
@@ -156,10 +155,8 @@ _STEP = "step"  # the one state of AdamW that has not the parameter's shape
 
 
 def gather_training(optimisation: Optimisation, team: Team) -> dict[str, Tensor]:
-    """Return every trained parameter and its state in the optimizer, whole, on the CPU; other ranks than 0 get none.
-
-    All ranks call it. No rank's device holds more than one of the gathered tensors at a time.
-    """
+    """Return every trained parameter and its state in the optimizer, whole, on the CPU; other ranks than 0 get none."""
+    # All ranks call it. No rank's device holds more than one of the gathered tensors at a time.
     gathered = dict[str, Tensor]()
     for name, parameter in optimisation.named_weights().items():
         for kind, tensor in {_PARAMETER: parameter, **optimisation.optimizer.state[parameter]}.items():

@@ -26,11 +26,10 @@ GPU_TOKENS: Final = 16384  # the same on a GPU, where Python needs as long to st
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Rows of a batch as one forward pass: n rows, with T response tokens in all.
+    """Rows of a batch as one forward pass: n rows, with T response tokens in all."""
 
-    They are padded on the right to L tokens, or packed, end to end. The last token of each row is not read, since it
-    predicts none. Padding needs no mask: no token before it attends to it, and it predicts none.
-    """
+    # Padded on the right to L tokens, or packed, end to end. The last token of each row is not read, since it predicts
+    # none. Padding needs no mask: no token before it attends to it, and it predicts none.
 
     ids: Tensor  # int64 [n, L]; packed, [1, L]
     positions: Tensor  # int64, as ids
@@ -76,10 +75,8 @@ def units(batch: Batch, unit: Unit) -> list[list[int]]:
 
 
 def minibatches(batch: Batch, units: Sequence[list[int]], count: int, key: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Yield one epoch of units, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty.
-
-    The conversations of a rollout stay together.
-    """
+    """Yield one epoch of units, shuffled by ``key``, in ``count`` parts of nearly equal size; none is empty."""
+    # The conversations of a rollout stay together.
     rollouts = dict[int, list[list[int]]]()
     for unit in units:
         rollouts.setdefault(batch.responses[unit[0]].prompt.first, []).append(unit)
@@ -102,11 +99,8 @@ def longest_read(batch: Batch) -> int:
 def micro_batches(
     batch: Batch, units: Sequence[list[int]], device: torch.device, budget: int | None, *, packed: bool = False
 ) -> Iterator[list[int]]:
-    """Yield the rows of ``units`` in groups, each of them one forward pass on ``device``, the longest first.
-
-    A pass has at most ``budget`` tokens, padding included, ``None``: as many as suit the device; a longer unit gets a
-    pass of its own.
-    """
+    """Yield the rows of ``units`` in groups, each of them one forward pass on ``device``, the longest first."""
+    # A pass has at most `budget` tokens, padding included, None: as many as suit the device; a longer unit has its own.
     if budget is None:
         budget = CPU_TOKENS if device.type == "cpu" else GPU_TOKENS
     units = sorted(units)  # of units of one length the earlier comes first

@@ -71,8 +71,6 @@ class Team:
 
 
 class Ranked(Team):
-    """Processes that have met by ``torch.distributed``, by gloo on CPUs and NCCL on GPUs."""
-
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
         for name in _LAUNCHER & os.environ.keys():
             del os.environ[name]
@@ -175,10 +173,8 @@ def deal(costs: Sequence[float], had: list[float], rank: int) -> list[int | None
 
 
 def shard(models: ActorCritic, mesh: DeviceMesh) -> None:
-    """Give each rank of ``mesh`` a shard of every parameter; a layer's are whole only while it computes.
-
-    Gradients are summed over the ranks, not averaged: losses divide by the size of the whole minibatch.
-    """
+    """Give each rank of ``mesh`` a shard of every parameter; a layer's are whole only while it computes."""
+    # Gradients are summed over the ranks, not averaged: losses divide by the size of the whole minibatch.
     dtypes = {str(parameter.dtype) for parameter in models.parameters() if parameter.requires_grad}
     if len(dtypes) > 1:
         raise ModelRefused(
@@ -211,13 +207,11 @@ def reset(models: nn.Module) -> None:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that is no shard: one that is, gathered from all ranks, which all call this."""
     gathered: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return gathered.detach()
 
 
 def alike(tensor: Tensor, shape: Tensor) -> Tensor:
-    """Return a whole tensor as ``shape`` lies: this rank's shard of it, or all of it."""
     if isinstance(shape, DTensor):
         return distribute_tensor(tensor.to(shape.device), shape.device_mesh, shape.placements)
     return tensor.to(shape.device)

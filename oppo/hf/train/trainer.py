@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -73,52 +74,38 @@ class PartialGradient:
     version: int  # of the weights that it is of
     parts: list[tuple[MicroBatch, Mapping[Input, Tensor], Tensor | None]] = field(default_factory=list)
     finite: bool = True  # whether all losses and gradients so far were
-    _rows: dict[int, tuple[Batch, int, float]] = field(default_factory=dict)
+    _rows: dict[int, tuple[object, ...]] = field(default_factory=dict)
 
     def note(self, part: Batch) -> None:
-        shares = part.shares().tolist()
-        self._rows.update({rollout: (part, row, shares[row]) for row, rollout in enumerate(part.rollouts)})
+        self._rows |= _contents(part)
 
     def holds(self, rollout: int) -> bool:
         return rollout in self._rows
 
     def is_of(self, batch: Batch, version: int) -> bool:
         """Whether it is finite, of these weights, and of rows that are all in ``batch``, as they are there."""
-        at = {rollout: row for row, rollout in enumerate(batch.rollouts)}
-        known, shares = self._rows.items(), batch.shares()
-        return (
-            self.finite
-            and self.version == version
-            and all(
-                rollout in at and shares[at[rollout]] == share and _alike(part, row, batch, at[rollout])
-                for rollout, (part, row, share) in known
-            )
-        )
+        return self.finite and self.version == version and self._rows.items() <= _contents(batch).items()
 
 
-def _alike(one: Batch, row: int, other: Batch, at: int) -> bool:
-    here, there = one.rows()[row], other.rows()[at]
-    columns: Sequence[tuple[object, object]] = [(getattr(one, name), getattr(other, name)) for name in _COMPARED]
-    same_group = one.responses[row].prompt.group == other.responses[at].prompt.group
-    return (
-        same_group
-        and one.scores[row] == other.scores[at]
-        and all(
-            mine is theirs is None
-            if mine is None or theirs is None
-            else np.array_equal(np.asarray(mine)[here], np.asarray(theirs)[there])
-            for mine, theirs in columns
+def _contents(batch: Batch) -> dict[int, tuple[object, ...]]:
+    # What an update may read of each row, by rollout.
+    columns: list[NDArray[Any] | None] = [getattr(batch, name) for name in _COMPARED]
+    whole = [None if column is None else column.astype(np.float64) for column in columns]
+    rows = zip(batch.responses, batch.scores.tolist(), batch.shares().tolist(), batch.rows(), strict=True)
+    return {
+        response.prompt.rollout: (
+            response.prompt.group,
+            score,
+            share,
+            *(None if each is None else each[span].tobytes() for each in whole),
         )
-    )
+        for response, score, share, span in rows
+    }
 
 
 class HfTrainerCore:
-    """Trains an actor, and its critic if it has one.
-
-    Several processes that :meth:`join` train together: the first keeps the weights and counts that the others have
-    copies or shards of.
-    """
-
+    # Several processes that join() train together: the first keeps the weights and counts that the others have copies
+    # or shards of.
     def __init__(
         self,
         models: ActorCritic,
@@ -196,11 +183,8 @@ class HfTrainerCore:
         self.counts.episodes = counts["episodes"]
 
     def update(self, batch: Batch) -> Trained:
-        """Train on one batch; the version increases by one, even if every minibatch was skipped.
-
-        A minibatch whose loss or gradient is not finite makes no optimizer step: its rollouts are in ``skipped``, each
-        once, and in ``nonfinite`` if no other minibatch trained them. What was accumulated is discarded.
-        """
+        # A minibatch whose loss or gradient is not finite makes no optimizer step: its rollouts are in `skipped`, each
+        # once, and in `nonfinite` if no other minibatch trained them.
         self._discard()
 
         def learn(update: UpdateMetrics) -> None:
@@ -472,12 +456,9 @@ def _remote(
 class HfTrainer(HostedTrainer[HfTrainerCore]):
     """Trains a causal language model, and its critic if it has one; implements :class:`oppo.models.ResumableTrainer`.
 
-    Weights with fewer bits than float32 are trained through float32 copies. Metrics are of the loss, of the tokens'
-    staleness, and of the work done.
-
-    A trunk that the two models share (:func:`oppo.hf.value_model_on`) is read once, and has the gradient of the sum of
-    all losses. It belongs to the actor: it has the actor's learning rate, is clipped with the actor, and does not
-    learn during the critic's warm-up, which trains the value head only.
+    Weights with fewer bits than float32 are trained through float32 copies. A trunk that the two models share
+    (:func:`oppo.hf.value_model_on`) is read once, and has the gradient of the sum of all losses. It has the actor's
+    learning rate and clipping, and does not learn during the critic's warm-up.
 
     In a :class:`~oppo.placement.Process` both processes share the weights (:mod:`oppo.hf.weights`); the float32 copies
     and the optimizer's moments are in that process alone. In :class:`~oppo.placement.Ranks` several processes share the
@@ -488,13 +469,13 @@ class HfTrainer(HostedTrainer[HfTrainerCore]):
         actor: a causal language model; the parameters that require a gradient are trained.
         critic: a sequence-classification model with one label: its head's output at the position before a response
             token is the value of the state in which the policy drew that token. ``None`` if advantages need no values
-            (GRPO, RLOO); no value loss is then computed, reported or saved.
+            (GRPO, RLOO).
         sampling: the policy's: its temperature divides the logits here too.
         place: where updates are made: any place.
         settings: everything about the optimisation.
-        loss: PPO's by default, :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
-        shard: where there are several ranks, each has a shard of weights, gradients and optimizer states (FSDP2, see
-            :mod:`oppo.hf.train.ranks`); otherwise each has all of them.
+        loss: by default :class:`oppo.losses.PPOLoss` with a critic, else :class:`oppo.losses.ClippedLoss`.
+        shard: each of several ranks has a shard of weights, gradients and optimizer states (FSDP2, see
+            :mod:`oppo.hf.train.ranks`); otherwise all of them.
         devices: of the ranks; the models' own when empty. Ranks on GPUs are given models on the CPU, which then
             hold the weights that are synced and saved.
         recipe: how ranks on other machines load the models; the trained weights they get from this one.

@@ -18,7 +18,7 @@ from benchmarks.__main__ import bench
 from benchmarks.harness import command, placed
 from benchmarks.ladder import rounds
 from benchmarks.ladder.__main__ import main
-from benchmarks.ladder.contestant import Contestant, Entry, StepRecord, start
+from benchmarks.ladder.contestant import Contestant
 from benchmarks.ladder.directory import (
     BEYOND,
     EOS,
@@ -38,16 +38,13 @@ from benchmarks.ladder.directory import (
 from benchmarks.ladder.rounds import earlier
 from benchmarks.ladder.show import PICTURE, ladders, table
 from benchmarks.ladder.workloads import (
-    CAPPED,
     DISTILL,
-    PAPER,
     SMOKE,
     WORKLOADS,
     BenchWorkload,
     Lengths,
     Plan,
     Request,
-    chosen,
     on_gpu,
     workloads_of,
 )
@@ -105,21 +102,6 @@ def test_any_other_answer_breaks_the_protocol(tmp_path: Path, program: str) -> N
         asked(program, tmp_path)
 
 
-def test_a_contestant_is_of_this_checkout_wherever_it_is_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    program = "import benchmarks, json; print(json.dumps({'ready': {'root': str(benchmarks.CHECKOUT)}}), flush=True)"
-    with start(Entry("worker", (sys.executable, "-c", program)), tmp_path) as contestant:
-        assert contestant.ready() == {"root": str(CHECKOUT)}
-
-
-def test_a_record_survives_the_pipe() -> None:
-    record = StepRecord(4.0, 100, 10, capped=1, busy={"actor": 2.0}, bottleneck={"bottleneck/train": 0.5})
-    assert StepRecord.of({**record.as_json(), "mean_length": 10}) == record
-
-
 def test_a_response_has_as_many_tokens_as_its_prompt_announces() -> None:
     language = Countdown(20)
     assert [len(language.response(number)) for number in (1, 2, 20)] == [1, 2, 20]
@@ -137,11 +119,6 @@ def test_announced_lengths_are_those_of_the_table(workload: BenchWorkload) -> No
     assert np.median(lengths) == pytest.approx(workload.lengths.median, rel=0.15)
     capped = float(np.mean([length >= workload.lengths.cap for length in lengths]))
     assert workload.capped[0] <= capped <= workload.capped[1]
-
-
-def test_one_in_eight_is_cut_off_in_every_eight_prompts_of_the_capped_workload() -> None:
-    lengths = np.array(announced(CAPPED.lengths, 64, seed=3)).reshape(8, 8)
-    assert ((lengths > CAPPED.lengths.cap).sum(1) == 1).all()
 
 
 def test_prompts_say_how_long_the_response_is_that_is_trained(tmp_path: Path) -> None:
@@ -212,42 +189,24 @@ def test_what_cannot_be_measured_is_refused_by_name_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
-def test_names_keep_their_order_and_come_once() -> None:
-    assert chosen("mode", "chunk, serial,chunk", ("serial", "chunk"), ("serial",)) == ["chunk", "serial"]
-    assert chosen("mode", "all", ("serial", "chunk"), ("serial", "chunk")) == ["serial", "chunk"]
-
-
-@pytest.mark.parametrize("workload", [PAPER, CAPPED], ids=lambda each: each.name)
-def test_a_recurrent_reward_model_is_as_large_as_the_llama_in_its_place(workload: BenchWorkload) -> None:
-    request = Request(workload=workload.name, reward_architecture="all")
-    llama, recurrent = workloads_of(request)
-    assert (llama, recurrent.name) == (workload, f"{workload.name}-qwen3_5_text")
+def test_models_are_as_large_as_the_workloads_say() -> None:
+    llama, recurrent = workloads_of(Request(workload="paper", reward_architecture="all"))
+    vocabulary = language_of(DISTILL).vocabulary
     with torch.device("meta"):
         sizes = [
             scalar_model(each.models.reward, language_of(each).vocabulary, each.positions).num_parameters()
             for each in (llama, recurrent)
         ]
-    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
-    assert on_gpu(recurrent, "0.5b").models.reward.architecture == "qwen3_5_text"
-
-
-def test_the_teacher_of_a_distillation_has_eight_times_the_parameters_of_its_student() -> None:
-    vocabulary = language_of(DISTILL).vocabulary
-    with torch.device("meta"):
         student, teacher = (
             LlamaForCausalLM(config_of(DISTILL.shape(role), vocabulary, DISTILL.positions)).num_parameters()
             for role in DISTILL.roles
         )
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
     assert teacher == pytest.approx(8 * student, rel=0.01)
-    assert on_gpu(DISTILL, "0.5b").teacher == on_gpu(DISTILL, "0.5b").models.reward
-
-
-@pytest.mark.parametrize("size", ["0.5b", "1.5b"])
-def test_the_workloads_of_a_gpu_are_scripted_and_large(size: str) -> None:
-    workload = on_gpu(SMOKE, size)
-    assert workload.models.scripted
-    assert workload.models.reward.hidden > workload.models.actor.hidden > SMOKE.models.actor.hidden
-    assert not on_gpu(PAPER, size).shares, "they depend on the machine"
+    for workload in (recurrent, DISTILL):
+        large = on_gpu(workload, "0.5b")
+        assert (large.models.scripted, large.shares) == (True, ()), "shares depend on the machine"
+        assert large.models.reward.architecture == workload.models.reward.architecture
 
 
 def made(folder: Path, workload: BenchWorkload = SMOKE) -> Files:
@@ -261,59 +220,28 @@ def worktrees() -> str:
     return subprocess.run(["git", "worktree", "list"], cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
 
 
-def test_its_contestants_run_its_checkout_and_leave_none(tmp_path: Path) -> None:
-    before = worktrees()
-    with earlier("HEAD", made(tmp_path), ["serial", "chunk"], "split", Plan()) as entries:
+def test_a_commits_contestants_run_its_checkout_and_leave_none(tmp_path: Path) -> None:
+    before, files = worktrees(), made(tmp_path)
+    spec = json.loads((tmp_path / "spec.json").read_text())
+    (tmp_path / "spec.json").write_text(json.dumps({**spec, "recipe": {**spec["recipe"], "newer": False}}))
+    with earlier("HEAD", files, ["serial", "chunk"], "split", Plan()) as entries:
         assert [entry.name for entry in entries] == ["serial@HEAD", "chunk@HEAD"]
         for entry in entries:
-            assert entry.source != CHECKOUT
             assert (entry.source / "benchmarks" / "ladder" / "worker.py").exists()
             directory = Path(entry.command[3])
-            assert workload_in(directory) == SMOKE
+            assert workload_in(directory) == SMOKE, "a field that it does not know is left out where it says nothing"
             assert (directory / "prompts.jsonl").exists()
     assert worktrees() == before
     assert not entries[0].source.exists()
-
-
-def test_a_field_that_it_does_not_know_is_left_out_where_it_says_nothing(tmp_path: Path) -> None:
-    files = made(tmp_path)
-    spec = json.loads((tmp_path / "spec.json").read_text())
-    (tmp_path / "spec.json").write_text(json.dumps({**spec, "recipe": {**spec["recipe"], "newer": False}}))
-    with earlier("HEAD", files, ["serial"], "split", Plan()) as (entry,):
-        assert workload_in(Path(entry.command[3])) == SMOKE
     (tmp_path / "spec.json").write_text(json.dumps({**spec, "recipe": {**spec["recipe"], "newer": True}}))
-    with (
-        pytest.raises(ConfigError, match=r"HEAD.*newer"),
-        earlier("HEAD", files, ["serial"], "split", Plan()),
+    for revision, modes, named in (
+        ("HEAD", ["serial"], r"HEAD.*newer"),
+        ("no-such-commit", ["serial"], "no-such-commit"),
+        ("HEAD", ["serial", "newest"], r"HEAD.*newest"),
     ):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("revision", "modes", "named"),
-    [("no-such-commit", ["serial"], "no-such-commit"), ("HEAD", ["serial", "newest"], r"HEAD.*newest")],
-)
-def test_what_it_cannot_run_is_refused_by_name(tmp_path: Path, revision: str, modes: list[str], named: str) -> None:
-    before = worktrees()
-    with pytest.raises(ConfigError, match=named), earlier(revision, made(tmp_path), modes, "split", Plan()):
-        pass
+        with pytest.raises(ConfigError, match=named), earlier(revision, files, modes, "split", Plan()):
+            pass
     assert worktrees() == before
-
-
-KEYS = {
-    "seconds_per_step",
-    "tokens_per_second",
-    "samples_per_second",
-    "hidden_fraction",
-    "decode_slowdown",
-    "busy",
-    "shares",
-    "live_rows_per_decode_step",
-    "cap_hit_rate",
-    "deferrals",
-    "peak_rss_mb",
-    "verdict",
-}
 
 
 @pytest.mark.deep
@@ -332,7 +260,6 @@ def test_the_smoke_workload_runs_through_the_whole_ladder_s_machinery(
     assert {"machine", "threads"} <= told.keys()
     assert set(told["modes"]) == {"serial", "fixed"}
     for figures in told["modes"].values():
-        assert figures.keys() >= KEYS
         assert len(figures["seconds_per_step"]) == 1
         assert figures["as_announced"] == 1.0
         assert figures["verdict"]["limit"] >= 1.0
@@ -362,10 +289,3 @@ def test_the_picture_of_record_is_drawn_without_measuring(tmp_path: Path) -> Non
     assert (tmp_path / "ladder.svg").read_text() == PICTURE.read_text()
     with pytest.raises(ConfigError, match=r"ladder\.png"):
         main(["--plot", str(tmp_path / "ladder.png")])
-
-
-def test_every_result_of_record_says_what_it_was_measured_on() -> None:
-    for each in ladders():
-        assert each["machine"]["cores"] == 2, each["workload"]
-        assert each["plan"]["rounds"] >= 2, each["workload"]
-        assert each["valid"] or each["faults"], each["workload"]

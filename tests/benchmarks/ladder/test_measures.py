@@ -13,7 +13,6 @@ from benchmarks.ladder.measures import (
     TRIES,
     WELL_WITHIN,
     Baseline,
-    Calibration,
     Costs,
     DecodeCost,
     Depths,
@@ -26,7 +25,7 @@ from benchmarks.ladder.measures import (
     ratios,
     require_equal_work,
 )
-from benchmarks.ladder.workloads import PAPER, RULE_REWARD, TRAIN_BOUND, BenchWorkload, Bound
+from benchmarks.ladder.workloads import PAPER, TRAIN_BOUND, BenchWorkload, Bound
 from oppo.errors import ProtocolError
 
 STEP = StepRecord(
@@ -48,17 +47,6 @@ ACTOR = PAPER.models.actor.layers
 
 def figures(*steps: StepRecord, score: float | None = None, cost: DecodeCost | None = None) -> Figures:
     return Figures.of([steps], Baseline(score, cost), 100.0)
-
-
-def test_a_serial_step_hides_nothing_and_its_shares_are_those_of_its_phases() -> None:
-    serial = figures(STEP, STEP, score=2.4, cost=DecodeCost.fitted([STEP]))
-    assert serial.hidden_fraction == pytest.approx(0.0)
-    assert serial.decode_slowdown == pytest.approx(1.0)
-    assert serial.shares == pytest.approx({"decode": 0.5, "score": 0.3, "update": 0.2})
-    assert serial.busy == pytest.approx({"actor": 0.5, "reward": 0.3, "trainer": 0.2})
-    assert (serial.tokens_per_second, serial.samples_per_second) == (25.0, 2.5)
-    assert (serial.tokens_per_step, serial.samples_per_step) == (100.0, 10.0)
-    assert (serial.live_rows_per_decode_step, serial.cap_hit_rate) == (2.0, 0.1)
 
 
 def test_hiding_is_measured_against_the_serial_scoring_and_bought_with_slower_decoding() -> None:
@@ -114,8 +102,8 @@ def test_contestants_that_train_other_amounts_are_an_error_that_names_them(other
         require_equal_work({"serial": serial, "adaptive": deferred, "trl-grpo": [[other], [other]]})
 
 
-def test_outside_of_the_stated_shares_a_run_is_invalid_and_names_the_share() -> None:
-    serial = figures(STEP, score=1.2)
+def test_outside_of_the_stated_shares_or_lengths_a_run_is_invalid_and_names_them() -> None:
+    serial, drifted = figures(STEP, score=1.2), figures(replace(STEP, as_announced=0.5))
     wanted = replace(PAPER, shares=(Bound("split", "score", 0.25, 0.30),), capped=(0.0, 0.2))
     assert faults(wanted, "split", {"serial": serial}, 0.1) == []
     narrow = replace(wanted, shares=(Bound("split", "score", 0.25, 0.29),))
@@ -123,11 +111,7 @@ def test_outside_of_the_stated_shares_a_run_is_invalid_and_names_the_share() -> 
     assert {"score", "0.300", "0.29"} <= set(fault.split())
     assert faults(narrow, "shared", {"serial": serial}, 0.1) == []
     assert faults(wanted, "split", {"chunk": serial}, 0.1), "unknown shares are none that the workload states"
-
-
-def test_other_lengths_than_the_stated_ones_make_a_run_invalid() -> None:
-    drifted = figures(replace(STEP, as_announced=0.5))
-    (capped, announced) = faults(replace(PAPER, shares=()), "split", {"chunk": drifted}, 0.05)
+    capped, announced = faults(replace(PAPER, shares=()), "split", {"chunk": drifted}, 0.05)
     assert "0.050" in capped
     assert {"chunk:", "0.500"} <= set(announced.split())
 
@@ -142,35 +126,23 @@ def host(score: float, update: float, fixed: float = 0.0) -> Callable[[BenchWork
     return measure
 
 
-def calibrated(measure: Callable[[BenchWorkload], Costs]) -> Calibration:
-    return calibrate(PAPER, BOUNDS, measure)
-
-
 @given(score=st.floats(0.015, 0.06), update=st.floats(0.009, 0.013))
 def test_where_costs_are_those_of_layers_one_choice_reaches_the_bounds(score: float, update: float) -> None:
     measure = host(score, update)
-    start = Depths.of(PAPER)
-    chosen = choose(measure(PAPER), start, ACTOR, BOUNDS)
+    chosen = choose(measure(PAPER), Depths.of(PAPER), ACTOR, BOUNDS)
     assert distance(measure(chosen.applied(PAPER)).shares(), BOUNDS) < 1
 
 
-@pytest.mark.parametrize("fixed", [0.0, 0.05, 0.1])
-def test_what_was_measured_corrects_what_was_expected(fixed: float) -> None:
-    found = calibrated(host(0.02, 0.008, fixed))
+def test_calibration_tries_again_with_what_was_measured_and_ends_where_shares_are_out_of_reach() -> None:
+    found = calibrate(PAPER, BOUNDS, host(0.02, 0.008, 0.1))
     assert distance(found.chosen.shares, BOUNDS) <= WELL_WITHIN
-    assert found.chosen.shares == host(0.02, 0.008, fixed)(found.chosen.depths.applied(PAPER)).shares()
-
-
-def test_shares_out_of_reach_come_as_close_as_they_can_and_end() -> None:
-    found = calibrated(host(0.02, 0.2))
+    assert found.chosen.shares == host(0.02, 0.008, 0.1)(found.chosen.depths.applied(PAPER)).shares()
+    found = calibrate(PAPER, BOUNDS, host(0.02, 0.2))
     assert 1 < len(found.attempts) <= TRIES
-    assert distance(found.chosen.shares, BOUNDS) > 1
-    assert distance(found.chosen.shares, BOUNDS) == min(distance(each.shares, BOUNDS) for each in found.attempts)
+    assert 1 < distance(found.chosen.shares, BOUNDS) == min(distance(each.shares, BOUNDS) for each in found.attempts)
 
 
 def test_only_a_workload_that_states_all_shares_of_a_layout_is_calibrated() -> None:
     assert len(BOUNDS) == 3
-    assert not bounds_of(PAPER, "shared")
-    assert not bounds_of(TRAIN_BOUND, "split")
-    assert not bounds_of(RULE_REWARD, "split")
-    assert not bounds_of(replace(PAPER, shares=PAPER.shares[:2]), "split")
+    for workload, layout in ((PAPER, "shared"), (TRAIN_BOUND, "split"), (replace(PAPER, shares=BOUNDS[:2]), "split")):
+        assert not bounds_of(workload, layout)

@@ -19,7 +19,6 @@ from benchmarks.ladder.pipeline import Seat, Seats, pipeline, seats
 from benchmarks.ladder.workloads import MODES, SMOKE, Layout, Scorers
 from oppo.observe import Span
 
-LAYOUTS: tuple[Layout, ...] = ("split", "shared")
 SCRIPTED = replace(SMOKE, name="smoke-scripted", models=replace(SMOKE.models, taught=0))
 
 
@@ -65,32 +64,16 @@ def test_every_mode_trains_full_batches_of_the_announced_lengths(files: Files, m
 
 
 @pytest.mark.parametrize("mode", ["serial", "fixed"])
-def test_grpo_trains_whole_groups_without_a_critic(mode: str, tmp_path: Path) -> None:
-    files = files_of(replace(SCRIPTED, name="smoke-groups", samples=2), tmp_path)
-    records, _ = run(files, mode, 2)
-    prompts = files.prompts()
-    wanted = [2 * sum(int(str(next(prompts).columns["length"])) for _ in range(SMOKE.batch // 2)) for _ in records]
-    for record, tokens in zip(records, wanted, strict=True):
-        assert (record.samples, record.as_announced) == (SMOKE.batch, 1.0)
-        assert set(record.busy) == {"actor", "reference", "reward", "trainer"}
-        assert record.deferred == (SMOKE.extra if mode == "fixed" else 0)
-        assert record.tokens == tokens or mode == "fixed"
-
-
-@pytest.mark.parametrize("mode", ["serial", "chunk", "fixed"])
-def test_a_distillation_reads_with_its_teacher_alone_and_writes_the_lengths_of_the_others(
-    mode: str, tmp_path: Path
-) -> None:
+def test_grpo_has_no_critic_and_a_distillation_its_teacher_alone(mode: str, tmp_path: Path) -> None:
+    grouped = files_of(replace(SCRIPTED, name="smoke-groups", samples=2), tmp_path)
     taught = replace(SCRIPTED, name="smoke-distill", reward="rule", teacher=SMOKE.models.reward)
-    files = files_of(taught, tmp_path)
-    records, spans = run(files, mode, 2)
-    for record in records:
-        assert (record.samples, record.as_announced) == (SMOKE.batch, 1.0)
-        assert set(record.busy) == {"actor", "teacher", "trainer"}
-        assert all(seconds > 0 for seconds in record.busy.values())
-        assert record.score == pytest.approx(record.busy["teacher"])
-    reads = [span for span in spans if (span.track, span.label) == ("teacher", "extend")]
-    assert len(reads) > len(records) or mode == "serial"
+    for files, scorers in ((grouped, {"reference", "reward"}), (files_of(taught, tmp_path), {"teacher"})):
+        records, _ = run(files, mode, 2)
+        for record in records:
+            assert (record.samples, record.as_announced) == (SMOKE.batch, 1.0)
+            assert record.deferred == (SMOKE.extra if mode == "fixed" else 0)
+            assert set(record.busy) == {"actor", *scorers, "trainer"}
+            assert all(seconds > 0 for seconds in record.busy.values())
 
 
 @pytest.mark.parametrize("mode", ["serial", "overcommit"])
@@ -135,30 +118,25 @@ def test_where_a_mode_looks_ahead_steps_overlap_and_none_is_in_flight_between_re
     assert all(record.update > 0 for record in records)
 
 
-def test_split_gives_each_side_its_own_core_in_every_mode() -> None:
-    for held in (False, True):
-        split = seats("split", (4, 5, 6, 7), held=held)
-        assert (split.actor, split.scorers, split.trainer) == (Seat((4,), 1), Seat((5,), 1), Seat((4,), 1))
+ONE, BOTH = Seat((4,), 1), Seat((4, 5), 1)
 
 
-def test_an_update_beside_decoding_is_on_the_scorers_core_or_has_what_decoding_leaves() -> None:
-    split, shared = (seats(layout, (4, 5), held=False, apart=True) for layout in LAYOUTS)
-    assert (split.actor, split.scorers, split.trainer) == (Seat((4,), 1), Seat((5,), 1), Seat((5,), 1))
-    assert [seat.threads for seat in (shared.actor, shared.scorers, shared.trainer)] == [1, 1, 1]
-
-
-def test_shared_gives_scoring_what_decoding_leaves_and_the_update_all_cores() -> None:
-    held, overlapped = seats("shared", (0, 1), held=True), seats("shared", (0, 1), held=False)
-    assert [seat.threads for seat in (held.actor, held.scorers, held.trainer)] == [1, 2, 2]
-    assert [seat.threads for seat in (overlapped.actor, overlapped.scorers, overlapped.trainer)] == [1, 1, 2]
-    assert {seat.cores for seat in (held.actor, overlapped.scorers, overlapped.trainer)} == {(0, 1)}
-
-
-def test_with_one_core_everybody_shares_it() -> None:
-    for layout in LAYOUTS:
-        alone = seats(layout, (3,), held=False)
-        assert {seat.cores for seat in (alone.actor, alone.scorers, alone.trainer)} == {(3,)}
-        assert {seat.threads for seat in (alone.actor, alone.scorers, alone.trainer)} == {1}
+@pytest.mark.parametrize(
+    ("layout", "cores", "options", "expected"),
+    [
+        ("split", (4, 5, 6), {"held": False}, Seats(ONE, Seat((5,), 1), ONE)),
+        ("split", (4, 5, 6), {"held": True}, Seats(ONE, Seat((5,), 1), ONE)),
+        ("split", (4, 5), {"held": False, "apart": True}, Seats(ONE, Seat((5,), 1), Seat((5,), 1))),
+        ("shared", (4, 5), {"held": False, "apart": True}, Seats(BOTH, BOTH, BOTH)),
+        ("shared", (4, 5), {"held": True}, Seats(BOTH, Seat((4, 5), 2), Seat((4, 5), 2))),
+        ("shared", (4, 5), {"held": False}, Seats(BOTH, BOTH, Seat((4, 5), 2))),
+        *((layout, (4,), {"held": False}, Seats(ONE, ONE, ONE)) for layout in ("split", "shared")),
+    ],
+)
+def test_the_cores_of_a_layout(
+    layout: Layout, cores: tuple[int, ...], options: dict[str, bool], expected: Seats
+) -> None:
+    assert seats(layout, cores, **options) == expected
 
 
 def test_a_seat_binds_the_thread_that_takes_it_and_no_other() -> None:

@@ -13,12 +13,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedModel
 
-from oppo.admission import Overcommit
-from oppo.admission.chunking import Fixed
-from oppo.algorithms.ppo import ppo
 from oppo.errors import ConfigError, ModelError, SessionsLost
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, Pieces, PromptText, Reader, Rendering, TooLong, prompt_text
+from oppo.hf.as_text.rendering import (
+    EMPTY,
+    Form,
+    OverLong,
+    Pieces,
+    PromptText,
+    Rendering,
+    TextReader,
+    TooLong,
+    prompt_text,
+)
 from oppo.hf.as_text.streamed import (
     MAX_REWINDS,
     REREAD,
@@ -26,19 +33,19 @@ from oppo.hf.as_text.streamed import (
     TAIL_TOKENS,
     Bridge,
     BridgedReward,
+    BridgedTeacher,
     Edit,
     GrowingText,
     Retokenizer,
+    Spans,
+    text_ends,
 )
-from oppo.hf.as_text.teacher import BridgedTeacher, Spans, text_ends
 from oppo.hf.probe import probe
 from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.models import Sampling
 from oppo.placement import Place, Process, Thread
-from oppo.report.metrics import metric
-from oppo.stages import GAE
-from oppo.testing import FakePolicy, FakeTrainer, check_scorer, prompts
+from oppo.testing import check_scorer
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.spot_tokenizers import CORPUS, MAKES, TEMPLATE, TRIMMING, byte_tokenizer, spot
@@ -247,24 +254,6 @@ async def test_most_of_a_rollout_is_read_before_it_ends(form: Form, thread: Thre
     assert max(samples[TAIL_TOKENS]) <= 16
 
 
-async def test_a_run_trains_with_it_and_its_metrics_are_in_the_report(thread: Thread) -> None:
-    graph = ppo(
-        policy=FakePolicy(length=lambda prompt: 9 + prompt.admission % 7),
-        reward=BridgedReward(model_of(), Bridge(spot("byte-level"), spot("unigram")), place=thread),
-        trainer=FakeTrainer(),
-        admission=Overcommit(batch=4, overcommit=1),
-        advantage=GAE(kl=0.0),
-        chunks=Fixed(4),
-    )
-    async with graph.open(prompts(12)) as run:
-        reports = [report async for report in run.steps(2)]
-    for report in reports:
-        assert np.isfinite(report.score)
-        assert report.metrics[TAIL_TOKENS] > 0
-        assert report.metrics[REREAD] >= 0
-        assert all(metric(name) is not None for name in (TAIL_TOKENS, REREAD))
-
-
 TEMPERATURE = 0.7
 
 
@@ -457,7 +446,7 @@ class Model:
 
 
 def streamed(
-    policy: HfTokenizer, rendering: Rendering, reader: Reader, prompt: PromptText, parts: list[list[int]]
+    policy: HfTokenizer, rendering: Rendering, reader: TextReader, prompt: PromptText, parts: list[list[int]]
 ) -> Model:
     found, model = Retokenizer(rendering, reader, policy.decode, prompt), Model()
     for part in [[], *parts]:
@@ -483,7 +472,7 @@ def test_in_the_end_the_model_has_read_the_tokens_of_the_whole_text(
 ) -> None:
     kind, template, prompt = form
     ours, theirs = spot(policy), spot(reader, template)
-    rendering, to_text = Rendering(kind, theirs), Reader(theirs, limit=10_000)
+    rendering, to_text = Rendering(kind, theirs), TextReader(theirs, limit=10_000)
     tokens = ours.encode_exactly(text)
     model = streamed(ours, rendering, to_text, prompt, parts_of(tokens, sizes))
     whole = rendering.whole(prompt, ours.decode(tokens))
@@ -502,7 +491,7 @@ def test_so_it_has_of_tokens_that_are_no_text_at_all(
     tokens: list[int], sizes: list[int], policy: str, reader: str
 ) -> None:
     ours, theirs = spot(policy), spot(reader)
-    rendering, to_text = Rendering("joined", theirs), Reader(theirs, limit=10_000)
+    rendering, to_text = Rendering("joined", theirs), TextReader(theirs, limit=10_000)
     model = streamed(ours, rendering, to_text, "Say it", parts_of(tokens, sizes))
     assert model.ids == to_text.features(rendering.whole("Say it", ours.decode(tokens)))["input_ids"]
 
@@ -512,7 +501,7 @@ def test_so_it_has_of_tokens_that_are_no_text_at_all(
 def test_ordinary_text_is_streamed_up_to_its_last_word_and_nothing_is_read_twice(policy: str, reader: str) -> None:
     ours, theirs = spot(policy), spot(reader)
     tokens = ours.encode_exactly(" ".join(CORPUS[:2]))
-    found = Retokenizer(Rendering("joined", theirs), Reader(theirs, 10_000), ours.decode, "the dog says: ")
+    found = Retokenizer(Rendering("joined", theirs), TextReader(theirs, 10_000), ours.decode, "the dog says: ")
     opened = found.grow([])
     assert opened.ids, "the prompt is read at once"
     held_back = []
@@ -530,7 +519,7 @@ def test_ordinary_text_is_streamed_up_to_its_last_word_and_nothing_is_read_twice
 def test_a_word_without_end_is_streamed_too(reader: str) -> None:
     ours, theirs = spot("byte-level"), spot(reader)
     tokens = ours.encode_exactly("語は長い文のテキスト" * 20)
-    found = Retokenizer(Rendering("response", theirs), Reader(theirs, 10_000), ours.decode, "")
+    found = Retokenizer(Rendering("response", theirs), TextReader(theirs, 10_000), ours.decode, "")
     for part in parts_of(tokens, [8] * 100):
         found.grow(part)
     assert len(found.finish().ids) <= 3 * TAIL
@@ -539,7 +528,7 @@ def test_a_word_without_end_is_streamed_too(reader: str) -> None:
 
 def test_with_chat_messages_the_models_own_template_is_read_up_to_the_response_and_the_end_comes_last() -> None:
     ours, theirs = spot("unigram"), spot("byte-level", TEMPLATE)
-    found = Retokenizer(Rendering("chat", theirs), Reader(theirs, 10_000), ours.decode, PROMPTS[3])
+    found = Retokenizer(Rendering("chat", theirs), TextReader(theirs, 10_000), ours.decode, PROMPTS[3])
     first = read_back(theirs, list(found.grow([]).ids))
     assert first.startswith("<|im_start|>system\nbe\nbrief <|im_end|>\n<|im_start|>user\nhello 😀<|im_end|>")
     found.grow(ours.encode_exactly("the quick brown fox"))
@@ -551,7 +540,7 @@ def test_with_chat_messages_the_models_own_template_is_read_up_to_the_response_a
 
 def test_what_a_template_makes_of_a_response_is_corrected_at_its_end() -> None:
     ours, theirs = spot("byte-level"), spot("byte-level", TRIMMING)
-    found = Retokenizer(Rendering("chat", theirs), Reader(theirs, 10_000), ours.decode, "Say it")
+    found = Retokenizer(Rendering("chat", theirs), TextReader(theirs, 10_000), ours.decode, "Say it")
     found.grow(ours.encode_exactly("   the lazy dog sleeps"))
     sent = len(found.sent)
     found.finish()
@@ -564,7 +553,7 @@ def test_a_template_that_does_not_say_a_response_once_as_it_is_is_read_at_the_en
     ours, theirs = spot("unigram"), spot("byte-level", "{% set m = messages[-1]['content'] %}so: {{ " + content + " }}")
     rendering = Rendering("chat", theirs)
     assert rendering.opening("Say it") is None
-    found = Retokenizer(rendering, Reader(theirs, 100), ours.decode, "Say it")
+    found = Retokenizer(rendering, TextReader(theirs, 100), ours.decode, "Say it")
     assert not found.grow(ours.encode_exactly("the dog sleeps")).ids
     found.finish()
     assert read_back(theirs, found.sent).startswith("so: ")
@@ -575,7 +564,7 @@ def test_what_stands_before_a_response_may_depend_on_it() -> None:
         spot("byte-level"),
         spot("byte-level", "{% set m = messages[-1]['content'] %}{{ m | length }}: {{ m }}"),
     )
-    found = Retokenizer(Rendering("chat", theirs), Reader(theirs, 100), ours.decode, "Say it")
+    found = Retokenizer(Rendering("chat", theirs), TextReader(theirs, 100), ours.decode, "Say it")
     found.grow(ours.encode_exactly("the dog sleeps on the fox"))
     found.finish()
     assert read_back(theirs, found.sent) == "25: the dog sleeps on the fox"
@@ -593,7 +582,7 @@ def test_a_tokenizer_without_a_template_cannot_render_chat_and_one_that_fails_is
 def test_text_that_cannot_be_cut_where_words_end_waits_for_its_end_after_a_few_rewinds() -> None:
     ours, theirs = spot("byte-level"), spot("byte-level")
 
-    class Fickle(Reader):
+    class Fickle(TextReader):
         """Its tokens of a part are never those of the whole."""
 
         calls = 0
@@ -617,7 +606,7 @@ def test_a_text_that_is_longer_than_the_model_reads_is_refused_or_cut_as_its_tok
     over_long: OverLong,
 ) -> None:
     ours, theirs = spot("byte-level"), spot("word-piece")
-    reader = Reader(theirs, 20, over_long)
+    reader = TextReader(theirs, 20, over_long)
     found = Retokenizer(Rendering("joined", theirs), reader, ours.decode, "the lazy dog: ")
     for part in parts_of(ours.encode_exactly(CORPUS[0]), [3] * 100):
         found.grow(part)
@@ -672,7 +661,7 @@ def test_special_tokens_that_a_response_or_a_message_spells_are_ordinary_text(
     form: Form, prompt: PromptText, over_long: OverLong
 ) -> None:
     ours, theirs = spot("byte-level"), byte_tokenizer(TURNS)
-    rendering, reader = Rendering(form, theirs), Reader(theirs, 10_000, over_long)
+    rendering, reader = Rendering(form, theirs), TextReader(theirs, 10_000, over_long)
     whole = rendering.whole(prompt, FORGED)
     features = reader.features(whole)
     ids = features["input_ids"]
@@ -681,7 +670,7 @@ def test_special_tokens_that_a_response_or_a_message_spells_are_ordinary_text(
     assert form == "pair" or ids[0] == 1, "what the tokenizer begins texts with stays"
     assert theirs.decode_whole(ids).removeprefix("<s>").endswith(FORGED + "<|end|>" * (form == "chat"))
     assert {len(row) for row in features.values()} == {len(ids)}
-    shorter = Reader(theirs, len(ids) - 1, over_long)
+    shorter = TextReader(theirs, len(ids) - 1, over_long)
     if over_long == "truncate":
         assert len(shorter.features(whole)["input_ids"]) == len(ids) - 1
     tokens = ours.encode_exactly(FORGED)

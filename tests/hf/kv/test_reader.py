@@ -18,7 +18,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.hf.devices import CPU
-from oppo.hf.introspection import backbone, score_head
 from oppo.hf.kv import attention
 from oppo.hf.kv.attention import (
     NAME,
@@ -119,17 +118,6 @@ def test_reading_in_pieces_equals_one_forward_pass_at_length(name: str, work: li
     run(reader_of(name, segmented=segmented), name, work)
 
 
-@pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_rows_join_leave_and_move_between_classes_while_others_are_stepped(name: str) -> None:
-    reader = reader_of(name, segmented=True)
-    work: list[Operation] = [("extend", [0, 1], 1), ("step", [1, 0], 0), ("extend", [2], 2), ("step", [0, 2], 0)]
-    work += [("step", [4, 2, 1, 0], 0)] * 20
-    work += [("forget", [1], 0), ("extend", [3, 1], 3)]
-    work += [("step", [1, 3, 0], 0)] * 30
-    run(reader, name, work)
-    assert reader.length(0) > 50
-
-
 def test_rows_stepped_together_share_one_forward_pass_however_they_differ_in_length() -> None:
     calls = 0
 
@@ -186,28 +174,11 @@ def test_new_rows_of_like_length_are_padded_and_what_goes_on_is_never_packed() -
     assert reader.groups([3, 4], [20, 21]) == [[1, 0]]
 
 
-def test_eager_attention_gives_what_sdpa_gives() -> None:
-    eager = tiny.causal("qwen2")
-    eager.set_attn_implementation("eager")
-    reader = Incremental(eager, classes=CLASSES)
-    got = reader.extend([0, 1], [sequence(0)[:30], sequence(1)[:11]])
-    assert_close(got[0], one_shot("qwen2", 0)[:30])
-    assert_close(got[1], one_shot("qwen2", 1)[:11])
-
-
 def test_an_attention_without_masks_for_each_row_is_refused() -> None:
     model = tiny.causal("llama")
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelRefused, match=r"flash_attention_2.*sdpa"):
         Incremental(model)
-
-
-def test_a_head_is_applied_to_the_last_hidden_states_of_a_backbone() -> None:
-    model = tiny.scalar("llama")
-    body, score = backbone(model), score_head(model)
-    got = Incremental(body, head=score).extend([0], [sequence(0)[:20]])[0]
-    with torch.no_grad():
-        assert_close(got, score(body(sequence(0)[None, :20]).last_hidden_state)[0])
 
 
 def test_a_row_read_alone_has_the_same_bits_whatever_else_is_held() -> None:
@@ -246,11 +217,6 @@ def test_ordered_steps_have_the_same_bits_whatever_came_and_went_before() -> Non
         for at, rows in enumerate(([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 4, 6], [4, 6, 0])):
             got = reader.step(rows, torch.full((len(rows),), 9))
             assert torch.equal(got, want.setdefault(at, got))
-
-
-def test_bfloat16_keeps_its_type() -> None:
-    reader = Incremental(tiny.causal("llama", dtype=torch.bfloat16))
-    assert reader.extend([0, 1], [sequence(0)[:9], sequence(1)[:4]])[0].dtype == torch.bfloat16
 
 
 def test_memory_stays_near_what_live_tokens_need() -> None:
@@ -319,12 +285,6 @@ def test_a_row_named_twice_or_without_tokens_is_an_error() -> None:
         reader.extend([2, 3], [sequence(0)[:3], sequence(0)[:0]])
 
 
-def test_unknown_rows_are_forgotten_without_complaint() -> None:
-    reader = Incremental(model_of("llama"))
-    reader.forget([4, 99])
-    assert reader.length(4) == 0
-
-
 def slab_with(rows: list[int]) -> Slab:
     slab = Slab(16)
     slab.reserve(len(rows) + 3, 1)
@@ -351,25 +311,6 @@ def test_a_layer_tells_what_it_can_hold_under_either_name_that_transformers_has_
     layer = SlabLayer(0)
     layer.views = [KVView(slab, everywhere) for slab in (Slab(16), Slab(64))]
     assert getattr(layer, name)() == 64
-
-
-def test_live_rows_stay_at_the_front_of_a_slab() -> None:
-    slab = slab_with([1, 2, 3, 4, 5])
-    slab.remove([2])
-    assert (slab.rows, first_keys(slab)) == ([1, 5, 3, 4], [1, 5, 3, 4])
-    slab.bring_forward([4, 3], ordered=False)
-    assert set(slab.rows[:2]) == {3, 4}
-    assert first_keys(slab) == slab.rows
-    slab.bring_forward([5, 1, 3], ordered=True)
-    assert (slab.rows, first_keys(slab)) == ([5, 1, 3, 4], [5, 1, 3, 4])
-    assert all(slab.rows[slab.slot(row)] == row for row in slab.rows)
-
-
-def test_a_row_that_outgrows_its_slab_takes_its_tokens_along() -> None:
-    small, large = slab_with([1, 2, 3]), slab_with([7, 8])
-    large.adopt({2: 1}, small)
-    assert (small.rows, first_keys(small)) == ([1, 3], [1, 3])
-    assert (large.rows, first_keys(large)) == ([7, 8, 2], [7, 8, 2])
 
 
 def test_all_rows_of_a_slab_move_into_an_empty_one_without_being_copied() -> None:
@@ -400,10 +341,6 @@ def test_every_row_is_in_one_segment_and_segments_are_of_similar_length(lengths:
     held = [[lengths[at] for at in segment] for segment in found]
     assert all(min(longer) > max(shorter) for longer, shorter in pairwise(held))
     assert sum(max(rows) * len(rows) + overhead for rows in held) <= max(lengths) * len(lengths) + overhead
-
-
-def test_rows_of_similar_length_are_one_segment() -> None:
-    assert attention.segmented([60, 70, 65, 80], overhead=60) == [[0, 1, 2, 3]]
 
 
 def test_deferred_rows_are_segmented_from_fresh_ones_if_that_saves_more_than_it_costs() -> None:
@@ -505,21 +442,6 @@ def test_rows_of_every_length_are_read_in_one_pass_and_attend_in_segments() -> N
         with torch.no_grad():
             want = model(input_ids=sequence[None]).logits[0, start : start + size]
         assert ((out - want).abs() / (1 + want.abs())).max() < 1e-5
-
-
-def test_a_rows_place_among_segments_does_not_show() -> None:
-    model = tiny.causal("llama")
-    lengths = [30, 150, 31, 140, 12, 29]
-    tokens = [torch.randint(3, tiny.VOCABULARY, (n + 1,), generator=torch.Generator().manual_seed(n)) for n in lengths]
-    reader = Incremental(backbone(model))
-    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2]):
-        reader.clear()
-        reader.extend(order, [tokens[row][:-1] for row in order], last=[1] * len(order))
-        got = reader.step(order, torch.stack([tokens[row][-1] for row in order]))
-        for row, out in zip(order, got, strict=True):
-            with torch.no_grad():
-                want = backbone(model)(tokens[row][None]).last_hidden_state[0, -1]
-            assert ((out - want).abs() / (1 + want.abs())).max() < 1e-5
 
 
 @pytest.mark.parametrize("heads", [2, 4])

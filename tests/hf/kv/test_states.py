@@ -17,9 +17,9 @@ from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import Gates, StateSlots
 from oppo.hf.probe import probe
 from tests.hf import tiny
+from tests.kit.known import deep
 
-EXACT = 1e-12
-"""By how much, relative to 1 + |x|, numbers may differ in float64."""
+EXACT = 1e-12  # by how much, relative to 1 + |x|, numbers may differ in float64
 
 
 @pytest.fixture(autouse=True)
@@ -98,22 +98,13 @@ class Reading:
         self.worst = max(self.worst, difference(got, want))
 
 
+@pytest.mark.parametrize(("seeds", "calls"), [(range(2), 20), *deep((range(3, 30), 60))])
 @pytest.mark.parametrize("name", tiny.STATEFUL)
-def test_rows_that_come_go_and_grow_at_random_have_the_states_of_one_pass(name: str) -> None:
+def test_rows_that_come_go_and_grow_at_random_have_the_states_of_one_pass(name: str, seeds: range, calls: int) -> None:
     model = model_of(name)
-    for seed in range(2):
-        reading = Reading(model, seed, ordered=seed == 1)
-        reading.go(20)
-        assert reading.worst < EXACT
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", tiny.STATEFUL)
-def test_rows_that_come_go_and_grow_for_long_have_the_states_of_one_pass(name: str) -> None:
-    model = model_of(name)
-    for seed in range(3, 30):
-        reading = Reading(model, seed, ordered=seed % 2 == 0)
-        reading.go(60)
+    for seed in seeds:
+        reading = Reading(model, seed, ordered=seed % 2 == 1)
+        reading.go(calls)
         assert reading.worst < EXACT
 
 

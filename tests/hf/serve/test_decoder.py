@@ -177,14 +177,6 @@ def test_exact_rows_enter_together_and_stopped_ones_are_forgotten() -> None:
     assert log.decoder.reader.memory() == (0, 0)
 
 
-def test_the_order_of_reading_depends_on_the_rows_alone() -> None:
-    logs = [Log(decoder()) for _ in range(2)]
-    for log in logs:
-        log.run([row(k, length) for k, length in enumerate([40, 3, 200, 17, 64, 64, 1])])
-    assert logs[0].steps == logs[1].steps
-    assert logs[0].read == logs[1].read
-
-
 async def test_the_story_of_each_rollout_is_the_same_whatever_the_portion() -> None:
     asked = prompts(12, longest=90)
     with serving() as policy:
@@ -199,110 +191,6 @@ async def test_the_story_of_each_rollout_is_the_same_whatever_the_portion() -> N
         assert story.tokens() == whole.tokens()
         assert_close([x for one in story.logprobs() for x in one], [x for one in whole.logprobs() for x in one])
         assert story.states() == whole.states()
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-async def test_a_deferred_rollout_goes_on_as_if_it_had_never_been_cut(serving: Serving, deterministic: bool) -> None:
-    asked = prompts(10)
-    with serving(deterministic=deterministic) as policy:
-        whole = await told(policy, asked)
-        story = Story(await policy.open(asked), cut_after=3)
-        read_at_first = policy.counters.prefilled
-        await story.step(policy)
-        deferred = [k for k, state in enumerate(story.states()) if state == "cut"]
-        finished = sum(map(len, story.told))
-        assert 3 <= finished == len(asked) - len(deferred) < len(asked)
-        cut_at = {len(tokens) for tokens in (story.tokens()[k] for k in deferred)}
-        assert len(cut_at) == 1, "all deferred rows have made as many decode steps"
-        first_prefill = policy.counters.prefilled
-        story.cut_after = 7
-        await story.step(policy)
-        story.cut_after = 1_000_000
-        await story.step(policy)
-        assert policy.counters.prefilled == first_prefill == 2 * read_at_first, "nothing was read twice"
-    assert story.tokens() == whole.tokens()
-    assert_close([x for row in story.logprobs() for x in row], [x for row in whole.logprobs() for x in row])
-    assert story.states() == whole.states()
-    assert story.told == whole.told
-
-
-async def test_rollouts_may_join_the_deferred_ones(serving: Serving) -> None:
-    asked = prompts(9)
-    with serving() as policy:
-        whole = (await told(policy, asked)).tokens()
-        story = Story(await policy.open(asked[:5]), cut_after=2)
-        await story.step(policy)
-        late = await policy.open(asked[5:])
-        story.decodes, story.cut_after = [*story.decodes, *late], 1_000_000
-        story.pieces += [[] for _ in late]
-        await story.step(policy)
-    assert story.tokens() == whole
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-async def test_runs_agree_bit_for_bit_however_they_are_read(serving: Serving, deterministic: bool) -> None:
-    asked = prompts(8, longest=90)
-    stories = []
-    for limit in (1, 3, 1000):
-        with serving(deterministic=deterministic) as policy:
-            story = Story(await policy.open(asked), cut_after=4)
-            await story.step(policy, limit)
-            story.cut_after = 1_000_000
-            await story.step(policy, limit)
-            stories.append(story)
-    assert stories[0].tokens() == stories[1].tokens() == stories[2].tokens()
-    assert stories[0].logprobs() == stories[1].logprobs() == stories[2].logprobs()
-
-
-async def test_a_cancelled_read_has_taken_nothing(serving: Serving) -> None:
-    asked = prompts(6)
-    with serving() as policy:
-        whole = await told(policy, asked)
-        story = Story(await policy.open(asked))
-        async with policy.decoding(story.decodes, story.cut):
-            for k in range(len(asked)):
-                while not story.pieces[k] or story.pieces[k][-1].state == "live":
-                    with anyio.CancelScope() as scope:
-                        asyncio.get_running_loop().call_later(0.001, scope.cancel)
-                        story.pieces[k].append(await story.decodes[k].read(9))
-    assert story.tokens() == whole.tokens()
-
-
-async def test_leaving_early_parks_the_rollouts_and_their_tokens_wait(serving: Serving) -> None:
-    asked = prompts(6)
-
-    async def leave_early(policy: HfPolicy, story: Story) -> None:
-        async with policy.decoding(story.decodes, story.cut):
-            story.pieces[0].append(await story.decodes[0].read(1))
-            raise ZeroDivisionError
-
-    with serving() as policy:
-        whole = await told(policy, asked)
-        story = Story(await policy.open(asked))
-        with pytest.raises(ZeroDivisionError):
-            await leave_early(policy, story)
-        for k in range(len(asked)):
-            await story.read(k, 1_000)
-        assert "cut" in story.states()
-        await story.step(policy)
-    assert story.tokens() == whole.tokens()
-
-
-async def test_a_body_that_is_cancelled_leaves_the_thread_free(serving: Serving) -> None:
-    with serving(sampling=Sampling(max_new_tokens=120)) as policy:
-        decodes = await policy.open(prompts(3))
-        with anyio.CancelScope() as scope:
-            async with policy.decoding(decodes, lambda _: False):
-                await decodes[0].read(3)
-                scope.cancel()
-                await anyio.sleep_forever()
-        assert scope.cancelled_caught
-        steps = policy.counters.decode_steps
-        await policy.load(Weights(1))
-        assert policy.counters.decode_steps == steps
-        async with policy.decoding(decodes, lambda _: False):
-            piece = await decodes[0].read(120)
-        assert (len(piece.tokens), piece.state) == (117, "length")
 
 
 async def test_a_task_that_is_cancelled_while_it_decodes_leaves_the_policy_usable(serving: Serving) -> None:
@@ -446,7 +334,7 @@ async def test_two_reads_at_once_are_refused(serving: Serving) -> None:
 async def test_reading_beyond_the_end_is_refused(serving: Serving) -> None:
     with serving() as policy:
         story = await told(policy, prompts(1))
-        with pytest.raises(ProtocolError, match="last piece of rollout 0"):
+        with pytest.raises(ProtocolError, match="last chunk of rollout 0"):
             await story.decodes[0].read(1)
 
 
@@ -513,38 +401,6 @@ def test_noise_is_what_its_definition_says(seed: int, place: tuple[int, int, int
     assert float(noise[0, token]) == pytest.approx(noise_by_the_definition(seed, place, token), rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("word", ["seed", "admission", "sample", "position"])
-def test_each_word_of_the_key_changes_all_the_noise(word: str) -> None:
-    key = dict.fromkeys(("seed", "admission", "sample", "position"), 5)
-    one, other = (
-        noise_of(k["seed"], torch.tensor([[k["admission"], k["sample"], k["position"]]]), 4096)[0].double()
-        for k in (key, key | {word: 6})
-    )
-    assert not (one == other).any() or (one == other).sum() < 3
-    assert abs(float(torch.corrcoef(torch.stack((one, other)))[0, 1])) < 4 / 4096**0.5
-
-
-def test_noise_has_the_moments_of_a_gumbel_distribution() -> None:
-    noise = noise_at(torch.arange(256), vocabulary=4096).double()
-    draws = noise.numel()
-    assert abs(float(noise.mean()) - np.euler_gamma) < 5 * (np.pi / 6**0.5) / draws**0.5
-    assert float(noise.var()) == pytest.approx(np.pi**2 / 6, rel=0.01)
-    assert noise.max() > 12
-
-
-@pytest.mark.parametrize("along", ["admission", "position", "vocabulary"])
-def test_neighbouring_noise_is_independent(along: str) -> None:
-    count = 512
-    if along == "position":
-        noise = noise_at(torch.zeros(count, dtype=torch.int64), position=torch.arange(count), vocabulary=count)
-    else:
-        noise = noise_at(torch.arange(count), vocabulary=count)
-    rows = (noise if along != "vocabulary" else noise.T).double()
-    for staleness in (1, 2, 16):
-        pair = torch.stack((rows[staleness:].flatten(), rows[:-staleness].flatten()))
-        assert abs(float(torch.corrcoef(pair)[0, 1])) < 5 / count
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_tokens_follow_the_softmax_at_the_temperature(seed: int) -> None:
     logits = torch.randn(64, generator=torch.Generator().manual_seed(seed))
@@ -554,15 +410,6 @@ def test_tokens_follow_the_softmax_at_the_temperature(seed: int) -> None:
         seen = frequencies(logits, noise, Sampling(temperature=temperature))
         statistic = chi_square(seen, (logits / temperature).softmax(-1).double(), draws)
         assert statistic < 1.8  # 63 degrees of freedom: exceeded with a probability below 1e-4
-
-
-def test_pairs_of_successive_tokens_are_independent() -> None:
-    draws = 40_000
-    positions = torch.arange(draws)
-    noise = noise_at(torch.zeros(draws, dtype=torch.int64), position=positions, vocabulary=8)
-    tokens = draw(torch.zeros(draws, 8), noise, Sampling()).tokens
-    pairs = torch.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64).double() / (draws - 1)
-    assert chi_square(pairs, torch.full((64,), 1 / 64, dtype=torch.float64), draws) < 1.8
 
 
 def test_top_k_and_top_p_keep_what_they_say() -> None:
@@ -651,14 +498,6 @@ def test_greedy_takes_the_best_token_and_its_log_prob_at_temperature_one() -> No
 def test_sampling_without_noise_is_refused() -> None:
     with pytest.raises(ValueError, match="needs noise"):
         draw(torch.zeros(1, 3), None, Sampling())
-
-
-def test_a_small_error_in_the_logits_changes_no_token() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2000, 512, generator=generator)
-    noise = noise_at(torch.arange(2000), vocabulary=512)
-    wrong = logits + 1e-6 * torch.randn(2000, 512, generator=generator)
-    assert torch.equal(draw(logits, noise, Sampling()).tokens, draw(wrong, noise, Sampling()).tokens)
 
 
 CPU = torch.device("cpu")

@@ -35,15 +35,14 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import PPOLoss, SupportIndex, token_logprobs
 from oppo.models import Sampling, Scorer, Weights
-from oppo.placement import Place, Process, Thread
+from oppo.placement import Place, Thread
 from oppo.returns import TokenRewards, TopLogprobs
 from oppo.stages import GAE, ScoredRollout
 from oppo.testing import check_scorer, respond_serially, score_serially
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.child import ONE
 from tests.hf.serve.test_whole import causal as only_whole
-from tests.hf.stories import Story, allowed, full_logprobs, prompts, serving, told
+from tests.hf.stories import allowed, full_logprobs, prompts
 from tests.kit.known import known
 from tests.kit.responses import EOS, PADDING, chunk, endings, responses, stream
 from tests.kit.workplace import tokenizer
@@ -83,7 +82,7 @@ def assert_close(got: object, want: object) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral", "neox"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
 async def test_streamed_log_probs_and_values_equal_one_forward_pass(
     name: str, deterministic: bool, thread: Thread
 ) -> None:
@@ -102,7 +101,7 @@ async def test_streamed_log_probs_and_values_equal_one_forward_pass(
 
 
 @pytest.mark.parametrize("pad", [PADDING, EOS, None], ids=["padding", "eos", "none"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral", "opt"])
+@pytest.mark.parametrize("name", ["llama", "opt"])
 async def test_wherever_padding_stands_the_score_is_that_of_the_librarys_own_call(
     name: str, pad: int | None, thread: Thread
 ) -> None:
@@ -114,40 +113,21 @@ async def test_wherever_padding_stands_the_score_is_that_of_the_librarys_own_cal
                 assert_close(values[response.prompt.rollout], library_score(model, response))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "opt"])
-@pytest.mark.parametrize("pad", [PADDING, EOS], ids=["padding", "eos"])
-@pytest.mark.parametrize("side", ["left", "right"])
-async def test_a_streamed_score_is_that_of_the_librarys_batch_padded_on_either_side(
-    name: str, pad: int, side: str, thread: Thread
-) -> None:
-    model = tiny.scalar(name, pad=pad)
-    made = responses()
-    longest = max(len(sequence(response)) for response in made)
-    ids = torch.full((len(made), longest), pad)
-    mask = torch.zeros_like(ids)
-    for row, response in enumerate(made):
-        tokens = sequence(response)
-        at = slice(longest - len(tokens), None) if side == "left" else slice(len(tokens))
-        ids[row, at], mask[row, at] = tokens, 1
-    values = await stream(RewardModel(model, place=thread), made, seed=5)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    padded = tiny.apart(model)(ids, attention_mask=mask, position_ids=positions).logits[:, 0].detach()
-    assert_close([values[response.prompt.rollout] for response in made], padded)
-
-
 async def test_exact_results_are_equal_to_the_bit_for_any_arrival_pattern(thread: Thread) -> None:
     made = responses(4)
     scorers: list[Scorer[object]] = [
         ReferenceLogprobs(tiny.causal("qwen2"), sampling=Sampling(), place=thread, deterministic=True),
         RewardModel(tiny.scalar("gpt2"), place=thread, deterministic=True),
         ValueModel(tiny.scalar("llama"), place=thread, deterministic=True),
+        ProcessRewardModel(tiny.steps(), place=thread, separators=SEPARATORS, deterministic=True),
     ]
     for scorer in scorers:
         first = await stream(scorer, made, seed=0)
-        for seed in range(1, 8):
+        for seed in range(1, 6):
             again = await stream(scorer, made if seed % 2 else made[:2], seed)
             for rollout, value in again.items():
-                assert np.array_equal(np.asarray(value), np.asarray(first[rollout]))
+                one, other = (getattr(each, "rewards", each) for each in (value, first[rollout]))
+                assert np.array_equal(np.asarray(one), np.asarray(other))
 
 
 async def test_a_response_without_tokens_has_a_score_and_the_value_of_its_only_state(thread: Thread) -> None:
@@ -195,28 +175,6 @@ async def test_no_logits_are_computed_that_say_nothing_of_a_response(thread: Thr
     made.clear()
     await scorer.extend([Prompt(1, 1, prompt), chunk(1, 0, prompt[:6]), Prompt(2, 2, prompt)])
     assert made == [6], "those at the position before each token of the response"
-
-
-async def test_new_weights_are_used_from_the_next_call_on(thread: Thread) -> None:
-    scorer, other = ValueModel(tiny.scalar(seed=0), place=thread), tiny.scalar(seed=1)
-    await scorer.load(Weights(3, critic=other.state_dict()))
-    assert scorer.version == 3
-    made = responses(2)
-    values = await stream(scorer, made, seed=0)
-    for response in made:
-        assert_close(values[response.prompt.rollout], expected_values(other, response))
-
-
-async def test_shared_weights_are_followed_without_a_copy(thread: Thread) -> None:
-    model = tiny.scalar()
-    scorer = ValueModel(model, place=thread)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    versions = [parameter._version for parameter in model.parameters()]
-    await scorer.load(Weights(1, critic=model.state_dict()))
-    assert versions == [parameter._version for parameter in model.parameters()]
-    assert scorer.version == 1
 
 
 async def test_weights_that_do_not_fit_leave_the_old_ones(thread: Thread) -> None:
@@ -372,8 +330,8 @@ def rewards_of(values: dict[int, object], made: Sequence[Response]) -> list[Floa
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("labels", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-sliding"])
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding"])
 async def test_streamed_rewards_are_those_of_the_librarys_own_call(
     name: str, labels: int, deterministic: bool, thread: Thread
 ) -> None:
@@ -395,19 +353,6 @@ async def test_another_label_and_a_baseline_may_be_chosen_and_a_response_may_hav
         assert np.flatnonzero(rewards).tolist() == [len(rewards) - 1]
     with pytest.raises(ConfigError, match="3 labels, and none with the index 3"):
         ProcessRewardModel(model, place=thread, separators=(), label=3)
-
-
-async def test_exact_rewards_are_equal_to_the_bit_for_any_arrival_pattern_and_in_a_process(thread: Thread) -> None:
-    made = responses(4)
-
-    async def seen(place: Place, seed: int) -> list[bytes]:
-        scorer = ProcessRewardModel(tiny.steps(), place=place, separators=SEPARATORS, deterministic=True)
-        return [rewards.tobytes() for rewards in rewards_of(await stream(scorer, made, seed), made)]
-
-    first = await seen(thread, 0)
-    assert all([await seen(thread, seed) == first for seed in range(1, 5)])
-    with Process("scorers", setup=ONE) as process:
-        assert await seen(process, 9) == first
 
 
 async def test_the_advantage_of_a_token_counts_the_steps_from_it_on(thread: Thread) -> None:
@@ -498,20 +443,6 @@ async def test_before_the_first_step_the_ratio_of_every_token_is_one(
     metrics = (await trainer.update(batch)).metrics
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-async def test_of_a_reference_equal_to_the_policy_the_kl_is_zero(
-    name: str, deterministic: bool, sampling: Sampling, thread: Thread
-) -> None:
-    finished = await rolled_out(tiny.causal(name, seed=1), sampling, thread)
-    scorer = ReferenceLogprobs(tiny.causal(name, seed=1), sampling=sampling, place=thread, deterministic=deterministic)
-    reference = await score_serially(scorer, finished)
-    for event, logprobs in zip(finished, reference, strict=True):
-        np.testing.assert_allclose(logprobs, event.response.logprobs, atol=1e-5)
-    batch = batch_of(finished, reference)
-    assert batch.metrics["objective/kl"] == pytest.approx(0, abs=1e-4)  # nats a response, of up to 24 tokens
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -624,16 +555,3 @@ def listed(response: Response) -> Response:
     counts = np.array([len(row) for row in rows], np.int32)
     support = Support(np.concatenate(rows), counts)
     return Response(response.prompt, response.tokens, response.logprobs, response.versions, response.sampled, support)
-
-
-async def test_deferred_rollouts_keep_their_supports(sampling: Sampling) -> None:
-    with serving(sampling=sampling) as policy:
-        whole = await told(policy, prompts(6))
-        cut = Story(await policy.open(prompts(6)), cut_after=2)
-        await cut.step(policy, limit=3)
-        cut.cut_after = 1_000_000
-        await cut.step(policy, limit=3)
-    assert cut.tokens() == whole.tokens()
-    for ours, theirs in zip(cut.supports(), whole.supports(), strict=True):
-        assert ours.counts.tolist() == theirs.counts.tolist()
-        assert ours.ids.tolist() == theirs.ids.tolist()

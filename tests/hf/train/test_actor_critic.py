@@ -21,13 +21,12 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from oppo.admission.chunking import Fixed
 from oppo.errors import ModelRefused
 from oppo.events import Batch, Support
 from oppo.hf.head import OwnHead
 from oppo.hf.introspection import score_head
 from oppo.hf.kv.attention import window_of
-from oppo.hf.lora import add_lora, share_base
+from oppo.hf.lora import add_lora
 from oppo.hf.probe import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
@@ -36,13 +35,12 @@ from oppo.hf.train.packing import MicroBatch, longest_read, pack
 from oppo.hf.train.trainer import HfTrainer, HfTrainerCore
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, Input, PPOLoss, Whole, policy_loss, token_logprobs, value_loss
-from oppo.placement import Place, Process, Ranks, Thread
+from oppo.placement import Thread
 from oppo.placement.trainer import TrainerCounts
 from oppo.testing import check_trainer
 from oppo.training import Surrogate, TrainerSettings
 from tests.hf import child, tiny
 from tests.hf.train.test_trainer import SAMPLING, Served, rollouts, trainer_of
-from tests.invariants import test_equivalence as equivalence
 
 ADAPTED = [pytest.param(name, True, marks=pytest.mark.adapters) for name in ("llama", "gpt2")]
 
@@ -189,47 +187,6 @@ async def test_synced_models_in_shared_and_in_own_memory_get_both_heads_and_the_
         assert tensor.data_ptr() == other.data_ptr()
 
 
-def equivalence_models(*, lora: bool) -> dict[str, PreTrainedModel]:
-    models: dict[str, PreTrainedModel] = equivalence.oracle().tiny_models()
-    if lora:
-        models["reference"] = share_base(models["actor"])
-        add_lora(models["actor"], 4, 64)
-    return models | {"critic": over(models["actor"])}
-
-
-@pytest.mark.parametrize(
-    ("lora", "chunks"),
-    [
-        (False, False),
-        (False, True),
-        pytest.param(True, False, marks=[pytest.mark.deep, pytest.mark.adapters]),
-    ],
-    ids=["weights", "chunks", "adapters"],
-)
-def test_streamed_and_serial_runs_over_one_trunk_agree_bit_for_bit(
-    lora: bool, chunks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.set_num_threads(1)
-    if chunks:
-        monkeypatch.setattr("oppo.hf.head.LOGITS_BYTES", child.CHUNK)
-    ours, theirs = equivalence_models(lora=lora), equivalence_models(lora=lora)
-    reference = weights_digest(ours["reference"])
-    serial = anyio.run(
-        equivalence.oracle().serial_ppo,
-        theirs,
-        equivalence.prompts(),
-        equivalence.BATCH,
-        equivalence.SAMPLING,
-        equivalence.SETTINGS,
-    )
-    equivalence.assert_same(serial, anyio.run(equivalence.streamed, ours, Fixed(7)))
-    fresh = equivalence_models(lora=lora)
-    for name in ("actor", "critic"):
-        assert weights_digest(ours[name]) == weights_digest(theirs[name]) != weights_digest(fresh[name])
-    assert weights_digest(ours["reference"]) == weights_digest(theirs["reference"]) == reference
-    assert np.abs(serial[2].values).max() > 0
-
-
 @pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gpt2", False), *ADAPTED])
 def test_what_was_learned_loads_as_two_models(thread: Thread, tmp_path: Path, name: str, lora: bool) -> None:
     tiny.causal(name, seed=1).save_pretrained(tmp_path / "base")
@@ -248,24 +205,6 @@ def test_what_was_learned_loads_as_two_models(thread: Thread, tmp_path: Path, na
         torch.testing.assert_close(loaded(ids).logits, actor(ids).logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(values(ids).logits, critic(ids).logits, rtol=1e-5, atol=1e-5)
         assert values(ids).logits.abs().max() > 0
-
-
-@pytest.mark.parametrize("chunks", [False, True])
-def test_a_restored_trainer_goes_on_as_the_one_that_was_saved(
-    chunks: bool, thread: Thread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if chunks:
-        monkeypatch.setattr("oppo.hf.head.LOGITS_BYTES", child.CHUNK)
-    (actor, critic), again = one_trunk(), one_trunk()
-    first, second = make(thread, actor, critic), make(thread, *again)
-    batch = rollouts(actor, critic)
-    anyio.run(first.update, batch)
-    anyio.run(first.write, tmp_path)
-    anyio.run(second.restore, tmp_path)
-    for trainer in (first, second):
-        anyio.run(trainer.update, batch)
-    assert shares_trunk(*again)
-    assert [weights_digest(model) for model in again] == [weights_digest(actor), weights_digest(critic)]
 
 
 def test_a_new_value_head_says_zero_and_takes_no_second_trunk() -> None:
@@ -339,29 +278,6 @@ def test_logits_in_chunks_say_and_teach_what_all_at_once_do(
     torch.testing.assert_close(in_chunks[1], grads, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["alone", "trunk"])
-async def test_places_and_ranks_learn_the_same_in_chunks(
-    kind: str, thread: Thread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("oppo.hf.head.LOGITS_BYTES", child.CHUNK)
-
-    async def learnt(place: Place) -> tuple[str, Tensor]:
-        actor, critic = tiny.apart(one_trunk)()
-        trainer = trainer_of(actor, critic if kind == "trunk" else None, place, {"micro_batch_tokens": 60})
-        for _ in range(2):
-            await trainer.update(batch)
-        return weights_digest(actor), torch.cat([weight.detach().flatten() for weight in actor.parameters()])
-
-    actor, critic = tiny.apart(one_trunk)()
-    batch, begun = rollouts(actor, critic), torch.cat([weight.detach().flatten() for weight in actor.parameters()])
-    here, weights = await learnt(thread)
-    with Process("train", setup=child.in_chunks) as process:
-        assert (await learnt(process))[0] == here
-    with Ranks("train", 2, setup=child.in_chunks) as ranks:
-        _, together = await learnt(ranks)
-    assert (together - weights).norm() < 1e-2 * (weights - begun).norm()
-
-
 class Twisted(CoherePreTrainedModel):
     """A causal model whose logits depend on more than the hidden states of its trunk."""
 
@@ -402,7 +318,7 @@ def learnt_from(part: MicroBatch, both: ActorCritic) -> tuple[Mapping[Input, Ten
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("trunk", [False, True], ids=["two trunks", "one trunk"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi", "gpt2", "neox", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "gpt2"])
 def test_packed_rows_say_and_teach_what_padded_ones_do(name: str, trunk: bool, recomputed: bool) -> None:
     actor = tiny.causal(name, seed=1).train(mode=False)
     critic = over(actor) if trunk else tiny.scalar(name, seed=2).train(mode=False)
@@ -466,7 +382,7 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "gemma2", "opt", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3-moe"])
 def test_gradients_are_the_same_and_layers_run_twice(name: str, every: int) -> None:
     model = tiny.causal(name).train(mode=False)
     plain = gradients(model)

@@ -23,15 +23,14 @@ from oppo.hf.train.optim import MasterWeights
 from oppo.hf.train.packing import micro_batches, minibatches, pack, tokens_read, units
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
-from oppo.losses import Input, SupportIndex
+from oppo.losses import SupportIndex
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, rollouts
 from tests.kit.known import known
 
-LENGTHS = ((3, 5), (9, 1), (1, 4))
-"""Tokens of each row's prompt and response."""
+LENGTHS = ((3, 5), (9, 1), (1, 4))  # tokens of each row's prompt and response
 
 
 def batch() -> Batch:
@@ -63,35 +62,6 @@ def batch() -> Batch:
     )
 
 
-def test_every_response_token_is_predicted_from_the_token_before_it() -> None:
-    packed = pack(batch(), [2, 0, 1], torch.device("cpu"))
-    read = packed.ids[:, packed.keep].flatten()[packed.at]
-    assert torch.equal(read + 1, packed.tokens)
-    assert packed.tokens.tolist() == [301, 302, 303, 304, 103, 104, 105, 106, 107, 209]
-
-
-def test_what_belongs_to_a_token_travels_with_it() -> None:
-    asked: list[Input] = ["old_values", "advantages", "returns", "scores"]
-    packed = pack(batch(), [2, 0], torch.device("cpu"), asked)
-    assert packed.behaviour.tolist() == [6, 7, 8, 9, 0, 1, 2, 3, 4]
-    assert torch.equal(packed.given["old_values"], packed.behaviour + 100)
-    assert torch.equal(packed.given["advantages"], packed.behaviour + 200)
-    assert torch.equal(packed.given["returns"], packed.behaviour + 300)
-    assert packed.given["scores"].tolist() == [2, 0]
-    assert set(packed.given) == set(asked)
-    assert packed.groups.tolist() == [7, 7]
-    assert packed.mask.all()
-
-
-def test_nothing_stands_for_log_probs_that_a_batch_does_not_have() -> None:
-    asked: list[Input] = ["proximal", "reference"]
-    made = batch()
-    for has in (True, False):
-        held = made if has else replace(made, proximal=None, reference=None)
-        given = pack(held, [0], torch.device("cpu"), asked).given
-        assert set(given) == (set(asked) if has else set())
-
-
 def test_what_tokens_were_sampled_from_travels_with_them() -> None:
     made = batch()
     plain = pack(made, [2, 0], torch.device("cpu"))
@@ -108,14 +78,6 @@ def test_what_tokens_were_sampled_from_travels_with_them() -> None:
     assert support.wide.tolist() == [1]
     assert support.barred.tolist() == [[0, 0], [1, 2]]
     assert support.free
-
-
-def test_padding_is_on_the_right_and_counted() -> None:
-    packed = pack(batch(), [0, 2], torch.device("cpu"))
-    assert packed.ids.shape == (2, 7)
-    assert packed.padding == 3
-    assert not packed.ids[1, 4:].any()
-    assert packed.positions.tolist() == [list(range(7))] * 2
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])
@@ -169,22 +131,6 @@ def test_packed_micro_batches_fill_the_budget_and_never_part_a_unit(budget: int)
     assert len(parts) == 1 or all(sum(pair) > budget for pair in pairwise(sizes))
 
 
-def test_packed_rows_lie_end_to_end_and_each_begins_at_its_first_position() -> None:
-    made, rows, cpu = batch(), [2, 0, 1], torch.device("cpu")
-    padded, packed = (pack(made, rows, cpu, {"advantages"}, packed=each) for each in (False, True))
-    assert packed.packed
-    assert not padded.packed
-    assert torch.equal(packed.ids[0], padded.ids[padded.read])
-    assert packed.positions[0].tolist() == [at for length in packed.lengths for at in range(length)]
-    assert (packed.padding, packed.lengths) == (0, padded.lengths)
-    for each in (padded, packed):
-        followed = each.ids[:, each.keep].flatten()[each.at]
-        assert torch.equal(followed[1:][each.row.diff() == 0], each.tokens[:-1][each.row.diff() == 0])
-    for name in ("row", "tokens", "mask", "groups", "versions", "behaviour"):
-        assert torch.equal(getattr(packed, name), getattr(padded, name))
-    assert torch.equal(packed.given["advantages"], padded.given["advantages"])
-
-
 @given(st.lists(st.integers(1, 30), max_size=12), st.integers(1, 60))
 def test_groups_are_filled_up_to_the_budget(sizes: list[int], budget: int) -> None:
     groups = [[sizes[at] for at in group] for group in filled(sizes, budget)]
@@ -222,16 +168,7 @@ def test_no_other_way_to_read_neighbours_within_the_budget_costs_less(
     assert cost(groups) == min(cost(way) for way in every_way(longest_first))
 
 
-def test_without_a_budget_one_group_is_best_where_groups_are_dear() -> None:
-    assert cheapest_groups([3, 9, 1], [0, 1, 2], overhead=100) == [[1, 0, 2]]
-
-
-def test_without_rows_there_is_no_group() -> None:
-    assert cheapest_groups([3, 9], [], overhead=1) == []
-
-
-ULP = 2.0**-7
-"""The difference between 1 and the next number in bfloat16."""
+ULP = 2.0**-7  # the difference between 1 and the next number in bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

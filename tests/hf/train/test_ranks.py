@@ -25,9 +25,9 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Trained
-from oppo.placement import Place, Ranks, Thread
-from oppo.placement.process import Child
-from oppo.placement.ranks import FileMeeting, Meeting, listen
+from oppo.placement import Place, Process, Ranks, Thread
+from oppo.placement.process import Child, ChildProcess
+from oppo.placement.ranks import RankedChild, listen
 from oppo.placement.wire import Call, pack
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
@@ -373,21 +373,19 @@ def test_every_part_is_dealt_once_and_rounds_are_equally_many(costs: list[int], 
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-class AtAPort(FileMeeting):
+def port(number: int, first: Child) -> str:
     """Ranks meet as those of several machines do."""
-
-    def of(self, number: int, first: Child) -> str:
-        del number
-        return str(first.ask(pack(Call(None, listen, ("127.0.0.1",)))).result("rank 0"))
+    del number
+    return str(first.ask(pack(Call(None, listen, ("127.0.0.1",)))).result("rank 0"))
 
 
-@pytest.mark.parametrize("meeting", [FileMeeting, AtAPort])
-async def test_ranks_exchange_json_and_listen_at_no_address_that_nobody_chose(meeting: Callable[[], Meeting]) -> None:
+@pytest.mark.parametrize("at_a_port", [False, True])
+async def test_ranks_exchange_json_and_listen_at_no_address_that_nobody_chose(at_a_port: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("oppo.placement.ranks.FileMeeting", meeting)
-        if meeting is AtAPort:
+        if at_a_port:
             patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        with Ranks("talkers", 2) as ranks:
+        started = partial(RankedChild, [ChildProcess] * 2, port, int)
+        with Process("talkers", start=started) if at_a_port else Ranks("talkers", 2) as ranks:
             talkers = ranks.host(Talkers)
             said, addresses, heard = await talkers.call("exchange", Talkers.exchange)
     assert said == [{"a": [1, [2.5, None, "\u20ac"]]}, [], "b"]

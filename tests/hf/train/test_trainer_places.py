@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from oppo.admission import Overcommit
-from oppo.admission.chunking import Fixed
-from oppo.algorithms.group import grpo
-from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Prompt, StepReport
 from oppo.graph import Graph
 from oppo.hf.lora import add_lora, share_base
-from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
-from oppo.hf.train.actor_critic import ActorCritic, shares_trunk, value_model_on
+from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
@@ -36,6 +29,7 @@ from oppo.placement import Hosting, Place, Process, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE, Pausing, deadly_update
+from tests.hf.stories import graph_of
 from tests.hf.train.test_trainer import rollouts
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
@@ -75,28 +69,15 @@ KINDS = {"ppo": plain, "grpo": without_critic, "lora": adapters, "trunk": one_tr
 MARKED = [pytest.param(kind, marks=[pytest.mark.adapters] * (kind == "lora")) for kind in KINDS]
 
 
-def graph_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place) -> Graph[StepReport]:
-    policy = HfPolicy(models.actor, sampling=SAMPLING, place=acting, deterministic=True)
-    reference = ReferenceLogprobs(models.reference, sampling=SAMPLING, place=scoring, deterministic=True)
-    reward = RewardModel(tiny.scalar(seed=2), place=scoring, deterministic=True)
-    if models.critic is None:
-        return grpo(
-            policy=policy,
-            reference=reference,
-            reward=reward,
-            trainer=trainer,
-            admission=Overcommit(batch=2, overcommit=1),
-            samples=2,
-            chunks=Fixed(5),
-        )
-    return ppo(
-        policy=policy,
-        reference=reference,
-        reward=reward,
-        critic=ValueModel(models.critic, place=scoring, deterministic=True),
+def run_of(models: Models, trainer: HfTrainer, acting: Hosting, scoring: Place) -> Graph[StepReport]:
+    return graph_of(
+        models.actor,
+        models.critic,
         trainer=trainer,
-        admission=Overcommit(batch=4, overcommit=2),
-        chunks=Fixed(5),
+        acting=acting,
+        scoring=scoring,
+        sampling=SAMPLING,
+        reference=models.reference,
     )
 
 
@@ -112,43 +93,6 @@ async def steps(graph: Graph[StepReport], count: int) -> None:
     async with graph.open(prompts) as run:
         async for _ in run.steps(count):
             pass
-
-
-async def trained(kind: str, training: Place, acting: Hosting, scoring: Place, *, share: bool) -> Mapping[str, str]:
-    """Make two deterministic steps; return what the served models have become, which is what was trained."""
-    models = tiny.apart(KINDS[kind])()
-    trainer = trainer_of(models, training, share=share)
-    await steps(graph_of(models, trainer, acting, scoring), 2)
-    core = trainer.core
-    assert trainer.version == 2
-    assert core.counts.micro_batches > 2
-    assert (core.actor is models.actor) == share
-    assert weights_digest(core.actor) == weights_digest(models.actor), "the policy has not followed"
-    become = {"actor": weights_digest(models.actor)}
-    if models.critic is not None and core.critic is not None:
-        assert weights_digest(core.critic) == weights_digest(models.critic), "the critic has not followed"
-        become["critic"] = weights_digest(models.critic)
-        assert shares_trunk(models.actor, models.critic) == shares_trunk(core.actor, core.critic) == (kind == "trunk")
-    if kind == "lora":
-        shared = {parameter.data_ptr() for parameter in models.reference.parameters()}
-        frozen = [parameter for parameter in core.actor.parameters() if not parameter.requires_grad]
-        assert {parameter.data_ptr() for parameter in frozen} <= shared, "the base is in memory once"
-    return become
-
-
-@pytest.mark.parametrize("kind", MARKED)
-async def test_final_weights_are_the_same_to_the_bit_wherever_they_lie_and_are_trained(
-    kind: str, thread: Thread, process: Process, actor_process: Process
-) -> None:
-    usual = await trained(kind, thread, thread, thread, share=True)
-    assert usual["actor"] != weights_digest(tiny.apart(KINDS[kind])().actor)
-    assert await trained(kind, thread, thread, thread, share=False) == usual
-    assert await trained(kind, process, thread, process, share=True) == usual, "scorers there too"
-    if kind == "ppo":
-        for share in (True, False):
-            assert await trained(kind, process, thread, thread, share=share) == usual, share
-            assert await trained(kind, thread, actor_process, thread, share=share) == usual, share
-    assert await trained(kind, process, actor_process, thread, share=False) == usual, "a process for each"
 
 
 async def test_what_a_process_has_written_a_thread_goes_on_with_and_the_other_way_round(
@@ -215,7 +159,7 @@ async def test_a_run_whose_trainer_is_killed_in_an_update_says_how_to_go_on(thre
     with Process("trainer", setup=partial(deadly_update, tmp_path, 2)) as process, anyio.fail_after(60):
         trainer = trainer_of(models, process)
         with pytest.raises(ModelLost, match=r"was killed by SIGKILL .* while it did 'update' for 'trainer'") as lost:
-            await steps(graph_of(models, trainer, thread, thread), 2)
+            await steps(run_of(models, trainer, thread, thread), 2)
         assert any("go on from there (oppo resume)" in note for note in lost.value.__notes__)
         assert (tmp_path / "died").exists()
         assert (trainer.version, trainer.progress) == (0, 1)

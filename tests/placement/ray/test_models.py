@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.errors import ConfigError, ModelError, SessionsLost
+from oppo.errors import ModelError, SessionsLost
 from oppo.events import Finish, FloatArray
 from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.policy import HfPolicy
@@ -122,12 +122,6 @@ async def test_a_critic_follows_and_its_replacement_has_the_weights_that_were_sy
         await expected.extend([response.chunk()])
         (values,), (right,) = await critic.finish([finish]), await expected.finish([finish])
         assert np.array_equal(values, right)
-
-
-async def test_a_model_that_is_not_there_is_an_error_as_it_would_be_here(place: RayPlace, folder: Path) -> None:
-    scorer = RewardModel(replace(recipe(folder, "reward"), path=str(folder / "nothing")), place=place)
-    with pytest.raises(ConfigError, match="nothing"):
-        await scorer.extend([responses(1)[0].prompt])
 
 
 async def trained(folder: Path, scoring: Place, between: Callable[[int], None]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Actors as places: calls, errors, clocks, deaths of actors and of machines, and nothing left behind."""
+"""Actors as places: room, deaths of actors and of machines, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -11,38 +11,15 @@ import time
 from functools import partial
 from pathlib import Path
 
-import anyio
 import pytest
 
-from oppo.errors import ModelError, ModelLost, ProtocolError, SessionsLost
-from oppo.observe import Span, now
-from oppo.placement import Callback, Hosted
+from oppo.errors import ModelError
 from oppo.placement.ray import Cluster, RayPlace, Room
 from oppo.placement.shared_memory import Block
-from tests.placement.instances import Caller, Slate, Total, fail_to_set_up
+from tests.placement.instances import Slate, Total
 from tests.placement.ray.machines import MARK, SECONDS, Machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
-
-
-async def test_calls_are_made_in_an_actor_and_timed_on_this_clock(cluster: Cluster) -> None:
-    spans: list[Span] = []
-    with RayPlace("total", cluster, listener=spans.append) as place:
-        total: Hosted[Total] = place.host(partial(Total, 1), track="sum")
-        begun = now()
-        assert await total.call("add", Total.add, 2, times=3) == 7
-        ended = now()
-        await total.load(Total.add, 1)
-        assert await total.call("pid", Total.pid) == place.pid != os.getpid()
-        with pytest.raises(ZeroDivisionError) as raised:
-            await total.call("fail", Total.fail)
-        assert "in the process of 'total'" in raised.value.__notes__[0]
-        with pytest.raises(ProtocolError, match="calls back"):
-            await place.host(Caller).call("tell", Caller.tell, Callback(int, oneway=True), 1)  # type: ignore[arg-type]
-    assert [(span.track, span.label) for span in spans[:3]] == [("sum", "add"), ("sum", "load"), ("sum", "pid")]
-    assert begun <= spans[0].start <= spans[0].end <= ended
-    with pytest.raises(ModelLost, match="the actor of 'total' is closed, so it cannot do 'add'"):
-        await total.call("add", Total.add, 1)
 
 
 async def test_what_holds_memory_of_this_machine_is_refused(cluster: Cluster) -> None:
@@ -53,17 +30,10 @@ async def test_what_holds_memory_of_this_machine_is_refused(cluster: Cluster) ->
         place.host(partial(Slate, Block.new(8)))
 
 
-async def test_a_setup_that_fails_is_the_error_of_the_first_call(cluster: Cluster) -> None:
-    with RayPlace("total", cluster, setup=fail_to_set_up) as place:
-        place.host(Total)
-        with pytest.raises(OSError, match="no such core"):
-            place.wait_until_ready()
-
-
 async def test_no_room_is_said_with_what_was_asked_for(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, messages: list[str]
 ) -> None:
-    monkeypatch.setattr("oppo.placement.ray.places.SILENCE", 0.2)
+    monkeypatch.setattr("oppo.placement.ray.SILENCE", 0.2)
     with RayPlace("total", cluster, room=Room(cpus=2, gpus=1), patience=1) as place:
         place.host(Total)
         with pytest.raises(
@@ -78,7 +48,7 @@ async def test_no_room_is_said_with_what_was_asked_for(
 async def test_actors_that_fit_one_by_one_but_not_together_say_that_they_wait(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, messages: list[str]
 ) -> None:
-    monkeypatch.setattr("oppo.placement.ray.places.SILENCE", 0.2)
+    monkeypatch.setattr("oppo.placement.ray.SILENCE", 0.2)
     whole = Room(cpus=4)
     with RayPlace("one", cluster, room=whole) as one, RayPlace("two", cluster, room=whole) as two_:
         for place in (one, two_):
@@ -89,50 +59,6 @@ async def test_actors_that_fit_one_by_one_but_not_together_say_that_they_wait(
             with pytest.raises(ModelError, match="had room for 'three'"):
                 three.wait_until_ready()
     assert sum("'three' waits for room" in message for message in messages) == 1
-
-
-async def test_a_dead_actor_is_replaced_and_gets_what_was_loaded(cluster: Cluster, messages: list[str]) -> None:
-    with RayPlace("total", cluster, restarts=1) as place, anyio.fail_after(300):
-        total = place.host(Total)
-        await total.load(Total.add, 100)
-        assert await total.call("add", Total.add, 5) == 105
-        first = place.pid
-        os.kill(first, signal.SIGKILL)
-        with pytest.raises(SessionsLost):
-            await total.call("add", Total.add, 1)
-        assert await total.call("add", Total.add, 1) == 101, "what was loaded, then this"
-        assert place.pid != first
-        assert "it is started again (1 of 1)" in messages[0]
-        assert f"(pid {first} on " in messages[0]
-        assert "died, because its worker process has died" in messages[0]
-        os.kill(place.pid, signal.SIGKILL)
-        with pytest.raises(ModelLost, match="no more than restarts=1"):
-            await total.call("add", Total.add, 1)
-
-
-async def test_aborting_ends_a_call_in_progress(cluster: Cluster) -> None:
-    with RayPlace("total", cluster) as place, anyio.fail_after(300):
-        total = place.host(Total)
-        place.wait_until_ready()
-        async with anyio.create_task_group() as tasks:
-
-            async def wait() -> None:
-                with pytest.raises(ModelLost, match="was killed by this process while it did 'sleep' for 'total'"):
-                    await total.call("sleep", sleep, 600.0)
-
-            tasks.start_soon(wait)
-            while place.at_work != "total: sleep":  # noqa: ASYNC110 - nothing announces it
-                await anyio.sleep(0.01)
-            place.abort()
-
-
-async def test_closed_places_leave_no_process(two: Machines, cluster: Cluster) -> None:
-    before = two.pids()
-    with RayPlace("total", cluster) as place:
-        place.host(Total)
-        place.wait_until_ready()
-        assert place.pid in two.pids() - before
-    assert not two.settled(before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -150,10 +76,6 @@ def test_a_driver_that_is_ended_leaves_no_process_on_any_machine(two: Machines, 
 
 def test_sigterm_stays_with_what_handled_it(cluster: Cluster) -> None:
     assert signal.getsignal(signal.SIGTERM) in {signal.SIG_DFL, signal.SIG_IGN}
-
-
-def sleep(total: Total, seconds: float) -> None:
-    time.sleep(seconds)
 
 
 PROGRAM = """

@@ -1,30 +1,33 @@
-"""A policy in an actor: the runs of one in this process, bit for bit, in-flight weights, errors and deaths."""
+"""A policy in an actor: its contract, runs of one in this process bit for bit, in-flight weights, errors and deaths."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import anyio
 import numpy as np
 import pytest
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from transformers import PreTrainedModel
 
-from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
+from oppo.errors import ConfigError, ModelError, ModelLost
 from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.policy import HfDecode, HfPolicy
+from oppo.hf.weights import weights_digest
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
-from tests.hf import child, tiny
-from tests.hf.serve.test_policy_process import RUNS, unreadable
-from tests.hf.stories import SAMPLING, Story, prompts, serving, told
+from tests.hf import child, stories, tiny
+from tests.hf.serve import test_decoder, test_policy, test_policy_process
+from tests.hf.serve.test_policy_process import RUNS
+from tests.hf.stories import SAMPLING, Serving, prompts, told
 from tests.placement.ray.machines import Machine, Machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -71,7 +74,7 @@ async def test_a_recipe_is_loaded_here_once_where_the_policy_is_here(
     kind: type[Thread | Process], actor: ModelRecipe
 ) -> None:
     other = tiny.causal(seed=2)
-    with serving(other) as policy:
+    with stories.serving(other) as policy:
         expected = await told(policy, prompts(3))
     with kind("actor", setup=child.set_up) as place:
         policy = tiny.apart(HfPolicy)(actor, sampling=SAMPLING, place=place)
@@ -87,63 +90,6 @@ async def test_a_policy_in_an_actor_shares_no_tensor_with_the_trainer(place: Ray
     assert not policy.tensors()
 
 
-async def test_policies_over_one_model_count_together(place: RayPlace, actor: ModelRecipe) -> None:
-    policy = HfPolicy(actor, sampling=SAMPLING, place=place)
-    greedy = policy.with_sampling(SAMPLING)
-    story = await told(greedy, prompts(3))
-    made = sum(map(len, story.tokens()))
-    assert policy.counters.tokens == greedy.counters.tokens == made
-    assert policy.progress == max(map(len, story.tokens())) + sum(len(prompt.tokens) for prompt in prompts(3))
-
-
-async def test_what_was_done_is_counted_at_each_cut(place: RayPlace, actor: ModelRecipe) -> None:
-    policy, counted = HfPolicy(actor, sampling=SAMPLING, place=place), list[int]()
-
-    def cut(finished: Sequence[int]) -> bool:
-        counted.append(policy.counters.decode_steps)
-        return False
-
-    story = Story(await policy.open(prompts(6)))
-    async with policy.decoding(story.decodes, cut):
-        for k in range(6):
-            await story.read(k, 50)
-    assert counted == sorted({len(tokens) for tokens in story.tokens()})
-
-
-async def test_an_error_of_the_cut_is_raised_as_itself(place: RayPlace, actor: ModelRecipe) -> None:
-    def cut(finished: Sequence[int]) -> NoReturn:
-        raise LookupError(f"no place for {list(finished)}")
-
-    policy = HfPolicy(actor, sampling=SAMPLING, place=place)
-    story = Story(await policy.open(prompts(3)))
-    story.cut = cut  # type: ignore[method-assign]
-    with pytest.raises(LookupError, match=r"no place for \[1\]") as raised:
-        await story.step(policy)
-    assert raised.value.__notes__ == ["while decoding rollouts [0, 1, 2]"]
-    assert (await told(policy, prompts(2))).states() == ["length", "eos"], "the actor goes on"
-
-
-async def test_an_error_of_the_decode_loop_has_its_traceback(place: RayPlace, actor: ModelRecipe) -> None:
-    sampling = Sampling(max_new_tokens=60, stop_strings=("w7",))
-    policy = HfPolicy(actor, sampling=sampling, place=place, decode=unreadable)
-    decodes = await policy.open(prompts(2))
-    with pytest.raises(LookupError, match="no text for 1 tokens") as raised:
-        async with policy.decoding(decodes, lambda _: False):
-            await decodes[0].read(5)
-    assert "in the process of 'actor'" in raised.value.__notes__[0]
-    assert (await policy.memory())[1] == 0
-
-
-async def test_weights_that_have_diverged_name_the_rollouts(place: RayPlace, actor: ModelRecipe) -> None:
-    policy = HfPolicy(actor, sampling=SAMPLING, place=place)
-    weights = dict(tiny.causal(seed=1).state_dict())
-    await policy.load(Weights(1, actor={name: torch.full_like(each, torch.nan) for name, each in weights.items()}))
-    (decode,) = await policy.open(prompts(1))
-    with pytest.raises(ModelError, match=r"at version 1 are not finite for rollouts \[0\]"):
-        async with policy.decoding([decode], lambda _: False):
-            await decode.read(1)
-
-
 async def test_a_model_that_holds_its_weights_is_refused_and_so_is_a_path_without_a_model(
     place: RayPlace, tmp_path: Path
 ) -> None:
@@ -151,15 +97,6 @@ async def test_a_model_that_holds_its_weights_is_refused_and_so_is_a_path_withou
         HfPolicy(tiny.causal(), sampling=SAMPLING, place=place)
     with pytest.raises(ConfigError, match="nothing"):
         HfPolicy(ModelRecipe(path=str(tmp_path / "nothing")), sampling=SAMPLING, place=place)
-
-
-async def test_a_place_that_would_repeat_decoding_is_refused(cluster: Cluster, actor: ModelRecipe) -> None:
-    with RayPlace("actor", cluster, setup=child.set_up, restarts=2) as place:
-        policy = HfPolicy(actor, sampling=SAMPLING, place=place)
-        (decode,) = await policy.open(prompts(1))
-        with pytest.raises(ProtocolError, match=r"'decode' for 'actor' calls back.*restarts=2: expected restarts=0"):
-            async with policy.decoding([decode], lambda _: False):
-                await decode.read(1)
 
 
 def on(machine: Machine) -> NodeAffinitySchedulingStrategy:
@@ -221,3 +158,56 @@ async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
         policy = HfPolicy(actor, sampling=ENDLESS, place=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
         await lose_while_decoding(policy, partial(two.lose, third))
+
+
+# What a policy in a thread and one in a process keep.
+
+HELD = (test_decoder, test_policy, test_policy_process)
+
+OF_THIS_MACHINE = {
+    "test_the_model_that_was_given_has_the_weights_that_were_synced": "an actor has a model of its own",
+    "test_logits_that_are_not_finite_are_an_error_that_names_the_rollouts": "no model is loaded whose weights are not",
+}
+
+globals().update(
+    {
+        name: test
+        for module in HELD
+        for name, test in vars(module).items()
+        if name.startswith("test_") and "serving" in inspect.signature(test).parameters and name not in OF_THIS_MACHINE
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("policies")
+
+
+@pytest.fixture
+def serving(place: RayPlace, folder: Path) -> Serving:
+    """Is called as :func:`tests.hf.stories.serving` is: the model that it is given is loaded in the actor."""
+
+    @contextmanager
+    def elsewhere(
+        model: PreTrainedModel | None = None,
+        *,
+        sampling: Sampling = SAMPLING,
+        deterministic: bool = False,
+        keep: bool = False,
+        portion: int = 8192,
+    ) -> Iterator[HfPolicy]:
+        given = tiny.causal() if model is None else model
+        path = folder / weights_digest(given)
+        if not path.exists():
+            given.save_pretrained(path)
+        yield HfPolicy(
+            ModelRecipe(path=str(path)),
+            sampling=sampling,
+            place=place,
+            deterministic=deterministic,
+            kv_on_sync="keep" if keep else "recompute",
+            prefill_tokens=portion,
+        )
+
+    return elsewhere

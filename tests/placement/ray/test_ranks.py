@@ -26,7 +26,7 @@ from tests.hf import tiny
 from tests.hf.train.test_ranks import SEVERAL_STEPS, difference, norm, require_equal_metrics, trained, weights_of
 from tests.hf.train.test_trainer import rollouts
 from tests.hf.train.test_trainer_places import SAMPLING, Models
-from tests.placement.instances import Total, gone
+from tests.placement.instances import Caller, gone
 from tests.placement.ray.machines import Machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -161,8 +161,8 @@ async def test_a_checkpoint_of_two_machines_is_that_of_one_process(
 async def test_what_cannot_be_made_on_another_machine_is_refused(ranks: RayRanks) -> None:
     with pytest.raises(ModelError, match=r"needs to know how its models are loaded there: .* recipe="):
         trainer_of(tiny.apart(plain)(), ranks, None)
-    with pytest.raises(ModelError, match="Total cannot work in the ranks"):
-        await ranks.host(Total).call("add", Total.add, 1)
+    with pytest.raises(ModelError, match="Caller cannot work in the ranks"):
+        await ranks.host(Caller).call("look", repr)
     assert isinstance(Where(), Member)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from oppo.events import Prompt, Response
-from oppo.models import Decode, Piece, Sampling, Weights
+from oppo.events import Chunk, Prompt
+from oppo.models import Sampling, Weights
 from oppo.testing import check_policy
 from oppo.turns import turns_answered
 from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
@@ -24,54 +24,28 @@ from oppo.vllm.engine import NewTokens, Request
 from oppo.vllm.sync import FILES, WeightFiles, fingerprints, untied
 from tests.kit.dialogues import ANSWER, dialogue
 from tests.vllm import scenario
-from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
+from tests.vllm.real.rollouts import (
+    TOLERANCE,
+    assert_of,
+    deferred_across_syncs,
+    limit_of_deferred,
+    logprobs_of,
+    read,
+    some,
+    tokens_of,
+    until,
+    whole,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 
 SAMPLING = Sampling(max_new_tokens=48, stop=(2, 3), seed=11)
-TOLERANCE = 1e-4
-
-
-def some(count: int, length: int = 7) -> list[Prompt]:
-    random = np.random.default_rng(0)
-    return [Prompt(n, n, random.integers(4, VOCABULARY, length, dtype=np.int32)) for n in range(count)]
-
-
-async def read(decode: Decode, pieces: list[Piece], limit: int = 8) -> None:
-    while True:
-        pieces.append(await decode.read(limit))
-        if pieces[-1].state != "live":
-            return
-
-
-async def whole(policy: VllmPolicy, prompts: Sequence[Prompt | Response]) -> list[list[Piece]]:
-    """Return the pieces of each rollout, decoded to their ends."""
-    decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
-    async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
-        for decode, into in zip(decodes, pieces, strict=True):
-            readers.start_soon(read, decode, into)
-    return pieces
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that the engine brings about."""
-    while not condition():  # noqa: ASYNC110 - nothing announces it
-        await anyio.sleep(0.001)
 
 
 def has_written(decode: VllmDecode, tokens: int) -> bool:
     return decode.row.written >= tokens
-
-
-def tokens_of(pieces: Sequence[Piece]) -> list[int]:
-    return [int(token) for piece in pieces for token in piece.tokens]
-
-
-def logprobs_of(pieces: Sequence[Piece]) -> list[float]:
-    return [float(each) for piece in pieces for each in piece.logprobs]
 
 
 async def expected(model: LlamaForCausalLM, prompt: Prompt, tokens: Sequence[int], sampling: Sampling) -> torch.Tensor:
@@ -170,11 +144,11 @@ async def test_tokens_follow_from_the_seed_and_the_rollout(engine: VllmEngine) -
 async def test_rollouts_that_are_preempted_go_on_with_their_noise(engine: VllmEngine) -> None:
     """Recomputing the KV cache after a sync of the same weights preempts every request and changes no token."""
     model, prompts = tiny_actor(), some(4)
-    sampling = Sampling(max_new_tokens=200, seed=3)
+    sampling = Sampling(max_new_tokens=600, seed=3)
     undisturbed = await whole(VllmPolicy(engine, sampling=sampling), prompts)
     policy = VllmPolicy(engine, sampling=sampling, kv_on_sync="recompute")
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
@@ -198,7 +172,7 @@ async def test_syncing_while_it_decodes_counts_every_token_to_the_weights_that_m
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(14)
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode, into in zip(decodes, pieces, strict=True):
             readers.start_soon(read, decode, into)
@@ -208,14 +182,13 @@ async def test_syncing_while_it_decodes_counts_every_token_to_the_weights_that_m
     versions = [np.concatenate([piece.versions for piece in each]) for each in pieces]
     assert sum(map(len, versions)) == 14 * 900 >= 10_000
     assert set(np.concatenate(versions).tolist()) == set(range(11))
-    for prompt, each, made in zip(prompts, pieces, versions, strict=True):
+    for prompt, made in zip(prompts, versions, strict=True):
         assert (np.diff(made) >= 0).all()
         assert len(set(made.tolist())) > 3, "three syncs within one response"
         ends = [*(start for _, start in named[prompt.rollout][1:]), 900]
         spans = [(label, end - start) for (label, start), end in zip(named[prompt.rollout], ends, strict=True)]
         assert [policy.number_of(label) for label, count in spans for _ in range(count)] == made.tolist()
-        wanted = await reference.logprobs(models, prompt, each, kept=kv_on_sync == "keep")
-        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+    await assert_of(models, prompts, pieces, kept=kv_on_sync == "keep")
 
 
 def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[tuple[str, int]]]:
@@ -234,26 +207,9 @@ def spans_named(monkeypatch: pytest.MonkeyPatch) -> dict[int, Sequence[tuple[str
 
 @pytest.mark.parametrize("kv_on_sync", ["keep", "recompute"])
 async def test_a_rollout_is_deferred_across_syncs(engine: VllmEngine, kv_on_sync: Literal["keep", "recompute"]) -> None:
-    policy = VllmPolicy(
-        engine,
-        sampling=Sampling(max_new_tokens=700, seed=1),
-        kv_on_sync=kv_on_sync,
-        limit=lambda prompt: 8 + 300 * prompt.rollout,
-    )
-    prompts, models = some(3), [tiny_actor(seed) for seed in range(4)]
-    decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
-    for version in range(3):
-        live = [decode for decode in decodes if not decode.ended]
-        async with policy.decoding(live, lambda ended: True), anyio.create_task_group() as readers:
-            for decode in live:
-                readers.start_soon(read, decode, pieces[decode.prompt.rollout])
-        await policy.load(Weights(version + 1, models[version + 1].state_dict()))
-    assert [len(tokens_of(each)) for each in pieces] == [8, 308, 608]
-    assert set(np.concatenate([piece.versions for piece in pieces[2]]).tolist()) == {0, 1, 2}
-    for prompt, each in zip(prompts, pieces, strict=True):
-        wanted = await reference.logprobs(models, prompt, each, kept=kv_on_sync == "keep")
-        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+    sampling = Sampling(max_new_tokens=700, seed=1)
+    policy = VllmPolicy(engine, sampling=sampling, kv_on_sync=kv_on_sync, limit=limit_of_deferred)
+    await deferred_across_syncs(policy, kept=kv_on_sync == "keep")
 
 
 async def test_groups_share_the_prefix_of_their_prompt(engine: VllmEngine) -> None:

@@ -18,18 +18,16 @@ import numpy as np
 import pytest
 from transformers import LlamaForCausalLM
 
-from oppo.events import Prompt
-from oppo.models import Piece, Policy, Sampling, Weights
+from oppo.events import Chunk, Prompt
+from oppo.models import Policy, Sampling, Weights
 from oppo.placement import PolicyPool
 from oppo.placement.pool_members import PooledDecode
 from oppo.vllm import VllmPolicy
 from oppo.vllm.sync import free_port
-from tests.vllm.real import reference
 from tests.vllm.real.conftest import tiny_actor
-from tests.vllm.real.test_policy import logprobs_of, read, some, tokens_of, until
+from tests.vllm.real.rollouts import assert_of, read, some, tokens_of, until
 from tests.vllm.real.test_server import Served
 
-TOLERANCE = 1e-4
 KILLS = int(os.environ.get("OPPO_KILLS", "1"))
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600 + 300 * KILLS)]
@@ -55,7 +53,7 @@ class Killing:
     servers: list[Served]
     actors: list[LlamaForCausalLM]
     prompts: list[Prompt]
-    pieces: list[list[Piece]] = field(default_factory=list)
+    pieces: list[list[Chunk]] = field(default_factory=list)
     seconds_of_load: float = 0.0
 
     async def load(self) -> None:
@@ -105,8 +103,7 @@ class Killing:
             versions = np.concatenate([piece.versions for piece in each])
             assert len(tokens_of(each)) == length(prompt)
             assert versions.tolist() == sorted(versions.tolist())
-            wanted = await reference.logprobs(models, prompt, each)
-            np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+        await assert_of(models, self.prompts, self.pieces)
 
 
 def length(prompt: Prompt) -> int:

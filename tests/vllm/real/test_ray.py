@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -20,11 +19,8 @@ from oppo.vllm.processes import ServerProcess
 from oppo.vllm.sync import FILES, HostedFiles
 from tests.kit.workplace import records
 from tests.placement.ray.machines import MARK, Machines, machines
-from tests.vllm.real import reference
-from tests.vllm.real.conftest import tiny_actor
 from tests.vllm.real.program import furnish
-from tests.vllm.real.test_adapters import TOLERANCE, adapted, respond, weights
-from tests.vllm.real.test_policy import logprobs_of, some
+from tests.vllm.real.rollouts import adapters_arrive_alone
 from tests.vllm.real.test_program import ENGINE, train
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -90,13 +86,7 @@ def test_adapters_alone_go_to_the_machine_of_a_server_and_make_the_tokens_that_n
         assert path is not None
         server = VllmServer(url, model=directory, api_key="canary", adapters=4, files=HostedFiles(path, load))
         policy = VllmPolicy(server, sampling=Sampling(max_new_tokens=300, seed=2))
-        await policy.load(weights(1))
-        (prompt,) = some(1)
-        pieces = await respond(policy, prompt, load=weights(2))
-        assert {int(version) for piece in pieces for version in piece.versions} == {1, 2}
-        wanted = await reference.logprobs([adapted(version) for version in range(3)], prompt, pieces)
-        np.testing.assert_allclose(logprobs_of(pieces), wanted, rtol=0, atol=TOLERANCE)
-        assert policy.sync_metrics["sync/bytes"] < 0.2 * sum(each.nbytes for each in tiny_actor().state_dict().values())
+        await adapters_arrive_alone(policy)
         files = [each / FILES[True] for each in path.iterdir()]
         assert len(files) == 2
         assert {int(file.readlink().parts[2]) for file in files} == {actor.pid}, "of its machine's memory"

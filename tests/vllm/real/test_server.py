@@ -17,9 +17,10 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from oppo.errors import ConfigError, ModelLost
+from oppo.events import Chunk
 from oppo.hf.devices import ModelPlace
 from oppo.hf.serve.policy import HfPolicy
-from oppo.models import Piece, Sampling, Weights
+from oppo.models import Sampling, Weights
 from oppo.placement import PolicyPool, Thread
 from oppo.testing import check_policy
 from oppo.vllm import VllmPolicy, VllmServer
@@ -27,15 +28,22 @@ from oppo.vllm.processes import kill_group
 from oppo.vllm.server import start_command
 from oppo.vllm.sync import free_port
 from tests.kit.workplace import furnish, oppo, records
-from tests.vllm.real import reference
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor, wait_until_healthy
-from tests.vllm.real.test_adapters import adapted, respond, weights
-from tests.vllm.real.test_policy import logprobs_of, read, some, tokens_of, until, whole
+from tests.vllm.real.rollouts import (
+    adapters_arrive_alone,
+    assert_of,
+    deferred_across_syncs,
+    limit_of_deferred,
+    read,
+    some,
+    tokens_of,
+    until,
+    whole,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[3]
-TOLERANCE = 1e-4
 KEY = "canary-0123456789"
 SMALL = "--dtype float32 --stream-interval 3 --skip-tokenizer-init --kv-cache-memory-bytes 268435456 --max-num-seqs 16"
 """A model without a tokenizer on a small machine."""
@@ -136,25 +144,8 @@ async def test_it_keeps_the_contract_of_a_policy(server: VllmServer) -> None:
 
 
 async def test_tokens_have_the_log_probs_of_the_weights_that_they_name_across_deferrals(server: VllmServer) -> None:
-    models = [tiny_actor(seed) for seed in range(3)]
     sampling = Sampling(max_new_tokens=700, top_k=VOCABULARY - 1, seed=1)
-    policy = VllmPolicy(server, sampling=sampling, limit=lambda prompt: 8 + 300 * prompt.rollout)
-    await policy.load(Weights(0, models[0].state_dict()))
-    prompts = some(3)
-    decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
-    for version in range(3):
-        live = [decode for decode in decodes if not decode.ended]
-        async with policy.decoding(live, lambda ended: True), anyio.create_task_group() as readers:
-            for decode in live:
-                readers.start_soon(read, decode, pieces[decode.prompt.rollout])
-        if version < 2:
-            await policy.load(Weights(version + 1, models[version + 1].state_dict()))
-    assert [len(tokens_of(each)) for each in pieces] == [8, 308, 608]
-    assert set(np.concatenate([piece.versions for piece in pieces[2]]).tolist()) == {0, 1, 2}
-    for prompt, each in zip(prompts, pieces, strict=True):
-        wanted = await reference.logprobs(models, prompt, each)
-        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=2e-3)
+    await deferred_across_syncs(VllmPolicy(server, sampling=sampling, limit=limit_of_deferred), tolerance=2e-3)
 
 
 async def test_weights_are_synced_while_responses_are_decoded(server: VllmServer) -> None:
@@ -163,19 +154,18 @@ async def test_weights_are_synced_while_responses_are_decoded(server: VllmServer
     await policy.load(Weights(0, models[0].state_dict()))
     prompts = some(3)
     decodes = await policy.open(prompts)
-    pieces: list[list[Piece]] = [[] for _ in decodes]
+    pieces: list[list[Chunk]] = [[] for _ in decodes]
     async with policy.decoding(decodes, lambda ended: False), anyio.create_task_group() as readers:
         for decode in decodes:
             readers.start_soon(read, decode, pieces[decode.prompt.rollout])
         for version in range(1, 4):
             await until(lambda: policy.tokens >= 120 * version)  # noqa: B023 - it is over before the next
             await policy.load(Weights(version, models[version].state_dict()))
-    for prompt, each in zip(prompts, pieces, strict=True):
+    for each in pieces:
         versions = np.concatenate([piece.versions for piece in each])
         assert len(versions) == 700
         assert set(versions.tolist()) == {0, 1, 2, 3}
-        wanted = await reference.logprobs(models, prompt, each)
-        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+    await assert_of(models, prompts, pieces)
 
 
 def test_a_run_trains_on_it_from_the_weights_that_it_begins_with(
@@ -216,10 +206,9 @@ async def test_a_server_killed_while_it_decodes_is_lost_at_once_and_usable_when_
     policy = VllmPolicy(again, sampling=replace(sampling, max_new_tokens=20))
     await policy.load(Weights(1, model.state_dict()))
     prompts = some(2)
-    for prompt, each in zip(prompts, await whole(policy, prompts), strict=True):
-        assert {version for piece in each for version in piece.versions.tolist()} == {1}
-        wanted = await reference.logprobs([model, model], prompt, each)
-        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+    pieces = await whole(policy, prompts)
+    assert {version for each in pieces for piece in each for version in piece.versions.tolist()} == {1}
+    await assert_of([model, model], prompts, pieces)
 
 
 async def test_rollouts_of_a_killed_server_go_on_in_another_engine_from_their_tokens(served: Served) -> None:
@@ -230,7 +219,7 @@ async def test_rollouts_of_a_killed_server_go_on_in_another_engine_from_their_to
         pool, prompts = PolicyPool([remote, beside], timeout=60), some(6)
         await pool.load(Weights(1, models[1].state_dict()))
         decodes = await pool.open(prompts)
-        pieces: list[list[Piece]] = [[] for _ in decodes]
+        pieces: list[list[Chunk]] = [[] for _ in decodes]
 
         async def kill() -> None:
             await until(lambda: remote.tokens > 20)
@@ -241,22 +230,12 @@ async def test_rollouts_of_a_killed_server_go_on_in_another_engine_from_their_to
             for decode in decodes:
                 tasks.start_soon(read, decode, pieces[decode.prompt.rollout])
         assert pool.living == (beside,)
-    for prompt, each in zip(prompts, pieces, strict=True):
-        assert len(tokens_of(each)) == 600
-        wanted = await reference.logprobs(models, prompt, each)
-        np.testing.assert_allclose(logprobs_of(each), wanted, rtol=0, atol=TOLERANCE)
+    assert [len(tokens_of(each)) for each in pieces] == [600] * 6
+    await assert_of(models, prompts, pieces)
 
 
 async def test_adapters_arrive_alone_and_make_the_tokens_that_name_them(directory: Path, tmp_path: Path) -> None:
-    """The second arrives while a response is decoded."""
     with serving(directory, tmp_path, adapters=4) as served:
         with pytest.raises(ConfigError, match="--enable-lora should be False, and is True"):
             VllmServer(served.url, model=directory, api_key=KEY)
-        policy = VllmPolicy(served.connected(), sampling=Sampling(max_new_tokens=300, seed=2))
-        await policy.load(weights(1))
-        (prompt,) = some(1)
-        pieces = await respond(policy, prompt, load=weights(2))
-        assert {int(version) for piece in pieces for version in piece.versions} == {1, 2}
-        wanted = await reference.logprobs([adapted(version) for version in range(3)], prompt, pieces)
-        np.testing.assert_allclose(logprobs_of(pieces), wanted, rtol=0, atol=TOLERANCE)
-        assert policy.sync_metrics["sync/bytes"] < 0.2 * sum(each.nbytes for each in tiny_actor().state_dict().values())
+        await adapters_arrive_alone(VllmPolicy(served.connected(), sampling=Sampling(max_new_tokens=300, seed=2)))

@@ -1,10 +1,11 @@
-"""The fake of vLLM's ``AsyncLLM``: what policies and scorers call, with the timing of a process of its own.
+"""The fake of vLLM's ``AsyncLLM``, with the timing of a process of its own, and of a server over it, for httpx.
 
-``tests/vllm/scenario.py`` holds it to what the real one does; ``fake_server.py`` is a server over it.
+``tests/vllm/scenario.py`` holds it to what the real one does; ``tests/vllm/real/test_server.py`` has a real server.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import httpx
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,13 +23,14 @@ from torch import Tensor
 
 from oppo.errors import as_itself
 from oppo.simulate.models import noise
-from oppo.vllm import VllmEngine
+from oppo.vllm import VllmEngine, VllmServer
 from oppo.vllm.engine import Engine, WeightSender
 from oppo.vllm.processes import Children, EngineFiles
 from oppo.vllm.sync import DEADLINE, in_time
 
 VOCABULARY = 1000
 LOG = Path("fake.log")
+URL = "http://localhost:8000"
 BLOCK = 8
 """Tokens of a block of its prefix cache."""
 
@@ -71,24 +74,12 @@ class EngineDeadError(Exception):
     """vLLM's."""
 
 
-@dataclass(frozen=True)
-class Logprob:
-    logprob: float
-
-
-@dataclass(frozen=True)
-class Span:
-    version: str
-    start: int
-    end: int
-
-
 @dataclass
 class Completion:
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]
+    logprobs: list[dict[int, Any]]
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[Any] | None = None
     routed_experts: NDArray[np.uint8] | None = None
 
 
@@ -137,32 +128,15 @@ class Collector:
         return output
 
 
-@dataclass
-class FlatLogprobs:
-    """vLLM's: one list for all places."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a request to score gets."""
-
-    num_cached_tokens: int
-    outputs: Any = None
-    prompt_logprobs: FlatLogprobs | None = None
-
-
 @dataclass(eq=False)
 class Answering:
     """The collector of a request to score: it has the answer some time after somebody began to wait."""
 
     name: str
-    answer: Answer
+    answer: Any
     llm: FakeAsyncLLM
 
-    async def get(self) -> Answer:
+    async def get(self) -> Any:
         await anyio.sleep(self.llm.answers_after)
         self.llm.asking.remove(self.name)
         return self.answer
@@ -186,37 +160,18 @@ class Request:
 
 @dataclass(eq=False)
 class FakeAsyncLLM:
-    """Makes one token of each request in a decode step, while it is not paused.
+    """Makes one token of each request in a decode step, while it is not paused."""
 
-    Attributes:
-        seconds: of a decode step.
-        length: tokens after which a request with this prompt ends by a stop token, if it has one.
-        overrun: decode steps that it makes between the call of ``pause_generation`` and its return.
-        late: seconds from a decode step until its outputs can be had, though the engine may have been paused meanwhile.
-        mislabelled: it names other weights than made the tokens.
-        logprob: of a token, by the length of the sequence before it.
-        facts: of its configuration, as :func:`config` has them.
-        room: blocks of the prefix cache; the oldest makes room for a new one.
-        cached: heads of sequences whose keys and values it has, by salt.
-        answers_after: seconds until a request to score is answered.
-        uninitialised: places of tokens that were cached have numbers without meaning, or are not there.
-        sequences: of all requests to score, in order.
-        asking: names of those that were not answered.
-        tempers: what its workers were told of logits.
-        rows: the requests of each decode step.
-        adapters: vLLM's requests for them, as they were loaded.
-        agreed: what was said of how weights travel.
-        asleep: what it has no memory for; with the last part that wakes it goes on, as vLLM does.
-        slept: how often it fell asleep.
-    """
-
+    # tokens after which a request with this prompt ends by a stop token, if it has one
     length: Callable[[Sequence[int]], int] = lambda prompt: 4 + prompt[0] % 7
-    seconds: float = 0.01
-    overrun: int = 1
+    seconds: float = 0.01  # of a decode step
+    overrun: int = 1  # decode steps that it makes between the call of ``pause_generation`` and its return
+    # seconds from a decode step until its outputs can be had, though the engine may have been paused meanwhile
     late: float = 0.0
     longest: int = 500
-    mislabelled: bool = False
+    mislabelled: bool = False  # it names other weights than made the tokens
     dtype: torch.dtype = torch.float32
+    # of a token, by the length of the sequence before it
     logprob: Callable[[int], float] = lambda position: -1.0 - position / 1000
     version: str = "as loaded"
     paused: bool = False
@@ -226,19 +181,21 @@ class FakeAsyncLLM:
     aborted: list[Request] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
     recomputed: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
-    room: int = 1_000_000
+    facts: dict[str, Any] = field(default_factory=dict)  # of its configuration, as :func:`config` has them
+    room: int = 1_000_000  # blocks of the prefix cache; the oldest makes room for a new one
+    # heads of sequences whose keys and values it has, by salt
     cached: dict[tuple[str, tuple[int, ...]], None] = field(default_factory=dict)
-    answers_after: float = 0.0
-    uninitialised: bool = True
-    sequences: list[tuple[int, ...]] = field(default_factory=list)
-    asking: set[str] = field(default_factory=set)
-    tempers: list[tuple[Any, ...]] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    adapters: list[Any] = field(default_factory=list)
-    agreed: list[Any] = field(default_factory=list)
+    answers_after: float = 0.0  # seconds until a request to score is answered
+    uninitialised: bool = True  # places of tokens that were cached have numbers without meaning, or are not there
+    sequences: list[tuple[int, ...]] = field(default_factory=list)  # of all requests to score, in order
+    asking: set[str] = field(default_factory=set)  # names of those that were not answered
+    tempers: list[tuple[Any, ...]] = field(default_factory=list)  # what its workers were told of logits
+    rows: list[int] = field(default_factory=list)  # the requests of each decode step
+    adapters: list[Any] = field(default_factory=list)  # vLLM's requests for them, as they were loaded
+    agreed: list[Any] = field(default_factory=list)  # what was said of how weights travel
+    # what it has no memory for; with the last part that wakes it goes on, as vLLM does
     asleep: list[str] = field(default_factory=list)
-    slept: int = 0
+    slept: int = 0  # how often it fell asleep
     output_processor: Any = field(default_factory=lambda: SimpleNamespace(request_states={}))
     _updating: bool = False
     _open: dict[str, Request] = field(default_factory=dict)
@@ -428,8 +385,8 @@ class FakeAsyncLLM:
         )
         if ends:
             token = params.stop_token_ids[0]
-        found = {token: Logprob(self.logprob(position))}
-        found |= {1 + k: Logprob(-2.0) for k in range(params.logprobs) if 1 + k != token}
+        found = {token: SimpleNamespace(logprob=self.logprob(position))}
+        found |= {1 + k: SimpleNamespace(logprob=-2.0) for k in range(params.logprobs) if 1 + k != token}
         request.tokens.append(token)
         request.versions.append(self.version)
         reason = "stop" if ends else "length" if len(request.tokens) >= params.max_tokens else None
@@ -471,12 +428,13 @@ class FakeAsyncLLM:
         if hasattr(params, "task"):
             assert vars(params) == {"task": "classify", "use_activation": False}
             pooled = SimpleNamespace(data=np.array([score(sequence)]))
-            return Answering(name, Answer(self.hit(sequence), pooled), self)
+            answer = SimpleNamespace(num_cached_tokens=self.hit(sequence), outputs=pooled)
+            return Answering(name, answer, self)
         assert (params.max_tokens, params.skip_reading_prefix_cache, params.flat_logprobs) == (1, False, True)
         return Answering(name, self._read(sequence, str(prompt["cache_salt"]), params.prompt_logprobs), self)
 
-    def _read(self, sequence: tuple[int, ...], salt: str, k: int) -> Answer:
-        cached, flat = self.hit(sequence, salt), FlatLogprobs()
+    def _read(self, sequence: tuple[int, ...], salt: str, k: int) -> Any:
+        cached, flat = self.hit(sequence, salt), SimpleNamespace(token_ids=[], logprobs=[])
         temperature, known = self.tempers[-1] if self.tempers else (1.0, self.vllm_config.model_config.get_vocab_size())
         for at in range(1, len(sequence)):
             ids, logprobs = [-1] * (1 + k), [float("nan")] * (1 + k)
@@ -487,14 +445,17 @@ class FakeAsyncLLM:
             if at > cached or self.uninitialised:
                 flat.token_ids += ids
                 flat.logprobs += logprobs
-        return Answer(cached, prompt_logprobs=flat)
+        return SimpleNamespace(num_cached_tokens=cached, prompt_logprobs=flat)
 
-    def _spans(self, request: Request) -> list[Span]:
+    def _spans(self, request: Request) -> list[Any]:
         if self.mislabelled:
-            return [Span("another-9", 0, len(request.tokens))]
+            return [SimpleNamespace(version="another-9", start=0, end=len(request.tokens))]
         starts = [k for k, version in enumerate(request.versions) if k == 0 or version != request.versions[k - 1]]
         ends = [*starts[1:], len(request.versions)]
-        return [Span(request.versions[start], start, end) for start, end in zip(starts, ends, strict=True)]
+        return [
+            SimpleNamespace(version=request.versions[start], start=start, end=end)
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
 
 def score(sequence: Sequence[int]) -> float:
@@ -557,3 +518,226 @@ async def running(llm: FakeAsyncLLM) -> AsyncIterator[None]:
             tasks.start_soon(llm.run)
             yield
             tasks.cancel_scope.cancel()
+
+
+def described(longest: int) -> dict[str, Any]:
+    """Return the configuration of a server that was started right."""
+    return {
+        "model_config": {
+            "model": "models/fake",
+            "dtype": "torch.float32",
+            "max_model_len": longest,
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": -1,
+        },
+        "scheduler_config": {"runner_type": "generate", "enable_chunked_prefill": False},
+        "device_config": {"device": "cpu"},
+        "speculative_config": None,
+        "weight_transfer_config": {"backend": "oppo-file"},
+    }
+
+
+@dataclass
+class FakeServer(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    llm: FakeAsyncLLM = field(default_factory=FakeAsyncLLM)
+    config: dict[str, Any] = field(default_factory=dict)  # as ``/server_info`` has it
+    instead: dict[str, httpx.Response] = field(default_factory=dict)  # answers of routes in the place of its own
+    key: str = ""  # that requests must have
+    forgets: bool = False  # it takes updates without naming their version
+    loads: bool = False  # it loads adapters while it runs
+    likely: int = 0  # ids that have all of the probability; 0: all ids
+    failing: int = 0  # so many requests to score are answered with 503 first
+    adapters: list[str] = field(default_factory=list)  # names of those that it has
+    init: Mapping[str, Any] = field(default_factory=dict)  # what the last ``/init_weight_transfer_engine`` said
+    asked: list[str] = field(default_factory=list)  # paths, in order
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of requests for tokens and scores
+
+    def __post_init__(self) -> None:
+        self.llm.version = "default"
+        self.config = self.config or described(self.llm.longest)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Answer what is asked before the first step."""
+        path, body = request.url.path, json.loads(request.content or b"{}")
+        if (answer := self._refusal(request)) is not None:
+            return answer
+        match path:
+            case "/version":
+                return httpx.Response(200, json={"version": "0.32.0"})
+            case "/server_info":
+                return httpx.Response(200, json={"vllm_config": self.config})
+            case "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "fake", "max_model_len": self.llm.longest}]})
+            case "/weight_info":
+                return httpx.Response(200, json={"weight_version": self.llm.version})
+            case "/inference/v1/generate":
+                return httpx.Response(400, json={"error": {"message": f"Vocabulary size: {VOCABULARY} (...)"}})
+            case "/init_weight_transfer_engine":
+                self.init = body["init_info"]
+                return httpx.Response(200, json={})
+            case "/v1/load_lora_adapter" if self.loads:
+                return httpx.Response(400, json={"error": {"message": "Field required"}})
+            case "/resume":
+                self.llm.paused = False
+                return httpx.Response(200, json={})
+            case "/pooling" | "/v1/completions":
+                return self._scored(body)
+        return httpx.Response(404, json={"detail": "Not Found"})
+
+    def _refusal(self, request: httpx.Request) -> httpx.Response | None:
+        path = request.url.path
+        self.asked.append(path)
+        if self.llm.errored:
+            raise httpx.ConnectError("All connection attempts failed")
+        guarded = self.key and path.startswith(("/v1", "/inference", "/pooling"))
+        if guarded and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return httpx.Response(401, json={"error": "Unauthorized"})
+        return self.instead.get(path)
+
+    def _scored(self, body: dict[str, Any]) -> httpx.Response:
+        self.bodies.append(body)
+        sequences = body.get("input") or [body["prompt"]]
+        if self.failing and len(self.bodies) > 1:  # not the one that asks whether it can
+            self.failing -= 1
+            return httpx.Response(503, text="busy")
+        if "input" in body:
+            scored = [{"index": at, "object": "pooling", "data": [score(each)]} for at, each in enumerate(sequences)]
+            return httpx.Response(200, json={"object": "list", "model": "fake", "data": scored})
+        (sequence,) = sequences
+        places: list[dict[str, Any] | None] = [None]
+        for at in range(1, len(sequence)):
+            found = self._logprobs_after(sequence[:at])
+            order = np.argsort(-found, kind="stable").tolist()
+            listed = {sequence[at]: order.index(sequence[at]) + 1}
+            listed |= {each: n + 1 for n, each in enumerate(order[: body["prompt_logprobs"]])}
+            places.append({str(each): {"logprob": float(found[each]), "rank": n} for each, n in listed.items()})
+        choice: dict[str, Any] = {"index": 0, "text": "", "prompt_logprobs": places}
+        if allowed := body.get("allowed_token_ids"):
+            choice["logprobs"] = {"token_logprobs": [float(self._logprobs_after(sequence)[allowed].max())]}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    def _logprobs_after(self, prefix: list[int]) -> NDArray[np.float32]:
+        known = self.llm.vllm_config.model_config.get_vocab_size()
+        found = np.full(known, -9999.0, np.float32)
+        likely = self.likely or known
+        found[:likely] = logprobs_after(prefix, likely)
+        return found
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        path, body = request.url.path, json.loads(request.content or b"{}")
+        if path in ("/pooling", "/v1/completions"):
+            return self.handle_request(request)
+        if (answer := self._refusal(request)) is not None:
+            return answer
+        if path == "/inference/v1/generate":
+            self.bodies.append(body)
+            prompt = {"prompt_token_ids": body["token_ids"], "cache_salt": body["cache_salt"]}
+            params = SimpleNamespace(**body["sampling_params"])
+            name = f"generate-tokens-{body['request_id']}"
+            collector = await self.llm.add_request(name, prompt, params)
+            return httpx.Response(200, stream=Body(self.llm, name, collector))
+        if path.endswith("_lora_adapter"):
+            assert self.llm.paused, "adapters change between decode steps"
+            if path == "/v1/load_lora_adapter":
+                self.adapters.append(body["lora_name"])
+            else:
+                self.adapters.remove(body["lora_name"])
+            return httpx.Response(200, text="Success")
+        try:
+            return httpx.Response(200, json=await self._controlled(path, request.url.params, body))
+        except RuntimeError as error:
+            return httpx.Response(500, json={"error": {"message": f"Worker failed with error '{error}'"}})
+
+    async def _controlled(self, path: str, parameters: httpx.QueryParams, body: dict[str, Any]) -> dict[str, Any]:
+        llm = self.llm
+        match path:
+            case "/health":
+                pass
+            case "/pause":
+                assert dict(parameters) == {"mode": "abort", "clear_cache": "false"}
+                await llm.pause_generation(mode="keep", clear_cache=False)
+                for request in list(llm.requests.values()):
+                    self._abort(request)
+            case "/resume":
+                await llm.resume_generation()
+            case "/abort_requests":
+                assert body["request_ids"], "without ids all requests are aborted"
+                for name in body["request_ids"]:
+                    if name in llm.requests:
+                        self._abort(llm.requests[name])
+            case "/reset_prefix_cache":
+                running = parameters["reset_running_requests"] == "true"
+                return {"success": await llm.reset_prefix_cache(reset_running_requests=running)}
+            case "/weight_info":
+                return {"weight_version": llm.version}
+            case "/update_weight_version":
+                await llm.update_weight_version(body["new_version"])
+            case "/init_weight_transfer_engine":
+                self.init = body["init_info"]
+            case "/start_weight_update":
+                await llm.start_weight_update()
+            case "/update_weights":
+                await llm.update_weights(body["update_info"])
+            case "/finish_weight_update":
+                await llm.finish_weight_update(None if self.forgets else body.get("weight_version"))
+            case _:
+                raise AssertionError(f"no such route: {path}")
+        return {}
+
+    def _abort(self, request: Request) -> None:
+        self.llm.requests.pop(request.id)
+        self.llm.aborted.append(request)
+        if self.llm._ended(request.id):
+            spans = self.llm._spans(request) if request.tokens else None
+            request.collector.put(Output([Completion([], [], "abort", spans)]))
+
+
+@dataclass
+class Body(httpx.AsyncByteStream):
+    """The stream of a request; a client that leaves it has it aborted."""
+
+    llm: FakeAsyncLLM
+    name: str
+    collector: Collector
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        reason = None
+        while reason is None:
+            try:
+                output = await self.collector.get()
+            except Exception as error:
+                raise httpx.ReadError("the connection was reset") from error
+            (completion,) = output.outputs
+            reason = completion.finish_reason
+            yield f"data: {json.dumps({'choices': [choice_of(completion)]})}\n\n".encode()
+        yield b"data: [DONE]\n\n"
+
+    async def aclose(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.llm.abort([self.name])
+
+
+def choice_of(completion: Completion) -> dict[str, Any]:
+    content = [
+        {
+            "token_id": token,
+            "logprob": found[token].logprob,
+            "top_logprobs": [{"token_id": each, "logprob": max(one.logprob, -9999.0)} for each, one in found.items()],
+        }
+        for token, found in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    return {
+        "token_ids": completion.token_ids,
+        "logprobs": {"content": content},
+        "finish_reason": completion.finish_reason,
+        "weight_versions": None
+        if completion.weight_versions is None
+        else [vars(span) for span in completion.weight_versions],
+    }
+
+
+def server_of(fake: FakeServer, **given: Any) -> VllmServer:
+    """Return a server that is connected to a fake."""
+    server = VllmServer(URL, transport=fake, **given)
+    server.sender = FakeSender()
+    return server

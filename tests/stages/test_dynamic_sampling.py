@@ -15,8 +15,8 @@ from oppo.algorithms.group import grpo
 from oppo.errors import ConfigError, GraphError, NothingTrained
 from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph
-from oppo.stages import Generate, GroupRelative, Selection, Update
-from oppo.stages.selection import REJECTED, Round, Rounds, differ
+from oppo.stages import DynamicSampling, Generate, GroupRelative, Update
+from oppo.stages.dynamic_sampling import REJECTED, Round, Rounds, differ
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, run_virtual
 from tests.invariants.test_groups import Grouped, groups
 from tests.kit.pipelines import Setting, motions, on_policy, same_batches
@@ -33,7 +33,7 @@ def every_third(scores: FloatArray) -> bool:
 class Selected(Grouped):
     """The recipe on fakes, with a selection."""
 
-    select: Selection = field(default_factory=lambda: Selection(every_third, max_rounds=100))
+    select: DynamicSampling = field(default_factory=lambda: DynamicSampling(every_third, max_rounds=100))
 
     def graph(self) -> Graph[StepReport]:
         assert self.reward is not None
@@ -96,22 +96,6 @@ def test_what_is_selected_does_not_depend_on_the_speed_of_anything(setting: Sett
     assert same_batches(played(streamed).batches, played(on_policy(streamed)).batches)
 
 
-@pytest.mark.schedules
-@given(groups(prompts=(1_000,)))
-@example(CARRIED)
-def test_a_run_interrupted_at_every_checkpoint_selects_the_same(
-    tmp_path_factory: pytest.TempPathFactory, setting: Setting
-) -> None:
-    setting = replace(setting, paces=())
-    directory, whole = tmp_path_factory.mktemp("state"), Selected(setting)
-    run_virtual(whole.run_part, 0, setting.steps, directory)
-    parts = []
-    for first in range(0, setting.steps, setting.checkpoint_every):
-        parts.append(part := Selected(setting))
-        run_virtual(part.run_part, first, min(first + setting.checkpoint_every, setting.steps), directory)
-    assert same_batches([batch for part in parts for batch in part.batches], whole.batches)
-
-
 def test_rounds_are_counted_and_a_complete_group_without_a_place_comes_before_new_prompts() -> None:
     pipeline = played(CARRIED)
     counted = [report.metrics["selection/rejected"] for report in pipeline.reports]
@@ -122,14 +106,14 @@ def test_rounds_are_counted_and_a_complete_group_without_a_place_comes_before_ne
 
 
 def test_groups_that_are_always_rejected_end_the_run_with_their_share() -> None:
-    pipeline = Selected(CARRIED, select=Selection(lambda scores: False, max_rounds=3))
+    pipeline = Selected(CARRIED, select=DynamicSampling(lambda scores: False, max_rounds=3))
     with pytest.raises(NothingTrained, match=r"12 of 12 groups \(100%\) were rejected in the 3 rounds of step 1, and"):
         run_virtual(pipeline.run)
     assert not pipeline.batches
 
 
 def test_where_all_prompts_are_rejected_the_run_ends_with_an_empty_batch() -> None:
-    pipeline = Selected(replace(CARRIED, prompts=3), select=Selection(lambda scores: False))
+    pipeline = Selected(replace(CARRIED, prompts=3), select=DynamicSampling(lambda scores: False))
     run_virtual(pipeline.run)
     assert [(len(batch), len(batch.dropped)) for batch in pipeline.batches] == [(0, 6)]
 
@@ -137,32 +121,32 @@ def test_where_all_prompts_are_rejected_the_run_ends_with_an_empty_batch() -> No
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (None, "'select' is a Selection that no stage asks: give the Generate of this graph the same one"),
-        (Selection(), "'generate' has a Selection that reads no scores: add the same one after the reward"),
+        (None, "'select' is a DynamicSampling that no stage asks: give the Generate of this graph the same one"),
+        (DynamicSampling(), "'generate' has a DynamicSampling that reads no scores: add the same one after the reward"),
     ],
 )
 def test_a_graph_whose_selection_is_not_that_of_its_generate_cannot_be_built(
-    asked: Selection | None, message: str
+    asked: DynamicSampling | None, message: str
 ) -> None:
     graph = Selected(CARRIED).graph()
     with pytest.raises(GraphError, match=message):
         graph.replace(generate=replace(graph.stage("generate", Generate), select=asked))
-    with pytest.raises(GraphError, match="'generate' has a Selection that reads no scores"):
-        graph.replace(select=Selection())
+    with pytest.raises(GraphError, match="'generate' has a DynamicSampling that reads no scores"):
+        graph.replace(select=DynamicSampling())
 
 
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_rounds"):
-        Selection(max_rounds=0)
+        DynamicSampling(max_rounds=0)
     with pytest.raises(ConfigError, match="TailBatched restarts what is late"):
-        Generate(FakePolicy(), TailBatched(4), samples=2, select=Selection())
+        Generate(FakePolicy(), TailBatched(4), samples=2, select=DynamicSampling())
     assert isinstance(
         grpo(
             policy=FakePolicy(),
             reward=FakeScorer(fake_scalar),
             trainer=FakeTrainer(),
             admission=Overcommit(4),
-            select=Selection(differ),
+            select=DynamicSampling(differ),
         ),
         Graph,
     )
@@ -277,7 +261,9 @@ def test_batches_are_filled_by_deferred_groups_and_then_by_new_prompts_in_the_or
     by_number: FakeScorer[float] = FakeScorer(
         lambda event, tokens, version: float(drawn(event.response.prompt.group)) * (1 + event.rollout)
     )
-    pipeline = Selected(setting, reward=by_number, select=Selection(lambda scores: bool(scores.any()), max_rounds=100))
+    pipeline = Selected(
+        setting, reward=by_number, select=DynamicSampling(lambda scores: bool(scores.any()), max_rounds=100)
+    )
     run_virtual(pipeline.run)
     seen = [
         (

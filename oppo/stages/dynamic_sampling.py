@@ -64,7 +64,7 @@ class Rounds:
 
 
 @dataclass(eq=False)
-class Selection:
+class DynamicSampling:
     """Selects the groups that a step trains: a stage that reads the scores, and that ``Generate`` asks.
 
     It passes scores on when the step has been decoded; a response of a rejected group is a ``Drop`` instead. Responses
@@ -99,7 +99,7 @@ class Selection:
         """Report that no stage asks which groups are selected."""
         del named
         fault = (
-            "is a Selection that no stage asks: give the Generate of this graph the same one, Generate(..., "
+            "is a DynamicSampling that no stage asks: give the Generate of this graph the same one, Generate(..., "
             "select=selection)"
         )
         return [] if any(getattr(each, "select", None) is self for each in stages) else [fault]
