@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_836,
     "report": 2_618,
     "rewards": 1_755,
-    "run": 4_900,
+    "run": 4_899,
     "simulate": 2_942,
     "stages": 3_793,
     "testing": 1_415,
