@@ -100,7 +100,7 @@ BUDGETS = {
     "liveness": 593,
     "losses": 1_135,
     "oppo": 6_023,
-    "placement": 3_836,
+    "placement": 3_824,
     "report": 2_618,
     "rewards": 1_755,
     "run": 4_899,
