@@ -185,7 +185,7 @@ REPLICAS, SERVERS = "placement.policy_replicas=2", f"vllm.urls={json.dumps(URLS)
     ("overrides", "message"),
     [
         (("vllm.max_num_seq=3",), "unknown argument 'max_num_seq' (did you mean 'max_num_seqs'?)"),
-        (("run.deterministic=true",), "run.deterministic makes every bit independent of timing"),
+        (("run.deterministic=true",), "run.deterministic = true makes every bit independent of timing"),
         (("sampling.top_p=0.5",), "vLLM does not say which those were"),
         (("placement.share=sleep",), "vLLM does not sleep on a CPU"),
         ((REPLICAS, "step.kv_on_sync=keep"), "set step.kv_on_sync = 'recompute'"),
@@ -600,7 +600,7 @@ def test_tokens_of_vllm_are_weighted_unless_the_file_says_how(tmp_path: Path, al
     [
         (
             "run.deterministic=true",
-            "run.deterministic makes every bit independent of timing, and vLLM chooses its batches by time",
+            "run.deterministic = true makes every bit independent of timing, which does not go with models.engine = 'vllm'",
         ),
         ("run.policy=process", "run.policy = 'process' places an actor of transformers, and vLLM has processes"),
         ("sampling.top_p=0.9", "sampling.top_p = 0.9 draws from the most likely tokens, and vLLM does not say which"),

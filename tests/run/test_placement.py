@@ -237,7 +237,7 @@ def test_a_copy_on_another_device_has_all_parameters_there_and_leaves_the_origin
         (("models.share_weights=true", "placement.trainer=cuda:7"), "models.share_weights = true trains the weights"),
         (("models.shared_trunk=true", "placement.critic=cuda:7"), "set placement.critic = 'auto'"),
         (("step.algorithm=rloo", "placement.critic=cpu"), "has no critic and cannot use placement.critic = 'cpu'"),
-        (("run.deterministic=true", "placement.reward=cuda"), "run.deterministic needs placement.reward = 'cpu'"),
+        (("run.deterministic=true", "placement.reward=cuda"), "placement.reward = 'cuda': only 'cpu' or 'auto'"),
         (("placement.actor=cpu",), "placement.actor"),
     ],
 )

@@ -161,7 +161,7 @@ def test_an_exact_run_lets_nothing_join(folder: Path, capsys: pytest.CaptureFixt
         (("step.lookahead=0",), "with step.lookahead = 0 nothing is decoded then"),
         (
             ("run.deterministic=true",),
-            "run.deterministic makes every bit independent of timing, and step.weight_sync = 'in-flight'",
+            "does not go with step.weight_sync = 'in-flight', which syncs weights when they are ready",
         ),
         (("models.shared_trunk=true",), "models.shared_trunk = true makes them one model"),
     ],
