@@ -9,20 +9,18 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from oppo.admission import Admission
 from oppo.config.load import Faults, load, overridden, parsed, resolve
 from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
-from oppo.declared import STRICT, Table, declared
+from oppo.declared import Table, declared
 from oppo.errors import ConfigError
 from oppo.log import routed
 from oppo.run.graph import admission_of
 from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated
 from oppo.simulate.costs import (
-    GPUS,
-    MODELS,
     EngineSection,
     Gpu,
     LayoutSection,
@@ -156,7 +154,6 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
 
 
 def refusal(settings: Settings, schedule: Schedule) -> str:
-    """Return why a schedule does not go with the other settings of a run; empty if it does."""
     if not schedule.step:
         return "no settings of oppo train give it"
     document = settings.document()
@@ -174,7 +171,7 @@ def _admission(config: Path) -> Admission:
 
 
 def own_schedule(step: StepSection, cap: int, config: Path) -> Schedule:
-    """Return the schedule of a run; a chunk size that is tuned is taken as the middle one of its candidates."""
+    # of a tuned chunk size, the middle one of its candidates
     chunk = step.chunk if isinstance(step.chunk, int) else None if step.chunk == "whole" else max(1, cap // 8)
     deferred = "" if step.admission != "overcommit" else f", {step.overcommit or 0} deferred"
     ahead = f", lookahead {step.lookahead}" if step.lookahead else ""
@@ -194,19 +191,6 @@ def _measured(steps: Sequence[MeasuredStep]) -> float | None:
     return median(warm) if warm else None
 
 
-class ProfileFile(BaseModel):
-    model_config = STRICT
-
-    workload: Annotated[WorkloadSection, Table()]
-    lengths: Annotated[LengthsSection, Table()]
-    models: Annotated[ModelsSection, Table()]
-    layout: Annotated[LayoutSection, Table()]
-    engine: Annotated[EngineSection, Table()] = EngineSection()
-    schedule: Annotated[ScheduleSection, Table()] = ScheduleSection()
-    gpus: dict[str, Annotated[Gpu, Table()]] = {}
-    sizes: dict[str, Annotated[Transformer, Table()]] = {}
-
-
 KINDS = {
     "workload": WorkloadSection,
     "lengths": LengthsSection,
@@ -220,26 +204,21 @@ KINDS = {
 """The class of each section, or of its tables."""
 
 
+PROFILE: Final[TypeAdapter[Profile]] = TypeAdapter(Annotated[Profile, Table()])
+
+
 def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
     return profile_of(overridden(parsed(path), overrides), path.absolute().parent)
 
 
 def profile_of(document: Mapping[str, object], folder: Path) -> Profile:
+    lengths = document.get("lengths")
+    if isinstance(lengths, Mapping) and isinstance(file := lengths.get("file"), str) and file:
+        document = {**document, "lengths": {**lengths, "file": str(folder / file)}}
     try:
-        file = ProfileFile.model_validate(document)
+        profile = PROFILE.validate_python(document)
     except ValidationError as error:
         keys = {name: declared(kind) for name, kind in KINDS.items()}
         raise ConfigError(Faults(keys, list(KINDS), named=("gpus", "sizes")).describe(error)) from error
-    profile = Profile(
-        workload=file.workload,
-        lengths=file.lengths,
-        models=file.models,
-        layout=file.layout,
-        engine=file.engine,
-        schedule=file.schedule,
-        gpus={**GPUS, **file.gpus},
-        sizes={**MODELS, **file.sizes},
-        folder=folder,
-    )
     profile.system()
     return profile
