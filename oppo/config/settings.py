@@ -507,9 +507,9 @@ def _of_a_critic(s: Settings) -> str:
 
 def _uneven(s: Settings) -> tuple[int, str] | None:
     batch, responses = s.step.batch, s.algorithm.responses
-    units = batch, "responses"
+    units = batch * responses, "responses"
     if responses > 1 and s.trainer.minibatches > 1 and s.trained_loss().unit == "group":
-        units = batch // responses, "groups"
+        units = batch, "groups"
     return units if units[0] % s.trainer.minibatches else None
 
 
@@ -673,7 +673,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "true needs whole groups in this one: choose another admission, or set dynamic_sampling = false": (
         lambda s: getattr(s.algorithm, "selects", False) and s.step.admission == "tail-batched"
     ),
-    "step.algorithm = {s.step.algorithm!r} compares the responses to a prompt with one another, and "
+    "step.algorithm = {s.step.algorithm!r} takes {s.algorithm.responses} responses to each prompt, and "
     "sampling.temperature = 0 makes them all the same: give one above 0": (
         lambda s: s.algorithm.responses > 1 and s.sampling.temperature == 0
     ),

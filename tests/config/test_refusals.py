@@ -68,7 +68,7 @@ step.algorithm=grpo algorithm.lam=0.9 |
     unknown key 'algorithm.lam' (it is a key of [algorithm] for 'ppo', not for 'grpo'); the keys of
 step.algorithm=grpo algorithm.value_clip=none | for 'ppo', not for 'grpo'
 step.algorithm=grpo algorithm.samples=1 | algorithm.samples: expected at least 2, got 1
-algorithm.samples=4 | for 'grpo', 'rloo', 'dr_grpo', 'dapo', 'gspo', not for 'ppo'
+algorithm.scale_scores=mean | for 'grpo', 'dapo', 'gspo', not for 'ppo'
 step.algorithm=grpo algorithm.kl_in=reward | [algorithm]: algorithm 'grpo' standardises rewards: where the scores of a |
     put it into the loss, kl_in = 'loss', or take 'rloo'
 step.algorithm=grpo algorithm.scale_scores=each_reward algorithm.score_norm=true | score_norm = true chan
@@ -277,9 +277,10 @@ step.algorithm=grpo models.critic=other trainer.critic_warmup=1 placement.critic
     models.critic = 'other', trainer.critic_warmup = 1, placement.critic = 'cuda:1': leave that out
 step.algorithm=grpo models.shared_trunk=true | and cannot use models.shared_trunk = true
 trainer.minibatches=5 | trainer.minibatches = 5 does not divide the 32 responses of step.batch = 32 | a divisor
-trainer.minibatches=32 step.algorithm=online_dpo | trainer.minibatches = 32 does not divide the 16 groups
+trainer.minibatches=64 step.algorithm=online_dpo | trainer.minibatches = 64 does not divide the 32 groups
+trainer.minibatches=3 algorithm.samples=2 | trainer.minibatches = 3 does not divide the 64 responses of step.batch = 32
 step.algorithm=dapo step.admission=tail-batched | step.admission = 'tail-batched' | algorithm.dynamic_sampling = true
-step.algorithm=rloo sampling.temperature=0 | step.algorithm = 'rloo' compares | sampling.temperature = 0 makes
+step.algorithm=rloo sampling.temperature=0 | step.algorithm = 'rloo' takes 8 responses | sampling.temperature = 0 makes
 """)
 
 LOSS = "from oppo.losses import PPOLoss\nclass Mine(PPOLoss): pass\ndef made(): return Mine()\n"
