@@ -89,8 +89,8 @@ MAX_FUNCTION_LINES = 80
 BUDGETS = {
     "admission": 1_403,
     "agents": 1_596,
-    "algorithms": 1_050,
-    "config": 3_569,
+    "algorithms": 1_058,
+    "config": 3_566,
     "data": 822,
     "demo": 1_515,
     "environments": 1_238,
