@@ -115,7 +115,7 @@ class Hosted(Generic[T_co]):
 
         Args:
             work: a method of the instance's class.
-            weights: tensors by name; a :class:`~oppo.placement.wire.Bulk` where they are to be sent.
+            weights: tensors by name; a :class:`~oppo.placement.child.Bulk` where they are to be sent.
             loaded: called when it is done, and before the next call is made.
 
         Raises:
