@@ -26,7 +26,7 @@ from oppo.vllm import VllmDecode, VllmPolicy
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.responses import read_chunk
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
-from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, Request, engine_of, running, server_of
+from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, Output, Request, engine_of, running, server_of
 
 on_both = pytest.mark.parametrize("on", ["engine", "server"])
 LONG = replace(SAMPLING, max_new_tokens=60)
@@ -146,6 +146,18 @@ def test_an_engine_that_dies_while_it_decodes_is_lost_at_once(on: str, message: 
             await decode.aclose()
 
     bench.run(main)
+
+
+class Odd(FakeAsyncLLM):
+    def _put(self, request: Request, output: Output, version: str) -> None:
+        output.outputs[0].logprobs = [{}]
+        super()._put(request, output, version)
+
+
+def test_an_output_of_another_shape_says_what_was_expected_and_what_came() -> None:
+    expected = r"expected one completion with the log-prob of each token, and got Output\(outputs=\[Completion\("
+    with pytest.raises(ModelLost, match=f"vLLM has failed, .*{expected}"):
+        Bench(Odd()).play(1)
 
 
 @on_both
