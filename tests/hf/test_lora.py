@@ -486,7 +486,7 @@ def test_small_steps_of_adapters_reach_16_bit_weights_in_float32_only() -> None:
     assert rounding_loss(state, whole, torch.float32) == 0.0
 
 
-@pytest.mark.parametrize("name", ["falcon-h1", "bamba", "qwen3.5", "lfm2", "zamba2"])
+@pytest.mark.parametrize("name", ["falcon-h1", "qwen3.5", "zamba2"])
 def test_a_model_with_states_is_served_with_adapters_as_it_is_trained(name: str) -> None:
     model = tiny.of(tiny.STATEFUL[name](), seed=1)
     model.train(mode=False)
