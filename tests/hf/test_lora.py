@@ -44,7 +44,7 @@ from oppo.placement import Process
 from oppo.placement.wire import pack_with_blocks, unpack
 from tests.hf import tiny
 from tests.invariants import test_equivalence as equivalence
-from tests.kit.known import known
+from tests.kit.known import deep, known
 from tests.kit.responses import read_chunk
 
 pytestmark = pytest.mark.adapters
@@ -300,7 +300,7 @@ def equivalence_models(kind: str) -> dict[str, PreTrainedModel]:
     return models
 
 
-@pytest.mark.parametrize("kind", ["experts", "nf4"])
+@pytest.mark.parametrize("kind", ["nf4", *deep("experts")])
 def test_streamed_and_serial_runs_with_adapters_agree_bit_for_bit(kind: str) -> None:
     ours, theirs = equivalence_models(kind), equivalence_models(kind)
     base = weights_digest(theirs["reference"])
