@@ -1,4 +1,4 @@
-"""Writes ``docs/metrics.md`` from the declarations in ``oppo/report/metrics.py``: ``python -m docs.make_metrics``."""  # noqa: INP001 - a script beside its page
+"""Writes ``docs/metrics.md`` from the declarations in ``oppo/report/metrics.toml``: ``python -m docs.make_metrics``."""  # noqa: INP001 - a script beside its page
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = Path(__file__).with_name("metrics.md")
 PREFACE = """\
 # Metrics
 
-Every metric of a step, made from the declarations in `oppo/report/metrics.py`: change those, then run
+Every metric of a step, made from the declarations in `oppo/report/metrics.toml`: change those, then run
 `python -m docs.make_metrics`.
 
 Dashboards may know a metric by another name. `run.metric_names` chooses the names in `metrics.jsonl`, in

@@ -100,8 +100,8 @@ class Game:
         return chat().tokenizer.decode_whole(answer.tokens.tolist()) if isinstance(answer, Answer) else None
 
     def reward(self, environment: EnvironmentClass | None = None) -> float | Drop:
-        (found,) = run_virtual((environment or self.played.environment).reward.finish, [self.played.finish()])
-        return found
+        asked: EnvironmentClass = environment or self.played.environment
+        return run_virtual(asked.reward.finish, [self.played.finish()])[0]
 
 
 class Connected(Guessing):

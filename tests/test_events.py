@@ -101,10 +101,3 @@ def test_routed_experts_stay_where_they_were_chosen(counts: list[int], cut: int,
         again = RolloutSnapshot.of(RolloutSnapshot(grown, None).state_dict()).response.routed_experts
         assert np.array_equal(again.ids, routed.ids)
         assert np.array_equal(again.counts, routed.counts)
-
-
-def test_a_rollout_of_an_earlier_version_has_no_routed_experts() -> None:
-    state = RolloutSnapshot(Response.empty(Prompt(0, 0, np.zeros(1, np.int32))), None).state_dict()
-    for name in ("routed_experts", "routed_counts"):
-        del state[name]
-    assert RolloutSnapshot.of(state).response.routed_experts.empty

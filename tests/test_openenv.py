@@ -437,7 +437,7 @@ def real(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     python = Path(sys.prefix) / "openenv" / "bin" / "python"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     with subprocess.Popen([python, tmp_path / "real.py", request.param, str(port)], env=environment) as process:
-        for _ in range(600):
+        for _ in range(3000):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.1)

@@ -336,7 +336,7 @@ class Session:
 
     def _sent_before(self, digest: str, *, again: bool, key: str) -> Request | None:
         last = [each.last for each in self.conversations.values() if each.last is not None]
-        same = [each for each in last if (each.key == key if key else again and each.digest == digest)]
+        same = [each for each in last if each.key == key and (key or (again and each.digest == digest))]
         if any(each.digest != digest for each in same):
             raise Refusal(f"another request had the Idempotency-Key {shown(key)}: give each its own", status=422)
         # Of equal ones that whose client has left without its answer, else the newest.

@@ -92,7 +92,7 @@ def alone(seed: int) -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
 
 
-SOURCES: Final = ("language", "models", "assets")
+SOURCES: Final = ("language.toml", "language.py", "models.py", "assets.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class AssetRecipe:
         versions = [library.__version__ for library in (torch, transformers, tokenizers)]
         digest = hashlib.sha256(json.dumps([asdict(self), versions], sort_keys=True).encode())
         for name in SOURCES:
-            digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+            digest.update(Path(__file__).with_name(name).read_bytes())
         return digest.hexdigest()[:16]
 
 

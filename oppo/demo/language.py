@@ -21,12 +21,16 @@ from __future__ import annotations
 import math
 import random
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
+
+from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,87 +72,21 @@ class Register:
     ending: float
 
 
-TOPICS: Final = (
-    Topic("coffee", ("coffee shop", "coffee house"), ("coffee bar",), ("coffee", "cake", "tea", "menu", "terrace")),
-    Topic("hotel", ("hotel", "family hotel"), ("city hotel",), ("room", "bed", "breakfast", "view", "pool")),
-    Topic("books", ("book shop", "book fair"), ("book store",), ("selection", "poetry", "catalogue", "sofa", "gift")),
-    Topic("museum", ("art museum", "museum"), ("toy museum",), ("collection", "tour", "hall", "ticket", "statue")),
-    Topic("cinema", ("cinema", "film club"), ("film theatre",), ("film", "screen", "sound", "popcorn", "seat")),
-    Topic("bakery", ("bakery", "village bakery"), ("corner bakery",), ("bread", "pie", "pastry", "smell", "counter")),
-    Topic(
-        "food", ("restaurant", "fish restaurant"), ("pasta restaurant",), ("soup", "pasta", "wine", "dessert", "sauce")
-    ),
-    Topic("park", ("park", "rose garden"), ("rose park",), ("path", "lake", "lawn", "fountain", "playground")),
-    Topic(
-        "train", ("night train", "train ride"), ("steam train",), ("cabin", "window", "dinner", "blanket", "journey")
-    ),
-    Topic("bikes", ("bike shop", "bike rental"), ("bike workshop",), ("bike", "helmet", "route", "repair", "saddle")),
-)
+_DATA: Final[Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
-TRAINING: Final = Fillings(
-    adjectives=("cosy", "old", "new", "little", "famous", "quiet", "busy", "simple", "grand", "cheap"),
-    places=(
-        "Lisbon", "Oslo", "Kyoto", "Dublin", "Lima", "Vienna", "Boston", "Cairo", "Prague", "Seoul", "Quito", "Bergen",
-        "Naples", "Leeds", "Tartu", "Ghent",
-    ),
-)  # fmt: skip
-HELD_OUT: Final = Fillings(
-    adjectives=("tiny", "modern", "popular", "hidden", "elegant"),
-    places=("Porto", "Turin", "Riga", "Hanoi", "Basel", "Denver"),
-)
 
-TEMPLATES: Final = (
-    "Review of the {adjective} {noun} in {place}:",
-    "Our visit to the {adjective} {noun} in {place}:",
-    "The {adjective} {noun} in {place}, reviewed:",
-    "What we thought of the {adjective} {noun} in {place}:",
-)
+def _by_sentiment(table: Mapping[str, list[str]]) -> Mapping[int, tuple[str, ...]]:
+    return MappingProxyType({int(sentiment): tuple(texts) for sentiment, texts in table.items()})
 
-DEGREES: Final = ("", "", "really ", "truly ", "simply ")
-WORDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "good": ("wonderful", "lovely", "excellent", "delightful", "superb", "charming", "perfect", "great"),
-        "bad": ("terrible", "awful", "dull", "dirty", "disappointing", "poor", "overpriced", "sad"),
-        "plain": ("fine", "average", "ordinary", "okay", "acceptable"),
-        "kind": ("kind", "helpful", "friendly", "patient", "warm"),
-        "rude": ("rude", "slow", "careless", "bored", "cold"),
-        "day": ("Monday", "Tuesday", "Friday", "Sunday"),
-        "company": ("sister", "neighbour", "uncle", "friend"),
-        "landmark": ("station", "river", "market", "church"),
-        "weather": ("raining", "sunny", "windy", "getting dark"),
-        "degree": DEGREES,
-    }
-)
-PATTERNS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
-    {
-        1: (
-            "the {thing} was {degree}{good}", "the {thing} was {degree}{good}", "I loved the {thing}",
-            "the {thing} made my day", "the staff were {degree}{kind}", "the {thing} alone is worth the trip",
-            "nothing beats the {thing} here", "everyone praised the {thing}",
-        ),
-        0: (
-            "the {thing} was {degree}{plain}", "we came on a {day}", "my {company} came along",
-            "the place is near the {landmark}", "it was {weather} outside", "they told us about the {thing}",
-        ),
-        -1: (
-            "the {thing} was {degree}{bad}", "the {thing} was {degree}{bad}", "I regret the {thing}",
-            "the {thing} ruined the visit", "the staff were {degree}{rude}", "nobody cared about the {thing}",
-            "I would skip the {thing}", "everyone complained about the {thing}",
-        ),
-    }
-)  # fmt: skip
-CLOSERS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
-    {
-        1: ("I will be back", "warmly recommended", "thank you for a lovely day"),
-        0: ("that is all", "make of it what you will"),
-        -1: ("never again", "save your money", "we left early"),
-    }
-)
-REGISTERS: Final = (
-    Register(0.50, ("In short:", "Quick note:", "", ""), 1, 0.72),
-    Register(0.37, ("Here is our report.", "We stayed for an hour.", ""), 2, 0.36),
-    Register(0.13, ("This is a long story.", "Where do I start?", "Let me tell you everything."), 4, 0.105),
-)
+
+TOPICS: Final = TypeAdapter(tuple[Topic, ...]).validate_python(_DATA["topics"])
+TRAINING: Final = TypeAdapter(Fillings).validate_python(_DATA["training"])
+HELD_OUT: Final = TypeAdapter(Fillings).validate_python(_DATA["held_out"])
+TEMPLATES: Final[Sequence[str]] = _DATA["templates"]
+WORDS: Final[Mapping[str, Sequence[str]]] = _DATA["words"]
+PATTERNS: Final = _by_sentiment(_DATA["patterns"])
+CLOSERS: Final = _by_sentiment(_DATA["closers"])
+REGISTERS: Final = TypeAdapter(tuple[Register, ...]).validate_python(_DATA["registers"])
 # Shares of the moods, each with its probabilities of a positive, a neutral and a negative clause
 MOODS: Final = ((0.26, (0.76, 0.16, 0.08)), (0.42, (0.34, 0.30, 0.36)), (0.32, (0.08, 0.16, 0.76)))
 

@@ -210,7 +210,6 @@ class Channel(Generic[T]):
         if self._newest is not None and self._key is not None:
             self._newest[self._key(item)] = self._received + len(self._queue)
         self._queue.append(item)
-        self._peak = max(self._peak, len(self._queue))
         if self._watchers:
             self._wake()
 
@@ -278,6 +277,7 @@ class Channel(Generic[T]):
         if not self._queue:
             return []
         items = list(self._queue)
+        self._peak = max(self._peak, len(items))
         self._queue.clear()
         self._newest = None
         self._received += len(items)
@@ -297,6 +297,7 @@ class Channel(Generic[T]):
             await self._readable()
             if not self._queue:
                 raise StopAsyncIteration
+        self._peak = max(self._peak, len(self._queue))
         item = self._queue.popleft()
         if self._newest is not None and self._key is not None:
             key = self._key(item)
@@ -338,7 +339,7 @@ class Channel(Generic[T]):
             received=self._received,
             merged=self._merged,
             queued=len(self._queue),
-            peak=self._peak,
+            peak=max(self._peak, len(self._queue)),
             capacity=self.capacity,
             waiting_senders=len(self._blocked) + self._reserved,
             waiting_receivers=len(self._watchers),

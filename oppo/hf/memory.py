@@ -8,13 +8,15 @@ up or keeps, and the work space of kernels.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
+from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -31,8 +33,10 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Batch, Chunk, IntArray, Prompt, Response
 from oppo.hf.devices import CPU
+from oppo.hf.head import planned_device
 from oppo.hf.introspection import FAILURES, backbone, longest, require_pieces, set_only_whole
 from oppo.hf.kv.attention import attend, kinds_of
+from oppo.hf.kv.prefill import TOKENS_PER_PASS
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import RowCache
 from oppo.hf.probe import known_reason
@@ -251,6 +255,16 @@ def without_data() -> Iterator[LiveBytes]:
         yield live
 
 
+@contextmanager
+def planned_on(device: torch.device) -> Iterator[None]:
+    """Count what is counted inside as it will be on a device: with its chunks of logits."""
+    token = planned_device.set(device)
+    try:
+        yield
+    finally:
+        planned_device.reset(token)
+
+
 T = TypeVar("T")
 
 
@@ -311,10 +325,12 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
         weights, reader = live.now, Incremental(model)
         tokens = np.zeros(load.sequence - 1, np.int32)
         rows = [DecodeRow(key, Prompt(key, key, tokens), load.sequence) for key in range(load.rollouts)]
-        prefill = ChunkedPrefill(reader, rows, budget=prefill_tokens, deterministic=False)
-        signals = Signals.of(len(rows))
-        while prefill:
-            prefill.read(signals)
+        signals, few = Signals.of(len(rows)), 2 * -(-prefill_tokens // load.sequence)
+        for part, budget in ((rows[few:], load.rollouts * load.sequence), (rows[:few], prefill_tokens)):
+            live.peak = live.now  # only the last passes are counted: they find the most
+            prefill = ChunkedPrefill(reader, part, budget=budget, deterministic=False)
+            while prefill:
+                prefill.read(signals)
         logits = reader.step([row.key for row in rows], torch.zeros(len(rows), dtype=torch.int64))
         noise = None
         if sampling.temperature > 0:
@@ -382,24 +398,25 @@ def _scoring_bytes(
     with without_data() as live, torch.inference_mode():
         worker = worker_of(strip(model))
         weights, rollouts = live.now, range(load.rollouts)
-        worker.extend(ScorerInput([Prompt(each, each, np.zeros(load.prompt, np.int32)) for each in rollouts]))
-        for start, stop in pairwise(_reads(load)):
-            tokens = np.zeros(stop - start, np.int32)
-            worker.extend(ScorerInput([_chunk(each, start, tokens) for each in rollouts]))
+        chunk = min(load.chunk, load.response)
+        last = [_chunk(each, 0, np.zeros(chunk, np.int32)) for each in rollouts]
+        few = 2 * -(-TOKENS_PER_PASS // chunk)
+        worker.reader.tokens_per_pass = math.inf
+        before = np.zeros(load.sequence - chunk, np.int32)  # as a prompt, for which no outputs are kept
+        worker.extend(ScorerInput([*(Prompt(each, each, before) for each in rollouts), *last[few:]]))
+        worker.reader.tokens_per_pass, live.peak = TOKENS_PER_PASS, live.now  # the last passes find the most
+        worker.extend(ScorerInput(last[:few]))
         cache = worker.memory()
-        worker.reader.finish(dict.fromkeys(rollouts, load.response))  # where it is read now
+        worker.reader.finish(dict.fromkeys(rollouts, chunk))  # where it is read now
         return _serving(live, weights, cache, whole, layers)
 
 
-def _reads(load: Load) -> list[int]:
-    # Passes have as many tokens whatever the chunks, so only the last ones, which take the most, are as they will be.
-    last = max(0, load.response - 2 * load.chunk)
-    step = max(load.chunk, -(-last // 4))
-    return [*range(0, last, step), *range(last, load.response, load.chunk), load.response]
-
-
 def of_trainer(
-    make: Callable[[], ActorCritic], load: Load, sampling: Sampling, settings: TrainerSettings, loss: Loss
+    make: Callable[[], ActorCritic],
+    load: Load,
+    sampling: Sampling,
+    settings: TrainerSettings,
+    loss: Loss,
 ) -> Bytes:
     """Return the memory of the most expensive micro-batch: of longest rows, or of rows that are all response."""
     shapes = (load, replace(load, prompt=1))
@@ -407,12 +424,37 @@ def of_trainer(
 
 
 def _training(
-    make: Callable[[], ActorCritic], load: Load, sampling: Sampling, settings: TrainerSettings, loss: Loss
+    make: Callable[[], ActorCritic],
+    load: Load,
+    sampling: Sampling,
+    settings: TrainerSettings,
+    loss: Loss,
 ) -> Bytes:
+    # Each of these is a straight line over the number of layers, where all of them are alike.
+    few, periods = _micro_batch(make, load, sampling, settings, loss, periods=2)
+    if periods > 2:
+        more, _ = _micro_batch(make, load, sampling, settings, loss, periods=3)
+        few = {name: size + (periods - 2) * (more[name] - size) for name, size in few.items()}
+    weights, copies, gradients = (few.pop(name) for name in ("weights", "copies", "gradients"))
+    activations = max(few.values()) - weights - copies - gradients
+    return Bytes(weights, copies + 2 * gradients, gradients, activations=activations)
+
+
+def _micro_batch(
+    make: Callable[[], ActorCritic],
+    load: Load,
+    sampling: Sampling,
+    settings: TrainerSettings,
+    loss: Loss,
+    *,
+    periods: int,
+) -> tuple[dict[str, int], int]:
+    # What is alive at most, by part of the passes, in models of so many periods of layers, and how many there are.
     models = _bare(make)
     load = load.within(longest(models.actor))
     budget = settings.micro_batch_tokens or CPU_TOKENS
     rows = min(load.rollouts, max(1, budget // (load.sequence - 1)))
+    stacks = _shorten(filter(None, (models.actor, models.critic)), periods, max(1, settings.gradient_checkpointing))
     models.prepare()  # here, where there is nothing to compare
     with without_data() as live:
         core = HfTrainerCore(strip(models), sampling, settings, loss, TrainerCounts.new())
@@ -424,10 +466,51 @@ def _training(
         live.peak = live.now
         minibatch = list(chain.from_iterable(units(batch, loss.unit)))
         part = pack(batch, minibatch, core.actor.device, loss.reads | loss.measures)
+        peaks = _Peaks(live)
+        for number, stack in enumerate(stacks):
+            peaks.divide(stack, f"model {number}")
         core.backward(part, core.outputs(part), Whole.of(batch, minibatch, sampling.max_new_tokens))
-        gradients = sum(weight.nbytes for weight in trained)
-        states = 2 * gradients
-        return Bytes(weights, copies + states, gradients, activations=live.peak - weights - copies - gradients)
+        peaks.enter("after")
+    gradients = sum(weight.nbytes for weight in trained)
+    sizes = {"weights": weights, "copies": copies, "gradients": gradients, **peaks.of}
+    return sizes, stacks[0].periods if stacks else periods
+
+
+class _Peaks:
+    """The most that is alive in each part of a forward and a backward pass, which begin where layers do.
+
+    A part at the bottom of a stack, or at its top, keeps something of every layer below or above it, so its peak
+    grows by as much with each one. No part between them has a peak above both.
+    """
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.of: dict[str, int] = {}
+        self._live = live
+        self._part = "before"
+        self._backwards = False
+
+    def enter(self, part: str) -> None:
+        self.of[self._part] = max(self.of.get(self._part, 0), self._live.peak)
+        self._part, self._live.peak = part, self._live.now
+
+    def divide(self, stack: _Stack, model: str) -> None:
+        for number, layer in enumerate(stack.layers):
+            below, above = number < stack.period, len(stack.layers) - number <= stack.period
+            where = f"{model}, {'bottom' if below else 'top' if above else 'between'} {number % stack.period}"
+            layer.register_forward_pre_hook(partial(self._forward, where))
+            layer.register_forward_hook(partial(self._forwarded, where))
+
+    def _forward(self, where: str, *_: object) -> None:
+        self.enter(f"{'again' if self._backwards else 'forward'}, {where}")
+
+    def _forwarded(self, where: str, _layer: nn.Module, _inputs: object, output: Tensor | Sequence[Tensor]) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(partial(self._backward, f"{'again ' if self._backwards else ''}backward, {where}"))
+
+    def _backward(self, part: str, _: Tensor) -> None:
+        self._backwards = True
+        self.enter(part)
 
 
 def longest_batch(rows: int, load: Load, *, critic: bool) -> Batch:
@@ -480,19 +563,55 @@ def _scoring(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _keep_one_layer(model: PreTrainedModel) -> int:
-    # Where all are alike, the first stands for them, so that counting is quick. A layer's activations are gone when the
-    # next one begins, so only the cache of one is multiplied.
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The layers of a model that stand for all: of ``periods`` periods of so many layers, the first ones."""
+
+    layers: Sequence[nn.Module]
+    period: int
+    periods: int
+
+
+def _shorten(models: Iterable[PreTrainedModel], periods: int, every: int = 1) -> list[_Stack]:
+    """Leave so many periods of layers in each model, so that counting is quick; all where the models differ in that.
+
+    A period is a multiple of ``every`` layers, after which the same kinds and shapes come again.
+    """
+    found = {id(layers): (part, name, layers) for model in models for part, name, layers in _stacks(model)}.values()
+    sizes = {(len(layers), _period(layers, every, most=len(layers) // (periods + 1))) for _, _, layers in found}
+    if len(sizes) != 1 or (period := sizes.pop()[1]) == 0:
+        return []
+    shortened = []
+    for part, name, layers in found:
+        kept = layers[: periods * period]
+        setattr(part, name, kept)
+        shortened.append(_Stack([*kept], period, len(layers) // period))
+    return shortened
+
+
+def _stacks(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
     config = model.config.get_text_config()
-    count, kinds = int(config.num_hidden_layers), set(getattr(config, "layer_types", None) or ())
+    count, kinds = int(config.num_hidden_layers), getattr(config, "layer_types", None)
     for part in model.modules():
         for name, layers in part.named_children():
-            if isinstance(layers, nn.ModuleList) and len(layers) == count and len(kinds) <= 1:
-                shapes = {tuple((key, each.shape) for key, each in layer.named_parameters()) for layer in layers}
-                if len(shapes) == 1:
-                    setattr(part, name, layers[:1])
-                    return count
-    return 1
+            if isinstance(layers, nn.ModuleList) and len(layers) == count:
+                for layer, kind in zip(layers, kinds or [""] * count, strict=False):
+                    layer.kind = kind
+                yield part, name, layers
+
+
+def _period(layers: nn.ModuleList, every: int, most: int) -> int:
+    # 0 if there is none of at most so many layers.
+    forms = [(layer.kind, *((key, each.shape) for key, each in layer.named_parameters())) for layer in layers]
+    fit = (size for size in range(every, most + 1, every) if len(forms) % size == 0)
+    return next((size for size in fit if forms == forms[:size] * (len(forms) // size)), 0)
+
+
+def _keep_one_layer(model: PreTrainedModel) -> int:
+    # A layer's activations are gone when the next one begins, so only the cache of one is multiplied.
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    stacks = _shorten([model], 1) if len(kinds) <= 1 else []
+    return stacks[0].periods if stacks else 1
 
 
 def _serving(live: LiveBytes, weights: int, memory: tuple[int, int], whole: int, layers: int) -> Bytes:

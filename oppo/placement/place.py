@@ -418,13 +418,14 @@ class CallQueue:
         self._holders: set[object] = set()
         self._may_be_held = True
 
-    def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> None:
+    def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> _Pending:
         """Queue a call, which holds the queue if it is urgent; if it is preempted, ``withdraw`` is called instead."""
         call = _Pending(priority.claim(self), begin, priority.preemption(), withdraw)
         with self._change:
             heappush(self._pending, (not call.urgent, self._arrived, call))
             self._arrived += 1
             self._change.notify()
+        return call
 
     def take(self) -> Callable[[], None] | None:
         with self._change:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, TypeGuard, TypeVar, cast, get_args
+from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
 import anyio
 
@@ -22,7 +21,7 @@ from oppo.returns import NamedScores, TokenRewards, weighted_sum
 from oppo.rewards.function import ARGUMENTS, DOES_NOT_APPLY, FunctionReward
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority
 from oppo.scorers import ScorerCapabilities, capabilities_of, prioritised
-from oppo.user_code import LoadedFile, UserFunction
+from oppo.user_code import LoadedFile, Shared, UserFunction
 
 Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"]
 """A weight, and a reward: a function, its ``file.py:name``, or a scorer such as a reward model."""
@@ -34,7 +33,7 @@ NONE_APPLIES = "none of its rewards applies"
 """Reason of a drop for a rollout to which no part applies."""
 
 
-class Rewards(Scorer["float | Drop"]):
+class Rewards(Shared, Scorer["float | Drop"]):
     """The weighted sum of several rewards.
 
     A function that returns ``None`` for a rollout does not apply to it and adds nothing; the other weights stay. A
@@ -81,7 +80,6 @@ class Rewards(Scorer["float | Drop"]):
         self._parts = [_Part.of(name, given, decode, options) for name, given in parts.items()]
         self._readers = [part for part in self._parts if not part.is_function]
         self._turn = anyio.Lock()
-        self._opened: list[AsyncExitStack] = []
         self._samples: dict[str, list[float]] = {}
         self._said_before: dict[tuple[int, ...], dict[str, Sequence[float | Drop]]] = {}
 
@@ -205,14 +203,8 @@ class Rewards(Scorer["float | Drop"]):
         at_tokens = any(isinstance(score, TokenRewards) for _, score in terms.values())
         return weighted_sum(terms.values()) if at_tokens else NamedScores(terms)
 
-    async def __aenter__(self) -> Self:
-        self._opened.append(await entered(part.scorer for part in self._parts))
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self._opened.pop().__aexit__(kind, error, tb)
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(await entered(part.scorer for part in self._parts))
 
     def close(self) -> None:
         with ExitStack() as stack:

@@ -69,7 +69,7 @@ class Diagnosis:
             total, memory = at_worst(models), memory_of(device, self.assumed)
             there = "" if memory is None else f", {decimal(memory[0])} {'free' if self.assumed is None else 'assumed'}"
             yield f"{device}: {decimal(total)} needed{there}; {_largest(models)}"
-        for share in {need.share for need in self.needs} - {None}:
+        for share in {need.share for need in self.needs if need.share}:
             yield f"vLLM takes {share} of its GPUs' memory (vllm.{SHARE}); what its weights leave is the KV cache"
         if any(need.sleeps for need in self.needs):
             yield "vLLM sleeps during an update (placement.share = 'sleep'): not both need their memory at once"

@@ -35,6 +35,7 @@ from oppo.hf.memory import (
     of_reward,
     of_shortest,
     of_trainer,
+    planned_on,
 )
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
 from oppo.hf.serve.policy import PREFILL_TOKENS
@@ -247,9 +248,10 @@ def _needs(deployment: Deployment, load: Load | None) -> list[Expected]:
     _counting("trainer")
     whole = at_rest(made.trained)
     if load is not None:
-        whole = of_trainer(
-            made.trained, load, _sampling(settings.sampling), deployment.trainer, settings.trained_loss()
-        )
+        with planned_on(devices.trainer[0]):
+            whole = of_trainer(
+                made.trained, load, _sampling(settings.sampling), deployment.trainer, settings.trained_loss()
+            )
     needs += _training(devices, whole, unshared, shard=settings.placement.shard)
     if own_engine and not settings.on_server:
         sleeps = settings.placement.share == "sleep"
@@ -265,11 +267,11 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
         device, remote = devices.scoring()[model], model in devices.remote
         for name in deployment.teachers if model == "teacher" else ():
             _counting(name)
-            yield Expected(name, device, _served(partial(made.logprobs, name), of_reference, load), remote)
+            yield Expected(name, device, _served(partial(made.logprobs, name), of_reference, load, device), remote)
         if model not in {"reward", "teacher"}:
             _counting(model)
             make = {"critic": made.critic, "proximal": made.actor}.get(model, partial(made.logprobs, model))
-            served = _served(make, _SERVED[model], load)
+            served = _served(make, _SERVED[model], load, device)
             shares = _shares_the_policy_s(deployment, model)
             if shares and uncounted and model != "critic":  # the first that is served over the policy's weights
                 shares = uncounted = False
@@ -389,9 +391,13 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
 
 
 def _served(
-    make: Callable[[], PreTrainedModel], of: Callable[[Callable[[], PreTrainedModel], Load], Bytes], load: Load | None
+    make: Callable[[], PreTrainedModel],
+    of: Callable[[Callable[[], PreTrainedModel], Load], Bytes],
+    load: Load | None,
+    device: torch.device,
 ) -> Bytes:
-    return Bytes(at_rest(make).weights) if load is None else of(make, load)
+    with planned_on(device):
+        return Bytes(at_rest(make).weights) if load is None else of(make, load)
 
 
 def _shares_the_policy_s(deployment: Deployment, model: str) -> bool:
@@ -525,13 +531,14 @@ def _require_memory(deployment: Deployment) -> None:
 
 
 def advice(deployment: Deployment, load: Load | None) -> str:
-    fitting, tried = [], [deployment]
+    fitting, tried, names = [], [deployment], []
     for name, changes in _SMALLER:
         try:
             smaller = deployment.changed(changes)
             if smaller in tried:
                 continue
             tried.append(smaller)
+            names.append(name)
             with routed():
                 needs = expected(smaller, load)
         except (ConfigError, ModelRefused, ValueError):
@@ -540,7 +547,7 @@ def advice(deployment: Deployment, load: Load | None) -> str:
             fitting.append(f"{name} would fit ({decimal(sum(need.bytes.total for need in needs))} in all)")
     return "; ".join(
         [
-            *(fitting or ["no models.dtype = 'bfloat16' and no models.lora_rank = 16 would fit"]),
+            *(fitting or [f"not even {' or '.join(names)} would fit" for _ in names[:1]]),
             *(["or have fewer or shorter responses in flight ([step], sampling.max_new_tokens)"] if load else []),
             "or give a model another device, or the trainer several ([placement]), or use smaller models",
         ]

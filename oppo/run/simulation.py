@@ -9,20 +9,18 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from oppo.admission import Admission
 from oppo.config.load import Faults, load, overridden, parsed, resolve
 from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
-from oppo.declared import STRICT, Table, declared
+from oppo.declared import Table, declared
 from oppo.errors import ConfigError
 from oppo.log import routed
 from oppo.run.graph import admission_of
 from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated
 from oppo.simulate.costs import (
-    GPUS,
-    MODELS,
     EngineSection,
     Gpu,
     LayoutSection,
@@ -194,19 +192,6 @@ def _measured(steps: Sequence[MeasuredStep]) -> float | None:
     return median(warm) if warm else None
 
 
-class ProfileFile(BaseModel):
-    model_config = STRICT
-
-    workload: Annotated[WorkloadSection, Table()]
-    lengths: Annotated[LengthsSection, Table()]
-    models: Annotated[ModelsSection, Table()]
-    layout: Annotated[LayoutSection, Table()]
-    engine: Annotated[EngineSection, Table()] = EngineSection()
-    schedule: Annotated[ScheduleSection, Table()] = ScheduleSection()
-    gpus: dict[str, Annotated[Gpu, Table()]] = {}
-    sizes: dict[str, Annotated[Transformer, Table()]] = {}
-
-
 KINDS = {
     "workload": WorkloadSection,
     "lengths": LengthsSection,
@@ -220,26 +205,21 @@ KINDS = {
 """The class of each section, or of its tables."""
 
 
+PROFILE: Final[TypeAdapter[Profile]] = TypeAdapter(Annotated[Profile, Table()])
+
+
 def load_profile(path: Path, overrides: Sequence[str] = ()) -> Profile:
     return profile_of(overridden(parsed(path), overrides), path.absolute().parent)
 
 
 def profile_of(document: Mapping[str, object], folder: Path) -> Profile:
+    lengths = document.get("lengths")
+    if isinstance(lengths, Mapping) and isinstance(file := lengths.get("file"), str) and file:
+        document = {**document, "lengths": {**lengths, "file": str(folder / file)}}
     try:
-        file = ProfileFile.model_validate(document)
+        profile = PROFILE.validate_python(document)
     except ValidationError as error:
         keys = {name: declared(kind) for name, kind in KINDS.items()}
         raise ConfigError(Faults(keys, list(KINDS), named=("gpus", "sizes")).describe(error)) from error
-    profile = Profile(
-        workload=file.workload,
-        lengths=file.lengths,
-        models=file.models,
-        layout=file.layout,
-        engine=file.engine,
-        schedule=file.schedule,
-        gpus={**GPUS, **file.gpus},
-        sizes={**MODELS, **file.sizes},
-        folder=folder,
-    )
     profile.system()
     return profile

@@ -35,19 +35,22 @@ from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
+from pydantic import ConfigDict
 
 from oppo.declared import (
+    STRICT,
     Count,
     Filled,
     Fraction,
     NonNegative,
     Positive,
     PositiveCount,
+    Table,
     required,
     setting,
 )
@@ -332,9 +335,9 @@ class LengthsSection:
         if (self.median is None) == (not self.file):
             raise ConfigError("[lengths] needs either median, of a lognormal distribution, or file, and not both")
 
-    def law(self, folder: Path) -> DrawLengths:
+    def law(self) -> DrawLengths:
         if self.median is None:
-            return Observed.read(folder / self.file, self.cap)
+            return Observed.read(Path(self.file), self.cap)
         median = (self.median, self.last_median or self.median)
         return Lognormal(median=median, sigma=self.sigma, cap=self.cap, runaways=self.runaways)
 
@@ -423,22 +426,22 @@ class ScheduleSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    workload: WorkloadSection
-    lengths: LengthsSection
-    models: ModelsSection
-    layout: LayoutSection
-    engine: EngineSection = EngineSection()
-    schedule: ScheduleSection = ScheduleSection()
-    gpus: Mapping[str, Gpu] = field(default_factory=lambda: GPUS)
-    sizes: Mapping[str, Transformer] = field(default_factory=lambda: MODELS)
-    folder: Path = Path()
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    workload: Annotated[WorkloadSection, Table()]
+    lengths: Annotated[LengthsSection, Table()]
+    models: Annotated[ModelsSection, Table()]
+    layout: Annotated[LayoutSection, Table()]
+    engine: Annotated[EngineSection, Table()] = EngineSection()
+    schedule: Annotated[ScheduleSection, Table()] = ScheduleSection()
+    gpus: dict[str, Annotated[Gpu, Table()]] = field(default_factory=dict)
+    sizes: dict[str, Annotated[Transformer, Table()]] = field(default_factory=dict)
 
     @property
     def gpu(self) -> Gpu:
-        return _named(self.layout.gpu, self.gpus, "layout.gpu", "GPU")
+        return _named(self.layout.gpu, {**GPUS, **self.gpus}, "layout.gpu", "GPU")
 
     def size(self, key: str) -> Transformer:
-        return _named(getattr(self.models, key), self.sizes, f"models.{key}", "model")
+        return _named(getattr(self.models, key), {**MODELS, **self.sizes}, f"models.{key}", "model")
 
     def work(self) -> Workload:
         given = self.workload
@@ -446,7 +449,7 @@ class Profile:
             batch=given.batch,
             samples=given.samples,
             prompt=given.prompt,
-            lengths=self.lengths.law(self.folder),
+            lengths=self.lengths.law(),
             cap=self.lengths.cap,
         )
 

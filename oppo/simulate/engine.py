@@ -220,9 +220,10 @@ class Device:
             self._changed()
 
     def _changed(self) -> None:
-        kinds = list(dict.fromkeys(job.kind for job in self._jobs))
+        kinds = dict.fromkeys(job.kind for job in self._jobs)
+        slowed = {kind: 1 + sum(self._interference(kind, other) for other in kinds if other != kind) for kind in kinds}
         for job in self._jobs:
-            job.slow_down(1 + sum(self._interference(job.kind, other) for other in kinds if other != job.kind))
+            job.slow_down(slowed[job.kind])
 
 
 class Job:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heappop
 from typing import Generic, TypeAlias, TypeVar
 
 import anyio
@@ -24,6 +24,7 @@ from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, ToolTokens
 from oppo.models import SyncedModel, Trained, TrainerCapabilities, Weights
 from oppo.observe import Span, SpanListener, silent
+from oppo.placement.place import CallQueue
 from oppo.scheduling import IN_ORDER, Preempted, Priority
 from oppo.scorers import RolloutSession, RolloutSessions
 from oppo.simulate.engine import Device, spend
@@ -233,22 +234,12 @@ def require_seconds(name: str, seconds: object) -> None:
         require_real(name, seconds, 0.0)
 
 
-@dataclass(slots=True, eq=False)
-class _Pending:
-    urgent: bool
-    is_preempted: Callable[[], bool]
-    preempted: bool = False
-    go: anyio.Event = field(default_factory=anyio.Event)
-
-
-class FakePlace:
+class FakePlace(CallQueue):
     """Makes one call at a time, in the order of arrival, urgent ones first (:mod:`oppo.scheduling`)."""
 
     def __init__(self, listener: SpanListener = silent) -> None:
+        super().__init__()
         self._listener = listener
-        self._pending: list[tuple[bool, int, _Pending]] = []
-        self._arrived = 0
-        self._holders: set[object] = set()
         self._busy = False
 
     @asynccontextmanager
@@ -256,16 +247,18 @@ class FakePlace:
         self, priority: Priority = IN_ORDER, track: str = "", label: str = "call"
     ) -> AsyncIterator[None]:
         """Hold the place while the context lasts; its span has this track and label."""
-        call = _Pending(priority.claim(self), priority.preemption())
-        heappush(self._pending, (not call.urgent, self._arrived, call))
-        self._arrived += 1
+        go = anyio.Event()
+        call = self.put(go.set, go.set, priority)
         self._next()
         try:
-            await call.go.wait()
+            await go.wait()
         except BaseException:
-            self._withdraw(call)
+            if go.is_set() and not call.withdrawn:
+                self._busy = False
+            call.withdrawn = True
+            self._next()
             raise
-        if call.preempted:
+        if call.withdrawn:
             raise Preempted
         start = anyio.current_time()
         try:
@@ -275,31 +268,16 @@ class FakePlace:
             self._busy = False
             self._next()
 
-    def hold(self, holder: object) -> None:
-        """Keep calls that are not urgent until ``holder`` releases the place; idempotent."""
-        self._holders.add(holder)
-
     def release(self, holder: object) -> None:
-        self._holders.discard(holder)
-        self._next()
-
-    def _withdraw(self, call: _Pending) -> None:
-        if call.go.is_set() and not call.preempted:
-            self._busy = False
-        self._pending = sorted(each for each in self._pending if each[-1] is not call)
+        super().release(holder)
         self._next()
 
     def _next(self) -> None:
-        if self._busy:
-            return
-        for _, _, call in self._pending:
-            call.preempted = call.is_preempted()
-            if call.preempted:
-                call.go.set()
-        self._pending = sorted(each for each in self._pending if not each[-1].preempted)
-        if self._pending and (self._pending[0][-1].urgent or not self._holders):
-            self._busy = True
-            heappop(self._pending)[-1].go.set()
+        while not self._busy and self._may_leave():
+            call = heappop(self._pending)[-1]
+            if not call.withdrawn:
+                self._busy = True
+                call.begin()
 
 
 class PlacedScorer(Generic[T]):

@@ -192,7 +192,7 @@ class Generate:
         for name, controller in self._controllers().items():
             controller.load_state_dict(state["controllers"][name])
         if self._conversations is not None:
-            self._conversations.load_state_dict(state.get("conversations", {}))
+            self._conversations.load_state_dict(state["conversations"])
 
     def _state(self, snapshot: RolloutSnapshot) -> dict[str, Any]:
         state = snapshot.state_dict()

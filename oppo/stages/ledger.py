@@ -31,7 +31,6 @@ from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView,
 from oppo.declared import require_whole
 from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
 from oppo.events import (
-    UNROUTED,
     Chunk,
     Drop,
     Finish,
@@ -381,20 +380,12 @@ class RolloutSnapshot:
             sample=state["sample"],
             group=state["group"],
             columns=state["columns"],
-            branch=state.get("branch", 0),
+            branch=state["branch"],
         )
+        columns = (state[name] for name in ("tokens", "logprobs", "versions", "sampled"))
         support = Support(state["support"], state["support_counts"])
-        routed = RoutedExperts(state["routed_experts"], state["routed_counts"]) if "routed_counts" in state else None
-        response = Response(
-            prompt,
-            state["tokens"],
-            state["logprobs"],
-            state["versions"],
-            state["sampled"],
-            support,
-            routed or UNROUTED,
-        )
-        return cls(response, state["reason"], state.get("dropped", ""))
+        routed = RoutedExperts(state["routed_experts"], state["routed_counts"])
+        return cls(Response(prompt, *columns, support, routed), state["reason"], state["dropped"])
 
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"

@@ -445,11 +445,9 @@ class Request:
         if self.rollout.ending:
             self.rollout.end()
             return
-        if self._reason is None:
-            raise ProtocolError(f"rollout {self.prompt.rollout} has not ended")
         last, self._last = self._last, []
         for at, made in enumerate(last, 1):
-            self.rollout.put(made, self._reason if at == len(last) else "live")
+            self.rollout.put(made, self._reason if self._reason and at == len(last) else "live")
 
 
 VllmDecode: TypeAlias = RolloutBuffer[Request]

@@ -55,9 +55,8 @@ class VllmPolicy:
             requests of an earlier policy are discarded.
         sampling: how tokens are sampled; ``top_p`` leaves it without :attr:`~oppo.models.Capabilities.supports`, so
             that nothing can be trained on them.
-        kv_on_sync: what happens to the KV cache of deferred rollouts when weights are loaded. ``recompute``: the
-            new weights read their tokens again before they continue. ``keep``: they continue with the old KV
-            cache, which is cheaper but mixes versions.
+        kv_on_sync: ``recompute``: new weights read the tokens of deferred rollouts again before they continue.
+            ``keep``: they continue with the old KV cache, which is cheaper but mixes versions.
         decode: returns the text of tokens; ``sampling.stop_strings`` need it. It is called on the event loop.
         limit: returns the length in tokens at which the response to a prompt ends; ``sampling.max_new_tokens`` bounds
             it, and is the default.
@@ -66,13 +65,6 @@ class VllmPolicy:
 
     Raises:
         ConfigError: a server cannot keep the KV cache over a weight sync, or give routed experts.
-
-    Attributes:
-        version: of the weights in use.
-        vocabulary: upper bound of token ids.
-        model_name: of the engine's model.
-        tokens: received so far.
-        reporter: reports its work.
     """
 
     def __init__(

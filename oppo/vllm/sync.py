@@ -292,29 +292,24 @@ class Sent:
 class BlockingClient:
     """vLLM's ``VLLMWeightSyncClient``: the calls of an engine, from any thread, during an update."""
 
+    portal: BlockingPortal
+
     def __init__(self, engine: Engine) -> None:
-        self.portal: BlockingPortal | None = None
         self._engine = engine
 
-    @property
-    def _call(self) -> Any:
-        if self.portal is None:
-            raise ModelError("vLLM was called between two updates of its weights")
-        return self.portal.call
-
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call(self._engine.agree, init_info)
+        self.portal.call(self._engine.agree, init_info)
 
     def start_weight_update(self) -> None:
-        self._call(self._engine.start_update)
+        self.portal.call(self._engine.start_update)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if handles := update_info.get("ipc_handles"):
             update_info = {**update_info, "ipc_handles": plain(handles)}
-        self._call(self._engine.update, update_info)
+        self.portal.call(self._engine.update, update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call(self._engine.finish_update, weight_version)
+        self.portal.call(self._engine.finish_update, weight_version)
 
 
 _TYPES: Final = (torch.Tensor, torch.storage.TypedStorage, torch.storage.UntypedStorage)
@@ -378,7 +373,6 @@ class DeviceSender:
                         await anyio.to_thread.run_sync(transfer, abandon_on_cancel=True)
                 await engine.name_version(version)
         finally:
-            client.portal = None
             self._source.tensors = {}  # a mixture's are copies
 
     def _check_local(self, tensors: Mapping[str, Tensor]) -> None:

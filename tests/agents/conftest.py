@@ -39,7 +39,7 @@ class Numbers:
 def graph_of(
     agents: Agents, decoding: Policy, trainer: Trainer, admission: Admission, **others: Any
 ) -> Graph[StepReport]:
-    given = {"samples": 2, "reward": agents.reward, **others}
+    given: dict[str, Any] = {"samples": 2, "reward": agents.reward, **others}
     return grpo(policy=decoding, trainer=trainer, admission=admission, environment=agents, **given)
 
 

@@ -100,6 +100,7 @@ class Rollout(Said):
 
     def __init__(self, agents: Agents, prompt: Prompt, *begun: Any) -> None:
         super().__init__(agents, prompt, tokenizer(), *begun)
+        self.agents = agents
 
 
 def rows(*gold: int) -> list[Prompt]:
@@ -133,7 +134,7 @@ def tried(act: Act, then: Callable[[Rollout], Awaitable[Any]], **options: Any) -
 
 async def conversing(rollout: Rollout, said: Iterator[str], seconds: float = 0.0) -> list[Rollout]:
     """Say these in all conversations of an agent, as each is asked, until it ends; return them, the first first."""
-    agents, found = rollout.environment, [rollout]
+    agents, found = rollout.agents, [rollout]
 
     async def talk(in_one: Rollout) -> None:
         answer: object = Answer(np.array([], np.int32))
@@ -429,7 +430,7 @@ def test_what_cannot_be_trained_is_refused_and_the_agent_may_ask_otherwise(field
         return 1.0
 
     async def once(rollout: Rollout) -> tuple[object, object]:
-        return await rollout.say("Hm."), rollout.environment.samples()
+        return await rollout.say("Hm."), rollout.agents.samples()
 
     answer, samples = tried(act, once, sampling=SamplingSettings(temperature=0.7, stop_strings=("End.",)))
     assert answer is None
@@ -509,7 +510,7 @@ def test_conversations_are_counted_and_of_histories_that_change_the_first_differ
     async def whole(rollout: Rollout) -> Mapping[str, Sequence[float]]:
         texts = iter([call("add", left=2, right=3), "It is 5!"])
         assert [await each.reward() for each in await conversing(rollout, texts)] == [1.0] * counted[0]
-        return rollout.environment.samples()
+        return rollout.agents.samples()
 
     samples = tried(act, whole, single="")
     assert samples["agents/conversations"] == [counted[0]]
@@ -556,7 +557,7 @@ def test_an_answer_has_the_log_probs_of_the_behaviour_policy_if_asked() -> None:
 
     async def twice(rollout: Rollout) -> Rollout:
         assert isinstance(await rollout.say("Fünf"), Answer)
-        rollout.environment.close(rollout.prompt)  # as a resume does
+        rollout.agents.close(rollout.prompt)  # as a resume does
         assert await rollout.say("5") is None
         return rollout
 

@@ -12,7 +12,7 @@ import anyio
 import httpx2
 import openai
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from pydantic import BaseModel
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -105,6 +105,9 @@ CALLS = st.lists(st.builds(drawn, st.integers(0, 2), st.booleans(), st.tuples(FA
 
 
 @given(CALLS)
+@example(
+    [drawn(0, key, (["left"] * left, [])) for key, left in ((False, 1), (False, 0), (True, 0), (False, 0), (True, 1))]
+)
 def test_every_call_at_once_is_a_sample_of_its_own_whatever_befalls_its_attempts(calls: Sequence[Call]) -> None:
     heard = list[list[tuple[str, str]]]()
     networks, serving = list[Network](), list[Agents]()

@@ -13,7 +13,7 @@ import pytest
 from oppo.config.load import overridden, resolve
 from oppo.config.settings import RULES, Settings
 from oppo.errors import ConfigError
-from tests.config import test_own_algorithm as own_algorithm, test_own_schedule as own_schedule
+from tests.config.test_own_code import MINE, OWN
 
 MINIMAL: dict[str, Any] = {
     "models": {"policy": "actor"},
@@ -288,7 +288,7 @@ LOSS = "from oppo.losses import PPOLoss\nclass Mine(PPOLoss): pass\ndef made(): 
 
 
 def document(folder: Path, chosen: str) -> dict[str, Any]:
-    for name, text in {"loss.py": LOSS, "own.py": own_algorithm.OWN, "mine.py": own_schedule.OWN}.items():
+    for name, text in {"loss.py": LOSS, "own.py": OWN, "mine.py": MINE}.items():
         (folder / name).write_text(text)
     own = {"step.loss=LOSS": f"step.loss={folder / 'loss.py'}:made", "run.name=LONG": f"run.name={'x' * 300}"}
     short = SHORT | own

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from oppo.algorithms import ALGORITHMS
-from oppo.algorithms.base import ClippedAlgorithm
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
 from oppo.config.load import load, overridden, resolve
@@ -24,6 +23,7 @@ from oppo.losses import ClippedLoss, PPOLoss, SequenceLoss
 from oppo.returns import ImportanceCorrection, ScoreShaping
 from oppo.stages import GAE
 from oppo.training import TrainerSettings
+from tests.config.test_refusals import entries
 
 MINIMAL = '[models]\npolicy = "./actor"\n[[rewards]]\nsource = "reward.py:score"\n[data]\nprompts = "prompts.jsonl"\n'
 AGENT = "agents.program=agent.py:run"
@@ -42,51 +42,55 @@ def refused(folder: Path, text: str, *overrides: str, base: str = MINIMAL) -> st
     return str(caught.value)
 
 
-def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
-    settings = loaded(tmp_path)
-    assert settings.models.policy == str(tmp_path / "actor")
-    assert settings.rewards[0].source == f"{tmp_path / 'reward.py'}:score"
-    assert settings.data.prompts == str(tmp_path / "prompts.jsonl")
-    assert settings.run_directory == tmp_path / "runs" / "run"
+RESOLVED = """
+run.steps=9 | models.policy={D}/actor | models.critic={D}/actor | rewards.0.source={D}/reward.py:score |
+    reward_models=[] | data.prompts={D}/prompts.jsonl | run_directory={D}/runs/run | algorithm.responses=1
+models.policy=org/actor rewards.0.source=here | models.policy=org/actor | rewards.0.source={D}/here
+HUB | models.reference=org/actor | models.critic=org/reward
+HUB step.algorithm=online_dpo | models.reference=org/actor
+HUB step.algorithm=dapo | models.reference=
+HUB step.algorithm=dapo algorithm.kl=0.1 | models.reference=org/actor
+HUB algorithm.kl=0 | models.reference=
+HUB algorithm.kl=0 models.reference=org/first | models.reference=org/first
+models.shared_trunk=true | models.critic=
+models.adapter=./old algorithm.kl=0.1 | models.adapter={D}/old | models.reference={D}/old | models.adapts=True
+models.adapter=./old models.reference=./actor | models.reference={D}/actor
+models.lora_sync=adapter models.engine=vllm models.adapter=./old | models.lora_sync=adapter
+step.algorithm=grpo | models.critic= | algorithm.responses=8 | algorithm.kl_in=loss | algorithm.kl_estimator=k3 |
+    algorithm.loss.kl=0.05
+step.algorithm=grpo algorithm.kl_estimator=k2 | algorithm.kl_in=loss | algorithm.loss.kl_estimator=k2
+step.algorithm=grpo algorithm.kl_in=reward algorithm.kl=0 | algorithm.kl_in=reward | algorithm.loss.kl=0.0
+step.algorithm=rloo algorithm.samples=3 | algorithm.responses=3 | algorithm.kl_in=reward | algorithm.kl_estimator=k1 |
+    algorithm.loss.kl=0.0
+step.algorithm=ppo | algorithm.kl_in=reward | algorithm.kl_estimator=k1 | algorithm.loss.kl=0.0
+run.seed=7 sampling.seed=3 | data.seed=7 | sampling.seed=3 | trainer.seed=7
+algorithm.kl_target=6.0 algorithm.kl_horizon=100 step.chunk=whole sampling.stop=[1,"x"] | sampling.stop=(1, 'x') |
+    algorithm.kl_target=6.0 | step.chunk=whole
+algorithm.kl=0.2 run.name=other sampling.stop=[3] run.deterministic=true | algorithm.kl=0.2 | run.name=other |
+    sampling.stop=(3,) | run.deterministic=True
+algorithm.kl_in=loss algorithm.kl=0.3 algorithm.kl_estimator=k3 algorithm.value_clip="none" | algorithm.loss.kl=0.3 |
+    algorithm.loss.kl_estimator=k3 | algorithm.loss.value_clip=inf
+"""
+"""Overrides of a small file, and settings that follow."""
 
 
-def test_a_name_that_is_no_path_stays_a_hub_name(tmp_path: Path) -> None:
-    base = '[models]\npolicy = "org/actor"\n[[rewards]]\nsource = "here"\n[data]\nprompts = "p.jsonl"\n'
-    (tmp_path / "here").mkdir()
-    settings = loaded(tmp_path, base=base)
-    assert settings.models.policy == "org/actor"
-    assert settings.rewards[0].source == str(tmp_path / "here")
+def at(found: Any, place: str) -> Any:
+    for name in place.split("."):
+        found = found[int(name)] if name.isdecimal() else getattr(found, name)
+        found = found() if name == "loss" else found
+    return found
 
 
-def test_the_reference_defaults_to_the_policy_and_the_critic_to_the_reward_model(tmp_path: Path) -> None:
-    base = '[models]\npolicy = "org/actor"\n[[rewards]]\nsource = "org/reward"\n[data]\nprompts = "p.jsonl"\n'
-    models = loaded(tmp_path, base=base).models
-    assert (models.reference, models.critic) == ("org/actor", "org/reward")
-
-
-@pytest.mark.parametrize(
-    ("chosen", "reference"),
-    [
-        ('algorithm = "online_dpo"', "org/actor"),
-        ('algorithm = "dapo"', ""),
-        ('algorithm = "dapo"\n[algorithm]\nkl = 0.1', "org/actor"),
-        ("[algorithm]\nkl = 0", ""),
-    ],
-)
-def test_without_a_kl_penalty_there_is_no_reference_unless_it_is_named(
-    tmp_path: Path, chosen: str, reference: str
+@pytest.mark.parametrize(("chosen", "resolved"), [(chosen, rest) for chosen, *rest in entries(RESOLVED)])
+def test_what_follows_from_settings_comes_out_of_the_resolved_file_anywhere(
+    chosen: str, resolved: list[str], tmp_path: Path
 ) -> None:
-    base = '[models]\npolicy = "org/actor"\n[[rewards]]\nsource = "org/reward"\n[data]\nprompts = "p.jsonl"\n[step]\n'
-    settings = loaded(tmp_path, chosen, base=base)
-    assert settings.models.reference == reference
-    assert loaded(tmp_path, base=settings.toml()).models.reference == reference
-    assert loaded(tmp_path, chosen, "models.reference=org/first", base=base).models.reference == "org/first"
-
-
-def test_the_critic_of_a_reward_function_defaults_to_the_policy(tmp_path: Path) -> None:
-    settings = loaded(tmp_path)
-    assert settings.reward_models == []
-    assert settings.models.critic == settings.models.policy
+    (tmp_path / "here").mkdir()
+    chosen = chosen.replace("HUB", "models.policy=org/actor rewards.0.source=org/reward")
+    settings = loaded(tmp_path, "", *chosen.split())
+    for place, value in (each.replace("{D}", str(tmp_path)).split("=", 1) for each in resolved):
+        assert str(at(settings, place)) == value, place
+    assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
 
 
 DATA = '[data]\nprompts = "prompts.jsonl"\n'
@@ -200,53 +204,6 @@ def test_an_override_may_be_the_whole_list_of_rewards(tmp_path: Path) -> None:
     assert loaded(tmp_path, "", "rewards.0.source=reward.py:other", base=SEVERAL.partition("[[")[0] + DATA).rewards
 
 
-def test_a_critic_on_the_policys_trunk_is_no_model_of_its_own(tmp_path: Path) -> None:
-    settings = loaded(tmp_path, "", "models.shared_trunk=true")
-    assert settings.models.critic == ""
-    assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
-
-
-def test_the_reference_of_a_policy_with_an_adapter_has_it_too(tmp_path: Path) -> None:
-    models = loaded(tmp_path, "", "models.adapter=./old", "algorithm.kl=0.1").models
-    assert (models.adapter, models.reference) == (str(tmp_path / "old"), str(tmp_path / "old"))
-    assert models.adapts
-    named = loaded(tmp_path, "", "models.adapter=./old", "models.reference=./actor").models
-    assert named.reference == named.policy
-
-
-def test_adapters_alone_go_to_vllm_from_linear_layers(tmp_path: Path) -> None:
-    fitting = ("models.lora_sync=adapter", "models.engine=vllm", "models.adapter=./old")
-    assert loaded(tmp_path, "", *fitting).models.lora_sync == "adapter"
-
-
-def test_without_a_critic_there_is_none_by_default_and_groups_have_a_size(tmp_path: Path) -> None:
-    settings = loaded(tmp_path, "", "step.algorithm=grpo")
-    assert (settings.models.critic, settings.algorithm.responses, loaded(tmp_path).algorithm.responses) == ("", 8, 1)
-    assert loaded(tmp_path, "", "step.algorithm=rloo", "algorithm.samples=3").algorithm.responses == 3
-    assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
-
-
-def test_grpo_has_its_kl_in_the_loss_unless_it_is_told_otherwise(tmp_path: Path) -> None:
-    def placed(*overrides: str) -> tuple[str, str, float]:
-        settings = loaded(tmp_path, "", *overrides)
-        assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
-        algorithm = settings.algorithm
-        assert isinstance(algorithm, ClippedAlgorithm)
-        loss = algorithm.loss()
-        assert isinstance(loss, ClippedLoss)
-        return algorithm.kl_in, algorithm.kl_estimator, loss.kl
-
-    assert placed("step.algorithm=grpo") == ("loss", "k3", 0.05)
-    assert placed("step.algorithm=grpo", "algorithm.kl_estimator=k2") == ("loss", "k2", 0.05)
-    assert placed("step.algorithm=grpo", "algorithm.kl_in=reward", "algorithm.kl=0") == ("reward", "k3", 0)
-    assert placed("step.algorithm=rloo") == placed("step.algorithm=ppo") == placed() == ("reward", "k1", 0)
-
-
-def test_the_runs_seed_reaches_every_section_that_names_none(tmp_path: Path) -> None:
-    settings = loaded(tmp_path, "[run]\nseed = 7\n[sampling]\nseed = 3\n")
-    assert (settings.data.seed, settings.sampling.seed, settings.trainer.seed) == (7, 3, 7)
-
-
 def seeds(settings: Settings) -> tuple[int, int, int, int]:
     return settings.run.seed, settings.data.seed, settings.sampling.seed, settings.trainer.seed
 
@@ -291,22 +248,6 @@ def test_tasksets_are_prompts_whose_files_are_code_of_the_run(tmp_path: Path) ->
 def test_a_seed_that_is_none_is_told_wherever_it_stands(tmp_path: Path, run: str) -> None:
     said = refused(tmp_path, f"[run]\n{run}\n[sampling]\nseed = 7\n", "run.seed=many")
     assert said == "run.seed: expected a whole number, got 'many'"
-
-
-def test_the_resolved_file_means_the_same_anywhere(tmp_path: Path) -> None:
-    settings = loaded(
-        tmp_path,
-        '[algorithm]\nkl_target = 6.0\nkl_horizon = 100\n[step]\nchunk = "whole"\n[sampling]\nstop = [1, "x"]\n',
-    )
-    assert resolve(tomllib.loads(settings.toml()), Path("/elsewhere")) == settings
-
-
-def test_an_override_is_a_toml_value_or_else_text(tmp_path: Path) -> None:
-    settings = loaded(
-        tmp_path, "", "algorithm.kl=0.2", "run.name=other", "sampling.stop=[3]", "run.deterministic = true"
-    )
-    assert (settings.algorithm, settings.run.name, settings.sampling.stop) == (PPO(kl=0.2), "other", (3,))
-    assert settings.run.deterministic
 
 
 def test_a_name_with_a_dot_is_quoted(tmp_path: Path) -> None:
@@ -396,13 +337,6 @@ def test_a_schedule_spans_the_run(tmp_path: Path) -> None:
     assert settings.trainer == TrainerSettings(schedule="linear", warmup_steps=4, total_steps=40)
     assert "total_steps" not in settings.toml()
     assert "[trainer]: total_steps is run.steps: leave it out" in refused(tmp_path, f"{text}total_steps = 9\n")
-
-
-def test_a_kl_in_the_loss_and_values_without_a_clip_reach_the_loss(tmp_path: Path) -> None:
-    text = '[algorithm]\nkl_in = "loss"\nkl = 0.3\nkl_estimator = "k3"\nvalue_clip = "none"\n'
-    chosen = loaded(tmp_path, text).algorithm.loss()
-    assert chosen == PPOLoss(kl=0.3, kl_estimator="k3", value_clip=math.inf)
-    assert loaded(tmp_path).algorithm.loss() == PPOLoss()
 
 
 def test_an_algorithm_without_a_critic_has_a_loss_without_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from docs.make_metrics import PAGE, page
 from oppo.admission.bottleneck import LIMITS, NUMBERS, PARTS, PREFIX
 from oppo.cli import DONE
 from oppo.evaluation.evaluate import PREFIX as HELD_OUT
-from oppo.report.metrics import METRICS, MFU, SHARE, in_own_names, metric, renamed
+from oppo.report.metrics import METRICS, MFU, in_own_names, metric, renamed
 from oppo.testing import run_virtual
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.workplace import furnish, oppo, records
@@ -61,7 +61,7 @@ def test_each_statistic_of_what_is_trained_says_what_it_is_over() -> None:
     statistics = [
         each
         for each in chain(*METRICS.values())
-        if each not in of_machines and (STATISTIC.search(each.meaning) or each.unit == SHARE)
+        if each not in of_machines and (STATISTIC.search(each.meaning) or each.unit == "share, 0 to 1")
     ]
     assert len(statistics) > 60
     assert [each.name for each in statistics if not OVER.search(each.meaning)] == []

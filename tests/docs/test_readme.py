@@ -1,4 +1,4 @@
-"""What the README and the pages of ``docs/`` show is what happens, and what they link to is there."""
+"""What the README and the pages of ``docs/`` show is what happens, and what they name and link to is there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import oppo.algorithms
+from docs.make_journeys import PAGE as ARCHITECTURE, Journey, Tracer, written
 from oppo import GAE, Graph, Overcommit, Score, grpo, ppo
 from oppo.admission.chunking import Fixed
 from oppo.config.load import load
@@ -27,6 +29,8 @@ from oppo.errors import GraphError
 from oppo.events import Chunk, Finish, FloatArray, Prompt, Response
 from oppo.hf import BridgedReward, ClassifierReward, ProcessRewardModel, SimilarityReward
 from oppo.placement import Thread
+from oppo.returns import whiten
+from oppo.stages.ledger import require_prompt
 from oppo.testing import (
     FakeCritic,
     FakePolicy,
@@ -447,3 +451,48 @@ def test_links_of_the_readme_lead_somewhere_here_and_on_a_package_index() -> Non
     assert [link[1] for link in there if not link[1].startswith(("http", "#"))] == []
     assert all(link[1].startswith((source, "https://arxiv.org/")) for link in there)
     assert re.findall(r"```python.*?```", shown, re.DOTALL) == re.findall(r"```python.*?```", README, re.DOTALL)
+
+
+GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+ELSEWHERE = GUARANTEES.partition("\n## Issue elsewhere, test here\n")[2].partition("\n## ")[0]
+
+
+@cache
+def functions(file: str) -> frozenset[str]:
+    nodes = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    files = re.findall(r"`(tests/[\w/]+\.py)(?:::\w+)?`", GUARANTEES)
+    assert len(files) > 80
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_every_test_that_is_named_is_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", GUARANTEES)
+    assert [f"{file}::{name}" for file, name in named if name not in functions(file)] == []
+
+
+def test_every_report_has_a_test_and_is_named_once() -> None:
+    rows = [line for line in ELSEWHERE.splitlines() if line.startswith("| [")]
+    reports = [re.findall(r"https://github\.com/([\w./-]+/(?:issues|pull)/\d+)", row) for row in rows]
+    assert [row for row, found in zip(rows, reports, strict=True) if len(found) != 1 or "::test_" not in row] == []
+    assert len({found[0] for found in reports}) == len(rows) >= 25
+
+
+def test_a_value_is_followed_into_functions_whose_arguments_hold_it() -> None:
+    tracer = Tracer(lambda value: isinstance(value, np.ndarray) and value.dtype == np.int32)
+    with tracer.tracing():
+        whiten(np.ones(3, np.float32), np.ones(3, np.bool_))
+        assert not tracer.modules
+        require_prompt(Prompt(0, 0, np.array([1], np.int32)))
+    assert list(tracer.modules) == ["oppo/stages/ledger.py"]
+    assert list(tracer.containers) == ["Prompt"]
+
+
+def test_a_page_is_read_as_it_was_written() -> None:
+    found = Journey("a title", ["oppo/events.py", "oppo/models.py"], ["Chunk"])
+    page = f"<!-- made by docs/make_journeys.py -->\n{found.text()}<!-- until here -->"
+    assert written(page) == [{"oppo/events.py", "oppo/models.py"}]
+    assert len(written(ARCHITECTURE.read_text(encoding="utf-8"))) == 3

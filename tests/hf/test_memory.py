@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.head import CPU_LOGITS_BYTES
@@ -146,6 +148,48 @@ def test_training_without_data_is_counted_like_training_with_data(
     assert at_rest == pytest.approx(expected.weights + expected.optimizer, rel=0.1)
     # Without data transformers cannot see that no token is masked, and makes a mask.
     assert expected.activations == pytest.approx(peak - at_rest - expected.gradients, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "checkpointing", "vocabulary"),
+    [
+        ("llama", "PPO", 0, 50_000),
+        ("qwen2-sliding", "PPO", 1, 100),
+        ("llama", "trunk", 0, 100),
+        pytest.param("llama", "adapters", 1, 50_000, marks=pytest.mark.adapters),
+        *deep(("gemma3", "PPO", 2, 100), ("llama", "PPO", 3, 100), ("olmo2", "GRPO", 2, 50_000)),
+    ],
+)
+def test_a_deep_model_is_counted_by_few_of_its_layers(
+    name: str, kind: str, checkpointing: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.CONFIGS[name]()
+    config.update({"num_hidden_layers": 12, "vocab_size": vocabulary, "tie_word_embeddings": False})
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = [kinds[number % 2] for number in range(12)]
+    made_of = list[int]()
+
+    def made() -> ActorCritic:
+        actor = tiny.of(config)
+        if kind == "adapters":
+            add_lora(actor, 4, 8)
+        critic = value_model_on(actor if kind == "trunk" else tiny.of(config)) if kind in {"PPO", "trunk"} else None
+        return ActorCritic(actor, critic)
+
+    class Counting(HfTrainerCore):
+        def __init__(self, models: ActorCritic, *rest: Any) -> None:
+            made_of.append(sum(isinstance(each, GradientCheckpointingLayer) for each in models.actor.modules()))
+            super().__init__(models, *rest)
+
+    monkeypatch.setattr("oppo.hf.memory.HfTrainerCore", Counting)
+    settings = TrainerSettings(gradient_checkpointing=checkpointing)
+    loss = PPOLoss() if kind in {"PPO", "trunk"} else ClippedLoss()
+    quick = of_trainer(made, LOAD, SAMPLING, settings, loss)
+    assert max(made_of) < 12
+    monkeypatch.setattr("oppo.hf.memory._shorten", lambda *_: [])
+    whole = of_trainer(made, LOAD, SAMPLING, settings, loss)
+    assert max(made_of) == 12
+    assert quick == whole
 
 
 @pytest.mark.parametrize("kind", ["PPO", "GRPO", "trunk"])

@@ -44,11 +44,11 @@ class Said:
 
     async def say(self, text: str, end: str = END) -> Answer | Drop | None:
         turn = Turn(self.prompt, self.number, self.write(text, end), self.state, self.said)
-        answer = await self.environment.answer(turn)
+        answer: Answer | Drop | None = await self.environment.answer(turn)
         if isinstance(answer, Answer):
             self.pieces.append(ToolTokens(self.prompt.rollout, self.length, answer.tokens))
             self.state, self.number = json.loads(json.dumps(answer.state)), self.number + 1
-        return answer  # type: ignore[no-any-return] # of an environment of any kind
+        return answer
 
     def write(self, text: str, end: str = "") -> np.ndarray[Any, np.dtype[np.int32]]:
         """Write a turn, or a part of one, that is not answered yet; return its tokens."""
@@ -68,8 +68,8 @@ class Said:
         return Finish(self.prompt.rollout, Response.of(self.prompt, self.pieces), reason)
 
     async def reward(self, reason: Any = "eos") -> float | Drop:
-        (found,) = await self.environment.reward.finish([self.finish(reason)])
-        return found  # type: ignore[no-any-return] # likewise
+        found: Sequence[float | Drop] = await self.environment.reward.finish([self.finish(reason)])
+        return found[0]
 
     def text(self) -> str:
         return self.tokenizer.decode_whole([token for each in self.pieces for token in each.tokens.tolist()])

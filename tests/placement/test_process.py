@@ -261,9 +261,9 @@ async def test_a_caller_that_is_cancelled_leaves_its_work_behind() -> None:
 STUCK = """
 import threading
 import anyio
-from oppo import FunctionReward, Overcommit, ppo
-from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer
-from oppo.testing import fake_per_token, prompts
+from oppo import FunctionReward
+from oppo.events import Finish, Response
+from oppo.testing import prompts
 
 entered = threading.Event()
 
@@ -271,24 +271,13 @@ def reward(prompts, completions):
     entered.set()
     threading.Event().wait()
 
-class Critic(FakeCritic):
-    async def finish(self, finished):
+async def main():
+    (prompt,) = prompts(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(FunctionReward(reward, str).finish, [Finish(0, Response.empty(prompt), "eos")])
         while not entered.is_set():
             await anyio.sleep(0.01)
         raise LookupError("the critic is gone")
-
-async def main():
-    graph = ppo(
-        policy=FakePolicy(lambda prompt: 3),
-        reference=FakeScorer(fake_per_token),
-        reward=FunctionReward(reward, str),
-        critic=Critic(),
-        trainer=FakeTrainer(),
-        admission=Overcommit(batch=2),
-    )
-    async with graph.open(prompts(9)) as run:
-        async for _ in run.steps(2):
-            pass
 
 anyio.run(main)
 """

@@ -12,6 +12,7 @@ outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -85,6 +86,7 @@ class IncrementalPrefill:
         self._keep = keep
         self._deterministic = deterministic
         self._predictive = predictive
+        self.tokens_per_pass: float = TOKENS_PER_PASS
         self._states = RolloutSessions(
             name,
             lambda prompt: ReadState(prompt.rollout, len(prompt.tokens)),
@@ -149,9 +151,10 @@ class IncrementalPrefill:
     def _batches(self, states: Sequence[ReadState]) -> Iterator[list[TokenSpan]]:
         waiting = list(states)
         while waiting := [state for state in waiting if len(state.unread)]:
-            spans = [self._next_span(state, len(state.unread) if self._whole else TOKENS_PER_PASS) for state in waiting]
+            limits = (min(len(state.unread), math.inf if self._whole else self.tokens_per_pass) for state in waiting)
+            spans = [self._next_span(state, int(limit)) for state, limit in zip(waiting, limits, strict=True)]
             rows, lengths = [span.state.rollout for span in spans], [len(span.tokens) for span in spans]
-            for group in self._reader.groups(rows, lengths, TOKENS_PER_PASS):
+            for group in self._reader.groups(rows, lengths, self.tokens_per_pass):
                 yield [spans[at] for at in group]
 
     def _next_span(self, state: ReadState, limit: int) -> TokenSpan:

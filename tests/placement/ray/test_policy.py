@@ -1,11 +1,13 @@
-"""A policy in an actor: the runs of one in this process, bit for bit, in-flight weights, errors and deaths."""
+"""A policy in an actor: its contract, runs of one in this process bit for bit, in-flight weights, errors and deaths."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +15,19 @@ import anyio
 import numpy as np
 import pytest
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelError, ModelLost
 from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.policy import HfDecode, HfPolicy
+from oppo.hf.weights import weights_digest
 from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
-from tests.hf import child, tiny
+from tests.hf import child, stories, tiny
+from tests.hf.serve import test_decoder, test_policy, test_policy_process
 from tests.hf.serve.test_policy_process import RUNS
-from tests.hf.stories import SAMPLING, prompts, serving, told
+from tests.hf.stories import SAMPLING, Serving, prompts, told
 from tests.placement.ray.machines import Machine, Machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -69,7 +74,7 @@ async def test_a_recipe_is_loaded_here_once_where_the_policy_is_here(
     kind: type[Thread | Process], actor: ModelRecipe
 ) -> None:
     other = tiny.causal(seed=2)
-    with serving(other) as policy:
+    with stories.serving(other) as policy:
         expected = await told(policy, prompts(3))
     with kind("actor", setup=child.set_up) as place:
         policy = tiny.apart(HfPolicy)(actor, sampling=SAMPLING, place=place)
@@ -153,3 +158,56 @@ async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
         policy = HfPolicy(actor, sampling=ENDLESS, place=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
         await lose_while_decoding(policy, partial(two.lose, third))
+
+
+# What a policy in a thread and one in a process keep.
+
+HELD = (test_decoder, test_policy, test_policy_process)
+
+OF_THIS_MACHINE = {
+    "test_the_model_that_was_given_has_the_weights_that_were_synced": "an actor has a model of its own",
+    "test_logits_that_are_not_finite_are_an_error_that_names_the_rollouts": "no model is loaded whose weights are not",
+}
+
+globals().update(
+    {
+        name: test
+        for module in HELD
+        for name, test in vars(module).items()
+        if name.startswith("test_") and "serving" in inspect.signature(test).parameters and name not in OF_THIS_MACHINE
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("policies")
+
+
+@pytest.fixture
+def serving(place: RayPlace, folder: Path) -> Serving:
+    """Is called as :func:`tests.hf.stories.serving` is: the model that it is given is loaded in the actor."""
+
+    @contextmanager
+    def elsewhere(
+        model: PreTrainedModel | None = None,
+        *,
+        sampling: Sampling = SAMPLING,
+        deterministic: bool = False,
+        keep: bool = False,
+        portion: int = 8192,
+    ) -> Iterator[HfPolicy]:
+        given = tiny.causal() if model is None else model
+        path = folder / weights_digest(given)
+        if not path.exists():
+            given.save_pretrained(path)
+        yield HfPolicy(
+            ModelRecipe(path=str(path)),
+            sampling=sampling,
+            place=place,
+            deterministic=deterministic,
+            kv_on_sync="keep" if keep else "recompute",
+            prefill_tokens=portion,
+        )
+
+    return elsewhere

@@ -26,7 +26,8 @@ from tests.hf import tiny
 from tests.kit.workplace import furnish, oppo, records, tokenizer
 from tests.vllm.real.conftest import engine_processes, tiny_actor
 from tests.vllm.real.program import Program
-from tests.vllm.real.test_reward import BLOCK, TOLERANCE, saved
+from tests.vllm.real.rollouts import TOLERANCE
+from tests.vllm.real.test_scorers import BLOCK, saved
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

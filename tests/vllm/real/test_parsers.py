@@ -1,14 +1,19 @@
-"""Calls that templates write, read by vLLM's own parser of that model: what it reads otherwise than we, it loses."""
+"""What vLLM's own parsers make of the end of a turn and of calls that templates write; `make test-vllm` runs it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies as st
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
+from vllm.v1.engine.detokenizer import check_stop_strings
 
+from oppo.agents.requests import ChatRequests
+from oppo.models import SamplingSettings
 from tests.hf.random_calls import Case
 from tests.hf.test_chat import SPECIAL, drawn, reading, tokenizer, turn
 
@@ -83,3 +88,24 @@ def test_what_vllm_reads_otherwise_of_a_call_it_loses_by_its_own_rules(name: str
 def ends(name: str, token: int) -> bool:
     """Return whether a token ends a turn."""
     return token in tokenizer(name).control_ids and tokenizer(name).name_of(token) in {SPECIAL[name][0], "</s>"}
+
+
+class Spelled:
+    """A tokenizer whose tokens are these texts."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(self._texts[each] for each in tokens)
+
+
+TEXTS = st.text("ab\n:", min_size=1, max_size=3)
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=3), st.text("ab\n:", max_size=12), TEXTS)
+def test_the_end_of_a_turn_begins_where_vllm_truncates_it(stops: list[str], before: str, last: str) -> None:
+    tokenizer: Any = Spelled([before, last])
+    found = check_stop_strings(before + last, len(last), stops, include_in_output=False)
+    end = ChatRequests(tokenizer, SamplingSettings(stop_strings=tuple(stops))).stopped(tokenizer, [0, 1])
+    assert end == ("" if found is None else (before + last)[found[1] :])
