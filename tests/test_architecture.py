@@ -89,8 +89,8 @@ MAX_FUNCTION_LINES = 80
 BUDGETS = {
     "admission": 1_403,
     "agents": 1_596,
-    "algorithms": 1_050,
-    "config": 3_574,
+    "algorithms": 1_058,
+    "config": 3_566,
     "data": 822,
     "demo": 1_515,
     "environments": 1_238,
@@ -107,7 +107,7 @@ BUDGETS = {
     "simulate": 2_942,
     "stages": 3_793,
     "testing": 1_415,
-    "vllm": 4_191,
+    "vllm": 4_185,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
