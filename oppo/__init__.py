@@ -30,7 +30,7 @@ from oppo.events import (
     merge_chunks,
     rollout_of,
 )
-from oppo.graph import Graph, GraphBuilder, Run, join, where
+from oppo.graph import Graph, GraphBuilder, Run, join
 from oppo.models import Policy, Sampling, Scorer, Trainer, Weights
 from oppo.placement import PolicyPool, Process, Thread
 from oppo.rewards import FunctionReward, Rewards
@@ -87,7 +87,6 @@ __all__ = [
     "rollout_of",
     "synced_models",
     "train",
-    "where",
     "wrap",
 ]
 

@@ -156,7 +156,7 @@ def validated(error: type[Exception] = ValueError) -> Callable[[type[T]], type[T
 
 def require_declared(record: object, error: type[Exception] = ValueError) -> None:
     """Check the fields of a dataclass that is not :func:`validated`."""
-    owner = type(record)
+    owner: Any = type(record)
     for name in declared(owner):
         if (validator := _validator(owner, name)) is not None:
             _require(name, getattr(record, name), validator, error, owner=f" of {owner.__name__}")

@@ -53,7 +53,6 @@ NAMES = [
     "rollout_of",
     "synced_models",
     "train",
-    "where",
     "wrap",
 ]
 

@@ -537,10 +537,7 @@ def _kl_of_verl(draft: Draft) -> None:
 def _batch_of_verl(draft: Draft) -> None:
     batch, samples = draft.whole("data.train_batch_size", 1024), draft.whole(f"{ROLLOUT}.n", 1)
     mini, size = draft.whole(f"{ACTOR}.ppo_mini_batch_size", 256), f"{ACTOR}.ppo_max_token_len_per_gpu"
-    if draft.algorithm in {"ppo", "reinforce_pp"}:
-        draft.put("step.batch", batch * samples, "data.train_batch_size", f"{ROLLOUT}.n")
-    else:
-        draft.put("algorithm.samples", samples, f"{ROLLOUT}.n")
+    draft.put("algorithm.samples", samples, f"{ROLLOUT}.n")
     if mini > 0 and batch % mini == 0:
         draft.put("trainer.minibatches", batch // mini, "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     else:

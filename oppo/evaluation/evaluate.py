@@ -29,7 +29,7 @@ from oppo.events import (
     merge_chunks,
     rollout_of,
 )
-from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Step, where
+from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Step
 from oppo.log import logger
 from oppo.models import Decode, Policy, Scorer
 from oppo.observe import Observer, WorkContext, working_for
@@ -170,7 +170,7 @@ async def examine(
 
 @dataclass(eq=False)
 class Collect:
-    """The stage at the end: keeps what every step has scored of these rollouts, not of their branches."""
+    """Keeps what every step has scored of these rollouts, not of their branches."""
 
     wanted: frozenset[int]
     _rollouts: list[ScoredRollout] = field(default_factory=list, init=False)
@@ -204,7 +204,7 @@ class _Keep:
     finished: list[Finish] = field(default_factory=list)
 
     async def run(self, rollout: Receiver[RolloutEvent], /, *, out: Sender[StepReport], step: Step) -> None:
-        own = [event async for event in where(rollout, Finish)]
+        own = [event async for event in rollout if isinstance(event, Finish)]
         self.finished += own
         await out.send(_report(step, [event.rollout for event in own]))
 

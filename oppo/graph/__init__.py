@@ -16,7 +16,7 @@ from __future__ import annotations
 from oppo.graph.builder import Graph, GraphBuilder, Stream
 from oppo.graph.channel import Channel, ChannelStatistics, Key, Merge, Receiver, Sender
 from oppo.graph.engine import Snapshot, Wait
-from oppo.graph.join import join, where
+from oppo.graph.join import join
 from oppo.graph.run import Run
 from oppo.graph.stage import AnyStage, Demanding, Observing, Stage1, Stage2, Stage3, Stage4, Stateful, Step
 from oppo.graph.topology import Node
@@ -45,5 +45,4 @@ __all__ = [
     "Stream",
     "Wait",
     "join",
-    "where",
 ]

@@ -132,7 +132,6 @@ class Source:
 
 
 T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
 
 
 @runtime_checkable
@@ -143,21 +142,13 @@ class ReportsDeadlocks(Protocol):
         """Add ``describe()`` to the error of a deadlock; return the function that undoes this."""
 
 
-class Target(Protocol[T_contra]):
-    def offer(self, item: T_contra, /) -> bool:
-        """Take ``item`` if that needs neither waiting nor merging; return whether it was taken."""
-
-    async def send(self, item: T_contra, /) -> None:
-        """Take ``item``, waiting for room."""
-
-
 class FanOut(Generic[T]):
     """Delivers each item to every target: at once to those with room, then to the others as they have some."""
 
     def __init__(
         self,
         stage: str,
-        targets: Sequence[Target[T]],
+        targets: Sequence[Channel[T] | ResultSlot[T]],
         read: Mapping[tuple[type, ...], str],
         on_delivered: Callable[[T], None] | None = None,
     ) -> None:
@@ -275,7 +266,7 @@ class Execution(Generic[T]):
         return self._source if name == SOURCE else self._channels[name, node.name]
 
     def _outlet(self, node: Node) -> Sender[Any]:
-        targets: list[Target[Any]] = [
+        targets: list[Channel[Any] | ResultSlot[Any]] = [
             self._channels[node.name, reader.name] for reader in self._topology.readers(node.name)
         ]
         if node.name == self._topology.result:

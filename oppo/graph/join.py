@@ -1,4 +1,4 @@
-"""Reading several inputs at once: aligned by key, or only items of some classes.
+"""Reading several inputs at once, aligned by key.
 
 A join makes no task: one wait watches all inputs, so an error or a cancellation leaves nothing running.
 """
@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar, overload
-
-import anyio
+from typing import Any, TypeVar, overload
 
 from oppo.errors import ProtocolError
-from oppo.graph.channel import ChannelStatistics, Key, Receiver, changed
+from oppo.graph.channel import Key, Receiver, changed
 
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
 D = TypeVar("D")
 E = TypeVar("E")
-T = TypeVar("T")
 
 
 @overload
@@ -132,54 +129,3 @@ class _Join:
             if self._missing[number] and lane.ended:
                 keys = ", ".join(repr(key) for key in self._held[0] if key not in self._held[number])
                 raise ProtocolError(f"input {number + 1} of a join ended without an item for {keys}")
-
-
-@overload
-def where(receiver: Receiver[object], first: type[A], /) -> Receiver[A]: ...
-@overload
-def where(receiver: Receiver[object], first: type[A], second: type[B], /) -> Receiver[A | B]: ...
-@overload
-def where(receiver: Receiver[object], first: type[A], second: type[B], third: type[C], /) -> Receiver[A | B | C]: ...
-def where(receiver: Receiver[Any], /, *classes: type[Any]) -> Receiver[Any]:
-    """Return a view of ``receiver`` that passes items of these classes and discards the others."""
-    return _Where(receiver, classes)
-
-
-class _Where(Generic[T]):
-    def __init__(self, receiver: Receiver[Any], classes: tuple[type[T], ...]) -> None:
-        self._receiver = receiver
-        self._classes = classes
-
-    def __aiter__(self) -> AsyncIterator[T]:
-        return self
-
-    async def __anext__(self) -> T:
-        async for item in self._receiver:
-            if isinstance(item, self._classes):
-                return item
-        raise StopAsyncIteration
-
-    async def drain(self) -> Sequence[T]:
-        while items := await self._receiver.drain():
-            if passed := self._passed(items):
-                return passed
-        return []
-
-    def drain_nowait(self) -> Sequence[T]:
-        return self._passed(self._receiver.drain_nowait())
-
-    def _passed(self, items: Sequence[object]) -> Sequence[T]:
-        return [item for item in items if isinstance(item, self._classes)]
-
-    @property
-    def ended(self) -> bool:
-        return self._receiver.ended
-
-    def watch(self, event: anyio.Event) -> None:
-        self._receiver.watch(event)
-
-    def unwatch(self, event: anyio.Event) -> None:
-        self._receiver.unwatch(event)
-
-    def statistics(self) -> ChannelStatistics:
-        return self._receiver.statistics()

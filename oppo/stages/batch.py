@@ -12,7 +12,7 @@ import numpy as np
 
 from oppo.errors import ProtocolError, blaming, shown
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored, described
-from oppo.graph import Receiver, Sender, join, where
+from oppo.graph import Receiver, Sender, join
 from oppo.returns import NamedScores, TokenRewards, TopLogprobs
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -131,15 +131,14 @@ class ScoredRollouts:
         """
         deferred: list[Defer] = []
 
-        def keep_deferred(event: Finish | Drop | Defer) -> None:
+        def keep_deferred(event: RolloutEvent) -> None:
             if isinstance(event, Defer):
                 deferred.append(event)
 
         connected = {name: receiver for name, receiver in per_token.items() if receiver is not None}
-        ends = where(rollout, Finish, Drop, Defer)
         # Any: the number of inputs is not static; scored_rollout() checks what they carry.
         lanes: AsyncIterator[tuple[Any, ...]] = join(
-            ends, score, *connected.values(), key=finished_rollout, aside=keep_deferred
+            rollout, score, *connected.values(), key=finished_rollout, aside=keep_deferred
         )
         outcomes: list[ScoredRollout | Drop] = []
         async for end, scored, *results in lanes:

@@ -382,10 +382,12 @@ class RolloutSnapshot:
             columns=state["columns"],
             branch=state["branch"],
         )
-        columns = (state[name] for name in ("tokens", "logprobs", "versions", "sampled"))
+        columns = {name: state[name] for name in ("tokens", "logprobs", "versions", "sampled")}
         support = Support(state["support"], state["support_counts"])
         routed = RoutedExperts(state["routed_experts"], state["routed_counts"])
-        return cls(Response(prompt, *columns, support, routed), state["reason"], state["dropped"])
+        return cls(
+            Response(prompt, **columns, support=support, routed_experts=routed), state["reason"], state["dropped"]
+        )
 
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"

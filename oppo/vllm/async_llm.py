@@ -49,7 +49,9 @@ class Collected:
         try:
             (completion,) = output.outputs
             listed = completion.logprobs or ()
-            logprobs = [{token: float(each.logprob) for token, each in found.items()} for found in listed]
+            logprobs: list[Mapping[int, float]] = [
+                {token: float(each.logprob) for token, each in found.items()} for found in listed
+            ]
             new = NewTokens(list(map(int, completion.token_ids)), logprobs, completion.finish_reason)
             new.routed = getattr(completion, "routed_experts", None)
             # What is there of a request that goes on; one that has ended names all its versions.

@@ -308,7 +308,7 @@ class ServerProcess:
         held, self._lifeline = os.pipe()
         try:
             with log.open("ab") as written:
-                self._process = subprocess.Popen(  # noqa: S603 - our own arguments
+                process = self._process = subprocess.Popen(  # noqa: S603 - our own arguments
                     [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags],
                     env={**os.environ, **chosen, LIFELINE: str(held)},
                     stdin=subprocess.DEVNULL,
@@ -319,7 +319,7 @@ class ServerProcess:
                 )
         finally:
             os.close(held)
-        while (ended := self._process.poll()) is None:
+        while (ended := process.poll()) is None:
             with suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=HEALTH, trust_env=False).is_success:
                     return

@@ -244,12 +244,9 @@ def test_a_group_is_selected_by_one_score_of_each_agent() -> None:
 
 
 def test_what_an_agent_of_an_engine_that_adds_nothing_begins_is_refused() -> None:
-    for admission, options in (
-        (Overcommit(batch=4), {"adds": False}),
-        (TailBatched(batch=4), {"adds": True}),
-    ):
+    for admission, adds in ((Overcommit(batch=4), False), (TailBatched(batch=4), True)):
         chief = Chief()
-        trained(chief, admission, steps=2, **options)
+        trained(chief, admission, steps=2, adds=adds)
         assert chief.answered["history_changed"] > 0
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.errors import ProtocolError
-from oppo.graph import join, where
+from oppo.graph import join
 from oppo.graph.channel import Channel
 from oppo.graph.engine import FanOut
 from oppo.simulate.engine import run_virtual
@@ -432,43 +432,6 @@ def test_a_cancelled_join_loses_nothing_and_watches_nothing() -> None:
         assert a.statistics().waiting_receivers == b.statistics().waiting_receivers == 0
         b.send_nowait(1)
         assert await anext(rows) == (1, 1)
-
-    run_virtual(main)
-
-
-def test_a_view_passes_only_items_of_its_classes() -> None:
-    async def main() -> None:
-        channel = Channel[object]("a->b", 8)
-        for item in ("x", 1, 2.0, "y", 3):
-            channel.send_nowait(item)
-        assert where(channel, int, float).drain_nowait() == [1, 2.0, 3]
-        channel.send_nowait("z")
-        channel.send_nowait(4)
-        channel.close()
-        view = where(channel, int)
-        assert [item async for item in view] == [4]
-        assert view.ended
-        assert await view.drain() == []
-        assert view.statistics() == channel.statistics()
-
-    run_virtual(main)
-
-
-def test_a_view_that_is_drained_waits_for_an_item_of_its_classes() -> None:
-    async def main() -> None:
-        channel = Channel[object]("a->b", 8)
-        channel.send_nowait("x")
-
-        async def send_later() -> None:
-            await anyio.sleep(1)
-            await channel.send("y")
-            await anyio.sleep(1)
-            await channel.send(5)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(send_later)
-            assert await where(channel, int).drain() == [5]
-        assert anyio.current_time() == 2.0
 
     run_virtual(main)
 

@@ -41,8 +41,8 @@ from oppo.hf.weights import SharedModel, weights_digest
 from oppo.losses import ClippedLoss, Input
 from oppo.models import Sampling
 from oppo.placement import Thread
+from oppo.placement.child import pack_with_blocks, unpack
 from oppo.placement.trainer import TrainerCounts
-from oppo.placement.wire import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE

@@ -41,7 +41,7 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.weights import SentWeights, SharedModel, changing, weights_digest
 from oppo.models import Sampling, Weights
 from oppo.placement import Process
-from oppo.placement.wire import pack_with_blocks, unpack
+from oppo.placement.child import pack_with_blocks, unpack
 from tests.hf import tiny
 from tests.invariants import test_equivalence as equivalence
 from tests.kit.known import deep, known

@@ -25,7 +25,7 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import SharedModel, share, weights_digest
 from oppo.models import Sampling, Scorer, Weights
 from oppo.placement import Place, Process, Thread
-from oppo.placement.wire import pack_with_blocks, unpack
+from oppo.placement.child import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import AT, ONE, deadly

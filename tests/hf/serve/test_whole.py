@@ -35,7 +35,7 @@ from oppo.hf.weights import SharedModel, weights_digest
 from oppo.losses import PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
-from oppo.placement.wire import pack_with_blocks, unpack
+from oppo.placement.child import pack_with_blocks, unpack
 from oppo.returns import ImportanceCorrection
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout

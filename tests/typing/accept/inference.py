@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, assert_type
 
-from oppo.graph import Channel, Graph, GraphBuilder, Receiver, Sender, Stream, join, where
+from oppo.graph import Channel, Graph, GraphBuilder, Receiver, Sender, Stream, join
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -68,8 +68,6 @@ class Advantage:
         notes: list[Event] = []
         rows = join(rollouts, reference, score, key=lambda item: item.key, aside=notes.append)
         assert_type(await anext(rows), tuple[Event, Scored[bytes], Scored[float]])
-        pairs = join(where(rollouts, Finish), score, key=lambda item: item.key)
-        assert_type(await anext(pairs), tuple[Finish, Scored[float]])
 
 
 class OnlyFinish:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oppo.graph import Graph, Receiver, Run, Sender, join, where
+from oppo.graph import Graph, Receiver, Run, Sender, join
 
 
 def key(item: int | str) -> int:
@@ -22,10 +22,10 @@ async def read(numbers: Receiver[int], words: Receiver[str], out: Sender[int]) -
     join(numbers, words)  # E
 
 
-async def run(numbers: Receiver[int], graph: Graph[int], opened: Run[int]) -> None:
+async def run(numbers: Receiver[int], words: Receiver[str], graph: Graph[int], opened: Run[int]) -> None:
     want_words(numbers, [], Graph[str](graph.topology), "")  # E
-    want_words(where(numbers, str), [], graph, "")  # E
-    want_words(where(numbers, str), [], Graph[str](graph.topology), await opened.step())  # E
+    want_words(words, [], graph, "")  # E
+    want_words(words, [], Graph[str](graph.topology), await opened.step())  # E
     async for step in opened.steps("three"):  # E
         step.upper()  # E
     graph.replace(relay=7)  # E
