@@ -75,7 +75,7 @@ class Hosted(Generic[T_co]):
         return replace(self, _priority=priority)
 
     def guarded(self, guard: Callable[[str], AbstractContextManager[object]]) -> Self:
-        """Return a handle whose calls are made in the context of ``guard(label)`` too, within those there are."""
+        """Return a handle whose calls are made in the context of ``guard(label)``, around those that it has."""
         inner = self._guard
 
         @contextmanager

@@ -366,7 +366,9 @@ class VllmServer(Engine):
         self.dtype = getattr(torch, str(described["dtype"]).removeprefix("torch."))
         self.dtype_chosen = True
         self.kv_tokens = config.get("cache_config", {}).get("kv_cache_size_tokens")
-        self.weights = None if model is None else ServedWeights.known(model, trained, trust_remote_code)
+        self.weights = None
+        if model is not None and trained is not None:
+            self.weights = ServedWeights.known(model, trained, trust_remote_code)
         self._model = str(served[0].get("id", ""))
         self._synced = version == UNSYNCED  # nobody has synced others since it was started
         self._version = ""
