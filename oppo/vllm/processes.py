@@ -241,9 +241,9 @@ def starting(model: str | Path, files: EngineFiles, cores: Sequence[int] | None,
     with guarded(), environment(files, cores, on_cpu=on_cpu):
         try:
             yield
-        except (KeyboardInterrupt, SystemExit, ConfigError):
+        except ConfigError:
             raise
-        except BaseException as error:
+        except Exception as error:
             files.keep()
             cause = last_line(files.log, "Error: ") or one_line(error)
             share = "gpu_memory_utilization, or give the other models another GPU"
