@@ -423,6 +423,9 @@ def _data_of_trl(draft: Draft) -> None:
     training, held_out = draft.take("dataset_train_split", "train"), draft.take("dataset_test_split", "test")
     named = {"path": name, "subset": subset} if name else {}
     _source(draft, "data.prompts", draft.take("<data>", {**named, "split": training}))
+    if (longest := draft.take("max_prompt_length")) is not None:  # of an older TRL
+        draft.put("data.max_prompt_tokens", longest, "max_prompt_length")
+        draft.put("data.over_long", "truncate", "max_prompt_length")
     own, every = draft.take("<eval>", {**named, "split": held_out}), draft.take("eval_steps")
     if draft.take("eval_strategy", "no") != "no":
         _source(draft, "eval.prompts", own)

@@ -183,6 +183,12 @@ def test_overrides_of_verl_are_read_with_their_variables() -> None:
     assert any("placement.trainer" in reason for reason in converted.lost)
 
 
+def test_a_limit_of_prompts_in_an_older_script_of_trl_cuts_them(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(args=GRPOConfig(max_prompt_length=256))\n")
+    assert convert(script).document["data"].items() >= {"max_prompt_tokens": 256, "over_long": "truncate"}.items()
+
+
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo"])
 def test_a_batch_of_verl_counts_prompts_and_their_responses_apart(estimator: str, tmp_path: Path) -> None:
     chosen = {"algorithm.adv_estimator": estimator, "data.train_batch_size": 64}
