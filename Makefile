@@ -42,7 +42,7 @@ test-newest: $(NEWEST)/.installed
 
 LOWEST_TESTS ?= tests/examples tests/graph tests/hf/kv/test_reader.py tests/hf/test_loading.py tests/hf/test_lora.py \
 	tests/hf/test_probe.py tests/hf/train/test_trainer.py tests/report tests/run/test_checkpoint.py tests/config/test_settings.py \
-	tests/run/test_train.py tests/run/test_train_models.py tests/test_cli.py tests/test_libraries.py tests/data \
+	tests/run/test_train.py tests/test_cli.py tests/test_libraries.py tests/data \
 	tests/docs/test_readme.py
 NEWEST_TESTS ?= $(LOWEST_TESTS) tests/hf/test_architectures.py tests/hf/train/test_actor_critic.py
 

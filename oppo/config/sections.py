@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
 
 from oppo.algorithms import ALGORITHMS
-from oppo.data.datasets_library import is_hub_name
+from oppo.data.rows import is_hub_name
 from oppo.data.stream import whole_numbers
 from oppo.declared import (
     Count,

@@ -5,7 +5,6 @@ same seed a prompt meets the same noise at any chunk size, overcommit or resume.
 """
 
 from oppo.data.prompts import OverLongPrompt, Tokenizer, read_prompts
-from oppo.data.row_stream import RowStream
-from oppo.data.stream import PromptStream
+from oppo.data.stream import PromptStream, RowStream
 
 __all__ = ["OverLongPrompt", "PromptStream", "RowStream", "Tokenizer", "read_prompts"]

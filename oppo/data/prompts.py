@@ -13,8 +13,7 @@ from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from oppo.data.datasets_library import is_hub_name, rows_of_directory, rows_of_hub
-from oppo.data.rows import Located, Row, rows_of_file, rows_of_program
+from oppo.data.rows import Located, Row, is_hub_name, rows_of_directory, rows_of_file, rows_of_hub, rows_of_program
 from oppo.declared import require_whole
 from oppo.errors import DataError, noted, one_line, shown
 from oppo.events import IntArray, Prompt

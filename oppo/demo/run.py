@@ -240,7 +240,7 @@ def demo(
 
 def train(settings: Settings, console: Console, narrator: Narrator) -> Sampling:
     """Make the run, and return how its policy sampled."""
-    with routed(narrator.say), starting(settings), prepare(settings) as session:
+    with routed(narrator.say), starting(settings.models), prepare(settings) as session:
         anyio.run(run, session, console)
         return session.assembly.sampling
 

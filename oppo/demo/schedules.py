@@ -20,19 +20,21 @@ from rich.table import Table
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
 from oppo.algorithms.ppo import PPO
+from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
 from oppo.durable import temporary
 from oppo.errors import ConfigError
 from oppo.evaluation import respond_serially, score_serially
-from oppo.events import Batch, Drop
+from oppo.events import Batch, Drop, StepReport
+from oppo.graph import Graph
 from oppo.hf.loading import load_scalar, load_tokenizer
 from oppo.hf.model_files import quiet
 from oppo.log import logger, routed
 from oppo.observe import Observer, Role, busy, seconds
 from oppo.report.charts import Excerpt
 from oppo.report.trace import TimedStep, Timekeeper
-from oppo.run.graph import roles_of
+from oppo.run.graph import admission_of, chunks_of, roles_of
 from oppo.run.train import PreparedRun, prepare
 from oppo.stages.batch import ScoredRollout
 from oppo.stages.hold import held
@@ -144,7 +146,7 @@ def measure(settings: Settings, effort: Effort) -> dict[str, list[TimedRound]]:
     with temporary("demo") as folder:
         write_deeper(Path(settings.reward_models[0]), folder, effort.deeper)
         variants = [(schedule, varied(settings, schedule, effort, folder)) for schedule in schedules(effort)]
-        with starting(settings):
+        with starting(settings.models):
             session = prepare(variants[0][1], dry_run=True)
         with session:
             return anyio.run(make_rounds, session, variants, effort)
@@ -161,14 +163,16 @@ async def make_rounds(
         logger.info(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
         for schedule, chosen in variants if number % 2 else reversed(variants):
             session.prompts.load_state_dict(beginning)
-            made = await make_round(session, schedule, chosen, steps)
+            chunks = chunks_of(chosen.step, chosen.sampling.max_new_tokens)
+            graph = chosen.algorithm.graph(roles_of(session.assembly, admission_of(chosen.step), chunks))
+            made = await make_round(session, held(graph) if schedule.serial else graph, steps)
             if number:
                 rounds[schedule.name].append(made)
     return rounds
 
 
-def starting(settings: Settings) -> AbstractContextManager[None]:
-    return routed() if settings.models.engine == "transformers" else nullcontext()
+def starting(models: ModelsSection) -> AbstractContextManager[None]:
+    return routed() if models.engine == "transformers" else nullcontext()
 
 
 def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: Path) -> Settings:
@@ -187,12 +191,11 @@ def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: P
     )
 
 
-async def make_round(session: PreparedRun, schedule: DemoSchedule, settings: Settings, steps: int) -> TimedRound:
-    graph = settings.algorithm.graph(roles_of(settings, session.assembly))
+async def make_round(session: PreparedRun, graph: Graph[StepReport], steps: int) -> TimedRound:
     keeper = Timekeeper(kept=steps)
     session.assembly.listen(keeper.model_span)
     tokens = 0
-    async with (held(graph) if schedule.serial else graph).open(session.prompts, observers=[keeper]) as run:
+    async with graph.open(session.prompts, observers=[keeper]) as run:
         async for report in run.steps(steps):
             tokens += int(report.metrics["response_length/tokens"])
     return TimedRound(tokens, tuple(keeper.steps))

@@ -170,7 +170,7 @@ async def examine(
 
 @dataclass(eq=False)
 class Collect:
-    """The stage at the end: keeps what every step has scored of these rollouts, not of their branches."""
+    """Keeps what every step has scored of these rollouts, not of their branches."""
 
     wanted: frozenset[int]
     _rollouts: list[ScoredRollout] = field(default_factory=list, init=False)

@@ -121,12 +121,12 @@ class Checkpoints:
 
     @property
     def begun(self) -> bool:
-        """Whether a checkpoint has ever been named here, whole or not."""
+        # a damaged checkpoint counts too
         return bool(self._paths())
 
     @property
     def sealed(self) -> bool:
-        """Whether a checkpoint was completed here; its digests are not compared."""
+        # without the digests of its files, which take time
         return any(_sealed(path) for path in self._paths())
 
     def _discard_damaged(self, path: Path) -> None:
@@ -181,7 +181,6 @@ def read_state(directory: Path) -> State:
 
 
 def verified(path: Path) -> Checkpoint:
-    """Return the checkpoint at ``path`` after comparing every file with its digest."""
     sealed = _sealed(path)
     if sealed is None:
         raise CheckpointError(
@@ -315,7 +314,6 @@ class Provenance:
 def require_continued(
     before: Provenance, now: Provenance, files: Mapping[str, Path], *, accept_changed_code: bool
 ) -> None:
-    """Check that a resumed run has the files it began with; log the differences that are accepted."""
     for name, digest_now in now.files.items():
         if before.files.get(name) == digest_now:
             continue
@@ -405,13 +403,12 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
     if refused := sorted(key for key in changed if of_rewards(key) not in free | rounding):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
-            f"run; what may change is {', '.join(sorted(free if deterministic else free | rounding))}"
-            + ", and what [vllm] holds"
-            * (settings.models.engine == "vllm")
+            f"run; what may change is {', '.join(sorted(free if deterministic else free | rounding))}, and what [vllm] "
+            "holds"
         )
     if fingerprint("") not in (before.get(CLUSTER), now[CLUSTER]):
         changed -= {CLUSTER}
-    if deterministic and (refused := sorted(changed & rounding)):
+    if deterministic and (refused := sorted(key for key in changed if of_rewards(key) in rounding)):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed that is deterministic{where}: sums would be "
             "rounded in another order, and every bit is to be that of an uninterrupted run; start a new run for that"
@@ -424,25 +421,7 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
 
 
 def of_rewards(key: str) -> str:
-    """Return the setting of a reward without its number.
-
-    Example:
-        >>> of_rewards("rewards.0.timeout"), of_rewards("run.steps")
-        ('rewards.N.timeout', 'run.steps')
-    """
     return re.sub(r"^rewards\.\d+\.", "rewards.N.", key)
-
-
-def require_same_run(
-    checkpoint: Checkpoint,
-    settings: Settings,
-    now: Provenance,
-    *,
-    accept_changed_code: bool,
-) -> None:
-    before = Provenance.restored(checkpoint.state())
-    require_same(before.settings, settings, of="its checkpoint")
-    require_continued(before, now, settings.files, accept_changed_code=accept_changed_code)
 
 
 def locked(directory: Path) -> Lock:
@@ -453,7 +432,7 @@ def locked(directory: Path) -> Lock:
 
 
 def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Return the checkpoint to resume from; ``None``: the run was killed before its first and begins anew."""
+    # None: the run was killed before its first checkpoint and begins anew
     checkpoint = checkpoints.newest()
     if checkpoint is None:
         if not checkpoints.begun and is_young(directory, run.checkpoint_every):

@@ -24,7 +24,7 @@ from oppo.hf.devices import (
     require_sharable_memory,
     use_cores,
 )
-from oppo.hf.memory import Hardware
+from oppo.hf.memory import Hardware, Load
 from oppo.log import logger
 from oppo.placement import Place, Process
 from oppo.training import TrainerSettings
@@ -64,24 +64,27 @@ class Deployment:
         return cls(settings, _with_types(settings.models, devices, assumed), settings.trainer, devices, assumed)
 
     def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Self:
-        """Return the deployment of changed settings, on the same devices."""
         settings = self.settings.changed(changes)
         models = _with_types(settings.models, self.devices, self.assumed)
         return replace(self, settings=settings, models=models, trainer=settings.trainer)
 
     def spanning(self, steps: int) -> Self:
-        """Return the deployment of a run whose learning-rate schedule spans ``steps``."""
         settings = self.settings.spanning(steps)
         return replace(self, settings=settings, trainer=settings.trainer)
 
+    def load(self, prompt: int) -> Load:
+        """Return what the models hold at once, with prompts of so many tokens."""
+        step, response = self.settings.step, self.settings.sampling.max_new_tokens
+        # a stage has one step at a time, however many are alive: a model holds the rollouts of one, and the deferred
+        rollouts = (step.batch + step.most_overcommit) * self.settings.algorithm.responses
+        return Load(rollouts, prompt, response, step.chunk if isinstance(step.chunk, int) else response)
+
     @property
     def gpus(self) -> int | None:
-        """GPUs of the machine that is assumed."""
         return None if self.assumed is None else self.assumed.gpus
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine besides transformers decodes."""
         return self.models.engine != "transformers"
 
     @property
@@ -103,7 +106,6 @@ class Deployment:
 
     @property
     def teachers(self) -> Sequence[str]:
-        """The teachers that transformers serves."""
         return [name for name in self.models.teachers if name not in self.settings.on_vllm]
 
     @property
@@ -112,7 +114,6 @@ class Deployment:
 
     @property
     def trains_elsewhere(self) -> bool:
-        """Whether training ranks are on other machines."""
         return "trainer" in self.devices.remote
 
     @property
@@ -136,7 +137,6 @@ def _with_types(models: ModelsSection, devices: Devices, assumed: Hardware | Non
 
 
 def places_of(deployment: Deployment) -> DeviceLayout:
-    """Start the places of a run, in this process, beside it, and in a Ray cluster."""
     devices, run, cores = deployment.devices, deployment.settings.run, deployment.cores
     if cores > (available := available_cores()):
         logger.warning(

@@ -30,7 +30,7 @@ from oppo.models import Sampling, VariesSampling
 from oppo.redact import harmless
 from oppo.run.checkpoint import Provenance
 from oppo.run.deployment import Deployment
-from oppo.run.memory import SHARE, Expected, advice, at_worst, by_device, crowded, expected, load_of
+from oppo.run.memory import SHARE, Expected, advice, at_worst, by_device, crowded, expected
 from oppo.run.models import policy_tokenizer
 from oppo.run.prompts import supplied
 from oppo.run.rewards import begin_of, environment_of
@@ -84,9 +84,9 @@ def examine(deployment: Deployment) -> Diagnosis:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
     with routed():
         tokenizer = policy_tokenizer(settings)
-        environment = environment_of(settings, tokenizer)
+        environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment))
-        load = load_of(settings, supply.longest)
+        load = deployment.load(supply.longest)
     needs = expected(deployment, load)
     faults = crowded(needs, assumed, spread=settings.placement.spread)
     return Diagnosis(needs, load, [*faults, advice(deployment, load)] if faults else (), assumed)

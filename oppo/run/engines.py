@@ -129,10 +129,7 @@ def serve(request: ServeRequest) -> Serving:
 
 
 def require_engines(deployment: Deployment) -> None:
-    """Check, before anything is loaded, that engines are installed, and take their arguments and the weights.
-
-    On hardware that is assumed they need not be installed here.
-    """
+    """Check, before anything is loaded, that engines are installed, and take their arguments and the weights."""
     settings, assumed = deployment.settings, deployment.assumed
     rewards = {
         key: section for key, section in settings.reward_tables.items() if isinstance(section, VllmRewardSection)
@@ -209,10 +206,7 @@ def _check_scoring(key: str, on: OnVllm, deployment: Deployment) -> None:
 
 
 def served_dtype(models: ModelsSection, arguments: Mapping[str, object], trained: torch.dtype) -> str:
-    """Return the name of the type in which vLLM serves the policy: that of the trained weights, unless chosen.
-
-    Merged adapters are served in float32: they change a weight by less than 16 bits can hold. Alone they are not.
-    """
+    # Merged adapters are served in float32: they change a weight by less than 16 bits can hold. Alone they are not.
     chosen = arguments.get("dtype", "auto")
     if chosen != "auto":
         return str(chosen)
@@ -329,7 +323,7 @@ def _on_servers(
 
 
 class _StartedServers:
-    """Starts the servers of replicas, each in its place."""
+    """The servers of replicas, each in its place."""
 
     def __init__(self, request: ServeRequest) -> None:
         self._request = request

@@ -14,7 +14,7 @@ from oppo.admission.adaptive import SlopeRule
 from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.algorithms.base import Roles
 from oppo.config.own import graph_of
-from oppo.config.sections import EvalSection, RunSection, StepSection
+from oppo.config.sections import DataSection, EvalSection, RunSection, StepSection
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, ConfigError, noted
 from oppo.evaluation import Evaluate, Evaluation
@@ -46,8 +46,9 @@ def compose(
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
-    """Return the graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
-    roles = roles_of(settings, assembly)
+    """The graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
+    chunks = chunks_of(settings.step, settings.sampling.max_new_tokens)
+    roles = roles_of(assembly, settings.own_admission() or admission_of(settings.step), chunks)
     graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
     update = graph.stage("update", Update)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
@@ -104,7 +105,7 @@ def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
 
 
 def kind_of(trainer: ResumableTrainer) -> str:
-    """Return the class that checkpoints record: of the trainer, or of what it hosts."""
+    # checkpoints record it, so that a run goes on with the trainer that began it
     return type(trainer.core if type(trainer) is HostedTrainer else trainer).__name__
 
 
@@ -117,7 +118,7 @@ def require_trainer(state: State, trainer: ResumableTrainer) -> None:
         )
 
 
-def roles_of(settings: Settings, assembly: Assembly) -> Roles:
+def roles_of(assembly: Assembly, admission: Admission, chunks: ChunkSize) -> Roles:
     return Roles(
         policy=assembly.policy,
         reference=assembly.reference,
@@ -126,9 +127,9 @@ def roles_of(settings: Settings, assembly: Assembly) -> Roles:
         critic=assembly.critic,
         proximal=assembly.proximal,
         trainer=assembly.trainer,
-        admission=settings.own_admission() or admission_of(settings.step),
-        chunks=chunks_of(settings.step, settings.sampling.max_new_tokens),
-        max_new_tokens=settings.sampling.max_new_tokens,
+        admission=admission,
+        chunks=chunks,
+        max_new_tokens=assembly.sampling.max_new_tokens,
     )
 
 
@@ -170,12 +171,15 @@ def evaluates(run: RunSection, section: EvalSection, steps: int, index: int) -> 
 
 def with_evaluations(
     graph: Graph[StepReport],
-    settings: Settings,
+    chosen: EvalSection,
     assembly: Assembly,
     held_out: Sequence[Prompt],
     due: Callable[[int], bool],
+    *,
+    data: DataSection,
+    batch: int,
+    by_rule: bool,
 ) -> Graph[StepReport]:
-    """Return the graph with evaluations after steps that are ``due``; without held-out prompts as it is."""
     if not held_out:
         return graph
     generate = graph.stage("generate", Generate)
@@ -183,25 +187,24 @@ def with_evaluations(
         name for name, node in graph.nodes.items()
         if isinstance(node.stage, Score) and node.stage.scorer is assembly.reward
     ]  # fmt: skip
-    chosen, policy, sampling = settings.eval, generate.policy, assembly.sampling
+    policy, sampling = generate.policy, assembly.sampling
     if not policy.capabilities.varies_sampling:
         raise ConfigError(
             f"[eval] needs a policy that can draw in another way, and {type(policy).__name__} cannot, by its "
             "capabilities.varies_sampling: see oppo.models.VariesSampling, or leave eval.prompts out"
         )
     drawing = cast("VariesSampling", policy)
-    one = bool(settings.agents.program) or (len(settings.rewards) == 1 and not settings.reward_models)
-    passes = 1.0 if one else None
+    passes = 1.0 if by_rule else None
     evaluation = Evaluation(
         prompts=held_out,
         reward=assembly.reward,
         greedy=drawing.with_sampling(replace(sampling, temperature=0.0, seed=chosen.seed)),
         sampled=drawing.with_sampling(replace(sampling, seed=chosen.seed)) if chosen.samples > 1 else None,
         samples=chosen.samples,
-        batch=chosen.batch or settings.step.batch * settings.algorithm.responses,
+        batch=chosen.batch or batch,
         pass_score=passes if chosen.pass_score is None else chosen.pass_score,
         environment=generate.environment,
-        asking=lambda prompts: of_agents(prompts, generate.environment, settings.data),
+        asking=lambda prompts: of_agents(prompts, generate.environment, data),
     )
     evaluate = Evaluate(evaluation, due, after=("generate", *scoring))
     update = replace(graph.stage("update", Update), held=(STAGE,))
@@ -226,7 +229,6 @@ async def evaluate_first(graph: Graph[StepReport], running: Run[StepReport]) -> 
 
 
 def judged(section: EvalSection, provenance: Provenance, report: StepReport) -> tuple[float, str]:
-    """Return the score of a step by which the best checkpoint is chosen, and what it is a score of."""
     # scores of other held-out prompts are of something else; a step without an evaluation has NaN
     if not section.prompts:
         return report.score, "score"

@@ -104,7 +104,6 @@ class RoleLoader:
             return self._checked(path, self._served(name, "causal", path))
 
     def teacher(self, name: str) -> tuple[Loadable, HfTokenizer | None]:
-        """Return the teacher ``models.<name>``, and its tokenizer if it is another than the policy's."""
         path = self._models.teachers[name]
         with self.attributed(name):
             model = self._served(name, "causal", path)
@@ -125,7 +124,6 @@ class RoleLoader:
         return reward_kind(self._located(path), trusted=self._models.trust_remote_code)
 
     def scalar_reward(self, key: str, path: str) -> tuple[Loadable, str | None]:
-        """Return a reward model with one label, and its tokenizer's difference from the policy's, or ``None``."""
         model = self._served(key, "scalar", path)
         return model, self._difference(path, model)
 
@@ -142,7 +140,6 @@ class RoleLoader:
         return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
 
     def recipe(self, name: str, kind: ModelKind, path: str, device: torch.device) -> ModelRecipe:
-        """Return how the model of ``models.<name>`` is loaded in another process."""
         models = self._models
         return ModelRecipe(
             path=path,
@@ -234,7 +231,7 @@ class RoleLoader:
 
 
 def critic_source(models: ModelsSection, rewards: Sequence[str], fit: Sequence[str]) -> str:
-    """Return what the critic starts from: its model, unless that is a reward model that is unfit to be a critic."""
+    # its own model, unless that is a reward model that is unfit to be a critic
     if models.critic in fit or models.critic not in rewards:
         return models.critic
     return next(iter(fit), models.policy)

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from oppo.config.rewards import ModelRewardSection, OnVllm, VllmRewardSection
 from oppo.config.sections import SamplingSection
-from oppo.config.settings import Settings
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.hf.as_text.whole import transformer_of
@@ -184,17 +183,10 @@ class Outlines:
             raise type(error)(f"{key}: {error}") from error
 
 
-def load_of(settings: Settings, prompt: int) -> Load:
-    response, chunk = settings.sampling.max_new_tokens, settings.step.chunk
-    # A stage has one step at a time, however many are alive: each model holds the rollouts of one, and the deferred.
-    rollouts = (settings.step.batch + settings.step.most_overcommit) * settings.algorithm.responses
-    return Load(rollouts, prompt, response, chunk if isinstance(chunk, int) else response)
-
-
 def fitted(deployment: Deployment) -> Deployment:
     """Check that the models fit, and choose what memory decides: tokens of a micro-batch, the share of an engine."""
     _require_memory(deployment)
-    load = load_of(deployment.settings, deployment.settings.data.max_prompt_tokens)
+    load = deployment.load(deployment.settings.data.max_prompt_tokens)
     if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
         logger.info("counting memory, for trainer.micro_batch_tokens")
     with routed(), suppress(ConfigError, ModelError):  # loading says what is wrong
@@ -208,7 +200,6 @@ def expected(deployment: Deployment, load: Load | None) -> list[Expected]:
 
 
 def with_micro_batches(deployment: Deployment, load: Load) -> Deployment:
-    """Choose the tokens of a micro-batch by the trainer's device, where the settings do not."""
     if deployment.trainer.micro_batch_tokens is not None:
         return deployment
     on_cpu = deployment.devices.trainer[0].type == "cpu"
@@ -360,10 +351,7 @@ def _workers(
 
 
 def engine_share(deployment: Deployment, others: Sequence[Expected]) -> float | None:
-    """Return the share of a GPU's memory that the policy's engine takes: the one chosen, or what ``others`` leave.
-
-    ``None`` where the size of its cache is chosen, or it computes on a CPU.
-    """
+    """Return the share of a GPU's memory for the policy's engine; ``None``: its cache has a size, or it is on a CPU."""
     chosen, on = deployment.settings.vllm, deployment.devices.policy
     if on.type == "cpu" or "policy" in deployment.devices.remote or chosen.get(CACHE):
         return None
@@ -386,7 +374,7 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
         return replace(load, rollouts=-(-groups // deployment.devices.replicas) * responses)
 
     if load is None:
-        return of_shortest(made.actor, share(load_of(settings, 1)).rollouts)
+        return of_shortest(made.actor, share(deployment.load(1)).rollouts)
     return of_policy(made.actor, share(load), _sampling(settings.sampling), prefill_tokens=PREFILL_TOKENS)
 
 
@@ -459,7 +447,6 @@ def at_worst(models: Sequence[Expected]) -> int:
 
 
 def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, spread: bool = False) -> list[str]:
-    """Return a message about each device that has less memory than its models need."""
     messages = []
     for device, models in by_device(needs).items():
         total, memory = at_worst(models), memory_of(device, assumed)
@@ -545,10 +532,9 @@ def advice(deployment: Deployment, load: Load | None) -> str:
             continue
         if not crowded(needs, smaller.assumed, spread=smaller.settings.placement.spread):
             fitting.append(f"{name} would fit ({decimal(sum(need.bytes.total for need in needs))} in all)")
-    return "; ".join(
-        [
-            *(fitting or [f"not even {' or '.join(names)} would fit" for _ in names[:1]]),
-            *(["or have fewer or shorter responses in flight ([step], sampling.max_new_tokens)"] if load else []),
-            "or give a model another device, or the trainer several ([placement]), or use smaller models",
-        ]
-    )
+    others = ["give a model another device, or the trainer several ([placement])", "use smaller models"]
+    if load:
+        others.insert(0, "have fewer or shorter responses in flight ([step], sampling.max_new_tokens)")
+    if not fitting and names:
+        others[0] = f"not even {' or '.join(names)} would fit: {others[0]}"
+    return "; or ".join([*fitting, *others])

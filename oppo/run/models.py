@@ -130,7 +130,6 @@ class Assembly:
         return tuple(filter(None, calls))
 
     def wired(self, trainer: ResumableTrainer, environment: Environment | None) -> Assembly:
-        """Return these models with the trainer and the environment of the run's graph: they are watched and saved."""
         return replace(self, trainer=trainer, environment=environment, saving=self.saving.of(trainer))
 
     def abort(self) -> None:
@@ -221,23 +220,23 @@ def assemble(
     deployment: Deployment,
     tokenizer: HfTokenizer,
     *,
-    columns: Iterable[Collection[str]] = (),
-    engine_log: Path | None = None,
-    environment: AnyEnvironment | None = None,
+    columns: Iterable[Collection[str]],
+    engine_log: Path | None,
+    environment: AnyEnvironment | None,
 ) -> Assembly:
     """Return the models of a run, loaded and probed, the policy on its engine.
 
     Args:
         columns: of the data, of each kind of prompts; they are checked before a model is loaded.
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
-        environment: of :func:`oppo.run.rewards.environment_of`; ``None``: it is made here.
     """
     settings = deployment.settings
     deployment = fitted(deployment)
     places = places_of(deployment)
     with ExitStack() as stack:
         stack.callback(places.close)
-        code = UserCode.of(settings, tokenizer, _here(places), environment)
+        here = ModelPlace(places.scoring.get("reward", places.saving), "reward", SERVING)
+        code = UserCode.of(settings.reward_tables, tokenizer, here, environment, run=settings.run, data=settings.data)
         known = [*columns]
         for names in known:
             code.check_columns(names)
@@ -414,10 +413,6 @@ def _ideal(deployment: Deployment, models: Mapping[str, Sequence[Loadable | None
 
 def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:
     return ModelPlace(places.place_of(model), name or model, SERVING)
-
-
-def _here(places: DeviceLayout) -> ModelPlace:
-    return ModelPlace(places.scoring.get("reward", places.saving), "reward", SERVING)
 
 
 def _actor_and_reference(
@@ -599,8 +594,6 @@ class Saving:
         return Saving(trainer, self._tokenizer, self._models, self._thread)
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: tuple[float, str], state: State) -> None:
-        """Write a checkpoint: ``state``, the trainer's state, and each trained model with its tokenizer."""
-
         def write() -> None:
             with checkpoints.writing(step, *score) as path, quiet():
                 write_state(path, state)

@@ -16,7 +16,6 @@ from rich.console import Console
 from oppo.algorithms.base import Algorithm
 from oppo.algorithms.group import GroupAlgorithm
 from oppo.config.sections import RunSection, Tracker as TrackerName
-from oppo.config.settings import Settings
 from oppo.errors import HangError
 from oppo.graph import Run
 from oppo.libraries import require
@@ -39,8 +38,6 @@ HANG_REPORT = "hang-report.json"
 
 @dataclass(slots=True, eq=False)
 class RunObservers:
-    """The observers of a run."""
-
     console: Console
     log: RunLog
     panel: Panel
@@ -63,17 +60,18 @@ class RunObservers:
 
 @contextmanager
 def watching(
-    settings: Settings,
+    chosen: RunSection,
     assembly: Assembly,
     directory: RunDirectory,
     console: Console,
     own: Sequence[Observer] = (),
     *,
+    algorithm: Algorithm,
+    config: Mapping[str, Mapping[str, object]],
     first: int,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> Iterator[RunObservers]:
     """Open the observers of a run, those of the program (``own``) last, and close them at its end."""
-    chosen = settings.run
     with ExitStack() as stack:
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
         panel = panel_of(chosen, console, assembly.tokenizer.decode)
@@ -81,14 +79,14 @@ def watching(
         shown = (panel.on_notice,) if panel.is_live else ()
         stack.enter_context(routed(log.notice, *shown, onward=not panel.is_live))
         decode = assembly.tokenizer.decode
-        trackers = stack.enter_context(tracking(chosen, directory.path, settings.tables(), first, decode))
+        trackers = stack.enter_context(tracking(chosen, directory.path, config, first, decode))
         for fault in directory.faults:
             logger.warning(fault)
         stack.enter_context(panel)
         watchdog = watchdog_of(chosen, assembly, directory, [log.on_stall, panel.on_stall], last_resort)
         stack.enter_context(watchdog)
         assembly.listen(directory.model_span, watchdog.on_span)
-        written, others = (with_names(chosen, settings.algorithm, *seen) for seen in ((directory,), (*trackers, *own)))
+        written, others = (with_names(chosen, algorithm, *seen) for seen in ((directory,), (*trackers, *own)))
         observers = [*written, log, Expendable(panel), watchdog, *others]
         yield RunObservers(console, log, panel, watchdog, observers)
 
@@ -146,7 +144,6 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 def tracking(
     run: RunSection, path: Path, config: Mapping[str, Mapping[str, object]], first: int, decode: Detokenize
 ) -> Iterator[Sequence[Observer]]:
-    """Yield the trackers of a run whose first step here is ``first``, and complete them."""
     with ExitStack() as stack:
         trackers = list[Tracker]()
         for name in dict.fromkeys(run.track):

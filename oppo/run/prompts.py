@@ -165,7 +165,6 @@ def require_unfinished(directory: Path, lasts: int) -> None:
 
 
 def steps_of(steps: int, data: DataSection, batch: int, prompts: Supply) -> int:
-    """Return the steps of a run: ``steps``, or as many as its prompts last for, the last one smaller."""
     known = data.epochs and isinstance(prompts, PromptStream)
     return min(steps, math.ceil(len(prompts) / batch)) if known and isinstance(prompts, Sized) else steps
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from oppo.config.load import load
 from oppo.config.sections import PromptSource, sources
 from oppo.config.settings import Settings
-from oppo.data.datasets_library import is_hub_name
+from oppo.data.rows import is_hub_name
 from oppo.durable import put
 from oppo.errors import ConfigError, one_line
 from oppo.log import logger
@@ -52,10 +52,7 @@ CITATION: Final = """\
 
 
 def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, api: HfApi | None = None) -> str:
-    """Write a run's model card, push it with the trained policy in one commit, and return where both are.
-
-    With ``dry_run`` only the card is written, into the run directory, and its path returned.
-    """
+    """Push a run's card and trained policy in one commit; return where they are, or of a dry run the card's path."""
     from huggingface_hub import CommitOperationAdd, HfApi  # noqa: PLC0415 - with its HTTP clients, .2 s
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415 - likewise
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # noqa: PLC0415 - likewise

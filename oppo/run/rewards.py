@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from oppo.agents import Agents
+from oppo.config.environment import AgentsSection, EnvironmentSection
 from oppo.config.own import naming
 from oppo.config.rewards import (
     EnvironmentRewardSection,
@@ -16,8 +17,7 @@ from oppo.config.rewards import (
     ModelRewardSection,
     RewardSection,
 )
-from oppo.config.sections import OPENENV, VERIFIERS
-from oppo.config.settings import Settings
+from oppo.config.sections import OPENENV, VERIFIERS, DataSection, RunSection, SamplingSection
 from oppo.data.prompts import Begin
 from oppo.environments import (
     EnvironmentClass,
@@ -80,14 +80,16 @@ class UserCode:
     @classmethod
     def of(
         cls,
-        settings: Settings,
+        tables: Mapping[str, RewardSection],
         tokenizer: HfTokenizer,
         place: Hosting,
-        environment: AnyEnvironment | None = None,
+        environment: AnyEnvironment | None,
+        *,
+        run: RunSection,
+        data: DataSection,
     ) -> UserCode:
-        """Return the code that the settings name; scorers that a file makes work in ``place``."""
+        """Return the rewards that ``tables`` name beside the environment; scorers of a file work in ``place``."""
         _leave_retries_to_our_log()
-        environment = environment or environment_of(settings, tokenizer)
         classes = environment if isinstance(environment, EnvironmentClass | Environments) else None
 
         def loaded(key: str, reward: FunctionRewardSection) -> Scorer[float | Drop]:
@@ -95,24 +97,23 @@ class UserCode:
             options: dict[str, Any] = {
                 "optional": reward.name is not None,
                 "inputs": RewardInputs(
-                    prompt_column=settings.data.column,
+                    prompt_column=data.column,
                     conversation=_conversation(environment),
                     environments=None if classes is None else classes.instance,
-                    max_steps=settings.run.steps,
+                    max_steps=run.steps,
                 ),
             }
             options |= {name: getattr(reward, name) for name in OPTIONS}
             if reward.source in CHECKERS:
-                cores = settings.run.cores or available_cores()
-                return _checking(key, reward, decode, options, cores=cores)
+                return _checking(key, reward, decode, options, cores=run.cores or available_cores())
             return load_reward(reward.source, decode, place=place, on_drop=reward.on_drop, **options)
 
-        tables, rewards = settings.reward_tables, dict[str, Scorer[float | Drop]]()
+        rewards = dict[str, Scorer[float | Drop]]()
         for key, reward in tables.items():
             if isinstance(reward, FunctionRewardSection):
                 rewards[key] = loaded(key, reward)
             elif isinstance(reward, JudgeRewardSection):
-                rewards[key] = _judge(key, reward, tokenizer.decode, settings.data.column)
+                rewards[key] = _judge(key, reward, tokenizer.decode, data.column)
             elif isinstance(reward, EnvironmentRewardSection) and classes is not None:
                 try:
                     rewards[key] = classes.reward
@@ -137,7 +138,6 @@ class UserCode:
                 )
 
     def reward(self, models: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
-        """Return the reward, with the reward models: zeros where the settings name none."""
         if isinstance(self.environment, Agents):
             return self.environment.reward
         if not self.settings:
@@ -208,13 +208,18 @@ def _checking(
 AnyEnvironment: TypeAlias = FunctionEnvironment | Tools | Environments | Agents
 
 
-def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment | None:
+def environment_of(
+    section: EnvironmentSection,
+    agents: AgentsSection,
+    data: DataSection,
+    sampling: SamplingSection,
+    tokenizer: HfTokenizer,
+) -> AnyEnvironment | None:
     # the policy's tokenizer shows the tools of one class or function; several classes have views of it
-    section, agents = settings.environment, settings.agents
     if agents.program:
         served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port", "public_url")}
         run = TaskAgent() if agents.program == VERIFIERS else agents.program
-        return Agents(run, tokenizer, settings.sampling, **served)
+        return Agents(run, tokenizer, sampling, **served)
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
     calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:
@@ -225,7 +230,7 @@ def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment
                 name.removeprefix("environment.factory."): _class_of(
                     name,
                     spec,
-                    chatting(tokenizer, tools=class_tools(name, spec), variables=settings.data.chat_template_kwargs),
+                    chatting(tokenizer, tools=class_tools(name, spec), variables=data.chat_template_kwargs),
                     calling,
                 )
                 for name, spec in section.factories.items()
@@ -247,7 +252,7 @@ def environment_of(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment
         tokenizer.encode_whole if keeps else tokenizer.encode_exactly,
         on_failure="drop" if section.on_failure == "drop" else "fail",
         process=section.process,
-        prompt_column=settings.data.column,
+        prompt_column=data.column,
         **options,
     )
 
@@ -303,7 +308,7 @@ def track_of(reward: RewardSection) -> str:
 
 
 def kind_of(key: str, reward: ModelRewardSection, kind: RewardKind) -> RewardKind:
-    """Return the kind that a model is served as, which its settings may change from what its architecture says."""
+    # its settings may change what its architecture says
     if kind == "scalar" and (reward.reading == "whole" or reward.label):
         kind = "classifier"
     if kind != "similarity" and reward.column:

@@ -154,7 +154,6 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
 
 
 def refusal(settings: Settings, schedule: Schedule) -> str:
-    """Return why a schedule does not go with the other settings of a run; empty if it does."""
     if not schedule.step:
         return "no settings of oppo train give it"
     document = settings.document()
@@ -172,7 +171,7 @@ def _admission(config: Path) -> Admission:
 
 
 def own_schedule(step: StepSection, cap: int, config: Path) -> Schedule:
-    """Return the schedule of a run; a chunk size that is tuned is taken as the middle one of its candidates."""
+    # of a tuned chunk size, the middle one of its candidates
     chunk = step.chunk if isinstance(step.chunk, int) else None if step.chunk == "whole" else max(1, cap // 8)
     deferred = "" if step.admission != "overcommit" else f", {step.overcommit or 0} deferred"
     ahead = f", lookahead {step.lookahead}" if step.lookahead else ""

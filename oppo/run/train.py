@@ -39,7 +39,8 @@ from oppo.run.checkpoint import (
     Provenance,
     locked,
     newest,
-    require_same_run,
+    require_continued,
+    require_same,
     settings_of,
 )
 from oppo.run.graph import (
@@ -200,11 +201,13 @@ def prepare(
         require_engines(deployment)
         require_trackers(chosen.track)
         tokenizer = policy_tokenizer(settings)
-        environment = environment_of(settings, tokenizer)
+        environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin_of(environment))
         stream, provenance = supply.stream, supply.provenance
         if checkpoint is not None:
-            require_same_run(checkpoint, settings, provenance, accept_changed_code=accept_changed_code)
+            before = Provenance.restored(checkpoint.state())
+            require_same(before.settings, settings, of="its checkpoint")
+            require_continued(before, provenance, settings.files, accept_changed_code=accept_changed_code)
             require_unfinished(settings.run_directory, supply.steps)
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(
@@ -221,7 +224,16 @@ def prepare(
         composed = compose(settings, assembly, stream, replay.observations, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
         due = partial(evaluates, settings.run, settings.eval, supply.steps)
-        composed = with_evaluations(composed, settings, assembly, supply.held_out, due)
+        composed = with_evaluations(
+            composed,
+            settings.eval,
+            assembly,
+            supply.held_out,
+            due,
+            data=settings.data,
+            batch=settings.step.batch * settings.algorithm.responses,
+            by_rule=bool(settings.agents.program) or (len(settings.rewards) == 1 and not settings.reward_models),
+        )
         stack.pop_all()
     return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, checkpoint, lock, replay)
 
@@ -265,7 +277,15 @@ async def run(
     with (
         directory,
         watching(
-            settings, assembly, directory, console, observers, first=session.done, last_resort=last_resort
+            settings.run,
+            assembly,
+            directory,
+            console,
+            observers,
+            algorithm=settings.algorithm,
+            config=settings.tables(),
+            first=session.done,
+            last_resort=last_resort,
         ) as watch,
     ):
         show_progress(session.graph, watch.panel.on_evaluation)

@@ -155,14 +155,6 @@ def test_a_template_that_runs_out_of_memory_is_named() -> None:
         read_prompts([{"prompt": [{"role": "user", "content": "a"}]}], tokenizer)
 
 
-def test_parquet_is_read_like_json_lines(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.parquet"
-    parquet.write_table(pa.table({"question": ["a b", "c"], "answer": [1, 2]}), path)
-    prompts = read_prompts(path, tokenizer_of(), column="question")
-    assert [words(prompt.tokens.tolist()) for prompt in prompts] == ["a b", "c"]
-    assert prompts[1].columns["answer"] == 2
-
-
 def test_csv_is_read_with_its_header_and_quotes_and_every_column_is_text(tmp_path: Path) -> None:
     path = tmp_path / "prompts.csv"
     path.write_bytes('\ufeffprompt,answer\r\n"a\nb",1\r\n\r\n"c",""\r\n'.encode())
@@ -210,17 +202,6 @@ def test_a_dataset_on_the_disk_is_read_like_a_file(tmp_path: Path) -> None:
         read_prompts(tmp_path / "several", tokenizer_of(), split="dev")
     (tmp_path / "one" / "state.json").write_text("{}")
     assert "cannot be read as a dataset: " in refused(tmp_path / "one")
-
-
-def test_chats_of_a_dataset_go_through_the_template(tmp_path: Path) -> None:
-    import datasets
-
-    chats = [
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    ]
-    datasets.Dataset.from_dict({"prompt": chats}).save_to_disk(tmp_path / "chats")
-    (prompt,) = read_prompts(tmp_path / "chats", tokenizer_of(TEMPLATE))
-    assert words(prompt.tokens.tolist()) == "user : a assistant : b user : c assistant :"
 
 
 CALLS = "{% for m in messages %}{{ m | tojson(sort_keys=true) }} {% endfor %}"
@@ -374,14 +355,5 @@ def test_over_long_prompts_are_left_out_or_cut_and_counted(
     assert [words(prompt.tokens.tolist()) for prompt in prompts] == kept
     assert len(messages) == 1
     assert messages[0].startswith(f"1 of 2 prompts of {path} are longer than 2 tokens")
-
-
-def test_over_long_prompts_can_be_refused(tmp_path: Path) -> None:
-    path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "a b c"})
     with pytest.raises(DataError, match=r"1 of 2 prompts .* longer than 2 tokens, the first at .*line 2"):
         read_prompts(path, tokenizer_of(), max_prompt_tokens=2, over_long="error")
-
-
-def test_no_prompt_left_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no prompt .* is left: all are over-long"):
-        read_prompts(jsonl(tmp_path, {"prompt": "a b c"}), tokenizer_of(), max_prompt_tokens=2)

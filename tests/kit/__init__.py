@@ -8,8 +8,7 @@
 - :mod:`tests.kit.forked`: programs and children forked from a warm server, in place of new interpreters.
 - :mod:`tests.kit.pipelines`, :mod:`tests.kit.pools`, :mod:`tests.kit.faulty`: graphs of fakes in virtual time, with
   faults.
-- :mod:`tests.kit.responses`, :mod:`tests.kit.dialogues`, :mod:`tests.kit.paced`: responses for scorers, scripted
-  turns, slow tools.
+- :mod:`tests.kit.responses`, :mod:`tests.kit.dialogues`: responses for scorers, scripted turns.
 - :mod:`tests.hf.tiny`, :mod:`tests.hf.spot_tokenizers`: tiny models and tokenizers, made on the spot.
 
 A new setting of runs is a value of an axis in :mod:`tests.run.matrix`, which then tries it with all others.

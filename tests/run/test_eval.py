@@ -14,14 +14,14 @@ import torch
 from safetensors.numpy import load_file
 
 from oppo import evaluate, train
-from oppo.cli import DONE, FAILED, UNUSABLE, main
+from oppo.cli import DONE, FAILED, main
 from oppo.errors import ConfigError
 from oppo.report.metrics import metric
 from oppo.run.checkpoint import CHECKPOINTS, verified
 from tests.docs.test_readme import ROOT, fenced
 from tests.kit.workplace import furnish, oppo, records, start
 from tests.report.tracked import board
-from tests.run.test_resume_real import stable
+from tests.run.test_resume import stable
 
 EXACT = ("run.deterministic=true", "run.panel=off", "run.trace=0", "run.steps=4", "run.checkpoint_every=2")
 EVAL = ("eval.prompts=held_out.jsonl", "eval.every=2")
@@ -71,13 +71,14 @@ def trained(run: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param((), id="ppo"),
         pytest.param(
             ("rewards.0.source=judges.py:rule", "eval.samples=3", "step.algorithm=grpo", "algorithm.samples=2"),
             id="groups",
         ),
-        pytest.param(("rewards.0.source=judges.py:parts", "eval.samples=2", *TURNS), id="turns"),
-        pytest.param(("step.lookahead=1", "run.scorers=thread", "eval.samples=2"), id="ahead"),
+        pytest.param(
+            ("rewards.0.source=judges.py:parts", "step.lookahead=1", "run.scorers=thread", "eval.samples=2", *TURNS),
+            id="turns ahead",
+        ),
         pytest.param(
             ("models.lora_rank=2", "run.scorers=thread", "run.keep_best=true"),
             id="adapters",
@@ -266,23 +267,3 @@ def test_a_reward_that_fails_on_held_out_prompts_fails_as_in_training(
     assert "reward function 'absent' raised OSError: 401 for https://***@judge.example/ at" in said
     assert "hunter2secret" not in said
     assert "in the evaluation before the first step" in said
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("eval.every=5",), "[eval] has every, and nothing is evaluated without held-out prompts: give eval.prompts"),
-        (("eval.prompts=none.jsonl",), "there is no prompt file "),
-        (
-            ('eval.prompts=[{path="held_out.jsonl", weight=2}]',),
-            "eval.prompts: held-out prompts are answered once each",
-        ),
-        (("eval.prompts=held_out.jsonl", "eval.samples=0"), "eval.samples: expected more than 0, got 0"),
-        (("eval.prompts=held_out.jsonl", "eval.evry=3"), "unknown key 'eval.evry' (did you mean 'every'?)"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_an_error(
-    folder: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert oppo(folder, "", *overrides, "run.name=refused") == UNUSABLE
-    assert message in " ".join(capsys.readouterr().err.split())

@@ -1,24 +1,38 @@
-"""A run's end tells the truth, whatever a reward does, wherever it is shown, and whoever hangs."""
+"""A run's end tells the truth, whatever a reward, a signal or a child does, and whatever fails that sees the run."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
+import anyio
 import pytest
-from transformers import AutoModelForCausalLM
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from oppo import train
 from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
+from oppo.config.load import load
+from oppo.hf.lora import merged
+from oppo.log import logger
 from oppo.observe import Observer, Span
-from oppo.run.train import FINAL
+from oppo.report.trackers import TensorBoard
+from oppo.run.checkpoint import CHECKPOINTS
+from oppo.run.observers import EVENTS
+from oppo.run.train import FINAL, prepare, run
 from oppo.signals import Stopped
+from tests.kit.forked import Program
 from tests.kit.workplace import furnish, oppo, records, resume, start
+from tests.report.tracked import board, history, logs, texts, trackio_history
 
 MISCHIEF = """
 import asyncio, os, sys, threading, time
@@ -245,14 +259,6 @@ def test_a_run_outlives_its_display(folder: Path) -> None:
     assert json.loads((folder / "runs" / "unseen" / "summary.json").read_text())["complete"] is True
 
 
-IMPATIENT = """
-import functools
-import oppo.run.observers
-oppo.run.observers.StallLimits = functools.partial(oppo.run.observers.StallLimits, grace=0.5)
-"""
-"""Has a run's watchdog wait less long for what it has cancelled."""
-
-
 @pytest.mark.deep
 def test_what_was_learned_is_saved_though_the_scorers_process_hangs(folder: Path) -> None:
     overrides = ("run.name=hung", "run.steps=100000", "run.scorers=process", "run.cores=2")
@@ -270,3 +276,198 @@ def test_what_was_learned_is_saved_though_the_scorers_process_hangs(folder: Path
     assert not Path(f"/proc/{child}").exists()
     AutoModelForCausalLM.from_pretrained(run / FINAL / "actor")
     assert json.loads((run / "summary.json").read_text())["steps"] >= 2
+
+
+def child_of_begun(process: Program) -> int:
+    """Return the number of a run's only child, once two steps are over."""
+    assert process.stdout is not None
+    for _ in range(2):
+        process.stdout.readline()
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(child)
+
+
+def test_a_run_whose_trainer_is_killed_ends_and_says_how_to_go_on(folder: Path) -> None:
+    overrides = ("run.name=killed", "run.steps=100000", "run.trainer=process", "run.scorers=thread")
+    with start(folder, *overrides, "run.checkpoint_every=1") as process:
+        child = child_of_begun(process)
+        os.kill(child, signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == FAILED, said
+    assert f"the process of 'trainer' (pid {child}) was killed by SIGKILL" in said
+    assert "go on from there (oppo resume)" in said
+    checkpoints = folder / "runs" / "killed" / CHECKPOINTS
+    assert list(checkpoints.glob("step-*"))
+    assert not (checkpoints / "final").exists(), "half of an update is nothing that was learned"
+
+
+IMPATIENT = """
+import functools
+import oppo.run.observers
+oppo.run.observers.StallLimits = functools.partial(oppo.run.observers.StallLimits, grace=0.5)
+"""
+"""Has a run's watchdog wait less long for what it has cancelled."""
+
+
+@pytest.mark.deep
+def test_a_run_whose_trainer_hangs_ends(folder: Path) -> None:
+    overrides = ("run.name=trainer-hung", "run.steps=100000", "run.trainer=process", "run.scorers=thread")
+    limits = ("run.watchdog_seconds=2", "run.call_timeout=2", "run.checkpoint_every=1")
+    with start(folder, *overrides, *limits, before=IMPATIENT) as process:
+        child = child_of_begun(process)
+        os.kill(child, signal.SIGSTOP)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == FAILED, said
+    assert "nothing has moved for " in said
+    assert "in a call: trainer: " in said
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_what_was_learned_is_saved_as_a_whole_though_who_waits_for_it_is_cancelled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held(model: PreTrainedModel) -> dict[str, Tensor]:
+        begun.set()
+        assert go_on.wait(60)
+        return merged(model)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            saving = tasks.create_task(session.assembly.saving.save(final))
+            assert await asyncio.to_thread(begun.wait, 60)
+            saving.cancel()
+            go_on.set()
+        assert saving.cancelled()
+
+    monkeypatch.setattr("oppo.hf.train.trainer.merged", held)
+    final = folder / "elsewhere" / "final"
+    (final / "old").mkdir(parents=True)
+    with prepare(load(folder / "config.toml", ["run.scorers=thread", "run.name=cancelled"])) as session:
+        asyncio.run(main())
+    assert [each.name for each in final.parent.iterdir()] == ["final"]
+    assert sorted(each.name for each in final.iterdir()) == ["actor", "critic"]
+    AutoModelForCausalLM.from_pretrained(final / "actor")
+    AutoTokenizer.from_pretrained(final / "actor")
+
+
+SLOW = """
+import pathlib, time
+import oppo.hf.train.trainer
+merging = oppo.hf.train.trainer.merged
+def merged(model):
+    pathlib.Path({mark!r}).touch()
+    time.sleep(2)
+    return merging(model)
+oppo.hf.train.trainer.merged = merged
+"""
+"""Has a process take its time over saving, and leave a mark when it begins to."""
+
+
+def test_ctrl_c_while_what_was_learned_is_saved_loses_nothing_of_it(folder: Path) -> None:
+    mark = folder / "saving"
+    with start(folder, "run.name=late", "run.steps=1", before=SLOW.format(mark=str(mark))) as process:
+        while not mark.exists() and process.poll() is None:
+            threading.Event().wait(0.05)
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            threading.Event().wait(0.2)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED, said
+    final = folder / "runs" / "late" / FINAL
+    assert f"interrupted; what was learned is in {final}" in said
+    assert not [each for each in final.parent.iterdir() if each.name.startswith(".")]
+    AutoModelForCausalLM.from_pretrained(final / "actor")
+
+
+class Talkative(Observer):
+    """Logs something after the first step."""
+
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        pass
+
+    def on_span(self, span: Span) -> None:
+        pass
+
+    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
+        if step == 0:
+            logger.info("the judge at https://me:canary@host is called again")
+
+
+@pytest.mark.parametrize("panel", ["live", "lines"])
+def test_a_message_is_shown_once_and_logged(folder: Path, panel: str, messages: list[str]) -> None:
+    out = io.StringIO()
+    settings = load(folder / "config.toml", [f"run.panel={panel}", f"run.name={panel}", "run.scorers=thread"])
+    with prepare(settings) as session:
+        anyio.run(run, session, Console(file=out, force_terminal=True, width=120), [Talkative()])
+        logger.info("the run is over")
+    assert messages[-1] == "the run is over"
+    notices = [message for message in messages if "the judge" in message]
+    shown = "the judge at https://***@host is called again" in out.getvalue()
+    assert (len(notices), shown) == ((0, True) if panel == "live" else (1, False))
+    assert "canary" not in out.getvalue()
+    logged = [line["text"] for line in records(folder, panel, "log.jsonl") if line["event"] == "notice"]
+    assert "the judge at https://***@host is called again" in logged
+
+
+BOTH = 'run.track=["tensorboard", "wandb"]'
+
+
+def numbers(line: Mapping[str, object]) -> dict[str, object]:
+    """Return what a tracker shows of a line of metrics.jsonl."""
+    return {name: value for name, value in line.items() if name != "step" and value is not None}
+
+
+def test_a_run_and_what_resumes_it_are_shown_as_one_in_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert oppo(folder, "", BOTH, "run.name=both", "run.checkpoint_every=1") == DONE
+    assert resume(folder, "both", "run.steps=3") == DONE
+    path, written = folder / "runs" / "both", records(folder, "both", "metrics.jsonl")
+    shown = board(path / EVENTS)
+    for line in written:
+        for name, value in numbers(line).items():
+            assert shown[name][line["step"]] == pytest.approx(value), name
+    logged = {step: metrics for log in logs(path) for step, metrics in history(log).items()}
+    assert logged == {line["step"]: pytest.approx(numbers(line)) for line in written}
+    (config, *_) = [record.run.config for record in logs(path)[0] if record.WhichOneof("record_type") == "run"]
+    assert {"run", "step", "trainer"} <= {item.key for item in config.update}
+
+
+def test_trackers_show_a_few_samples_of_each_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_PROJECT", folder.name)
+    assert oppo(folder, "", 'run.track=["tensorboard", "trackio"]', "run.name=tables", "run.logged_samples=2") == DONE
+    written = records(folder, "tables", "samples.jsonl")
+    shown = texts(folder / "runs" / "tables" / EVENTS)
+    assert {step: text.count("\n| ") - 1 for step, text in shown.items()} == {1: 2, 2: 2}
+    tables = [each["samples"] for _, _, each in trackio_history(folder.name) if "samples" in each]
+    assert len(tables) == 2
+    assert all(isinstance(each, dict) and len(each["_value"]) == 2 for each in tables)
+    assert all(str(line["completion"]).split()[0] in shown[line["step"]] for line in written if line["completion"])
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_step(self: TensorBoard, step: int, result: object, channels: object) -> None:
+        raise OSError("no space left")
+
+    def close(self: TensorBoard, *, failed: bool = False) -> None:
+        raise OSError("nor now")
+
+    monkeypatch.setattr(TensorBoard, "on_step", on_step)
+    monkeypatch.setattr(TensorBoard, "close", close)
+    assert oppo(folder, "", 'run.track=["tensorboard"]', "run.name=failing") == DONE
+    assert len(records(folder, "failing", "metrics.jsonl")) == 2
+    said = [line.get("text") for line in records(folder, "failing", "log.jsonl")]
+    assert "TensorBoard has failed and is left out: OSError: no space left" in said
+    assert "TensorBoard could not be completed: OSError: nor now" in said
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
+def test_what_is_not_installed_is_said_before_anything_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr("oppo.libraries.find_spec", lambda module: None)
+    assert oppo(folder, "", f'run.track=["{name}"]', "run.name=missing") == UNUSABLE
+    said = capsys.readouterr().err
+    assert f"run.track = ['{name}'] needs {name}, which is not installed: pip install 'oppo[{name}]'" in said
+    assert not (folder / "runs" / "missing").exists()

@@ -42,21 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def whole_of(folder: Path, lookahead: int) -> str:
-    """Return the name of a run that was never killed, made when it is first asked for."""
-    if not lookahead:
-        return "whole"
-    name = f"whole-{lookahead}"
-    if not (folder / "runs" / name).exists():
-        assert oppo(folder, "", *EXACT, f"step.lookahead={lookahead}", f"run.name={name}") == DONE
-        assert weights(folder, name) != weights(folder, "whole")
-    return name
-
-
-def killed(folder: Path, name: str, when: float, *overrides: str, whole: str = "whole") -> None:
+def killed(folder: Path, name: str, when: float, *overrides: str) -> None:
     """Begin a run and kill it when ``when`` steps have been made, a fraction of a step meaning a moment within it."""
     run = folder / "runs" / name
-    a_step = median([each["seconds"] for each in records(folder, whole, "metrics.jsonl")])
+    a_step = median([each["seconds"] for each in records(folder, "whole", "metrics.jsonl")])
     alike = "from tests.hf.child import set_up; set_up()"
     with start(folder, *EXACT, *overrides, f"run.name={name}", before=alike) as process:
         while process.poll() is None and steps_of(run) < math.floor(when):
@@ -78,10 +67,10 @@ def wait(process: Program, seconds: float) -> None:
         process.wait(seconds)
 
 
-def same_as_whole(folder: Path, name: str, whole: str = "whole") -> None:
-    assert weights(folder, name) == weights(folder, whole)
+def same_as_whole(folder: Path, name: str) -> None:
+    assert weights(folder, name) == weights(folder, "whole")
     for file in ("metrics.jsonl", "journal.jsonl"):
-        ours, theirs = (sorted(stable(records(folder, run, file)), key=json.dumps) for run in (name, whole))
+        ours, theirs = (sorted(stable(records(folder, run, file)), key=json.dumps) for run in (name, "whole"))
         assert ours == theirs, file
     assert sorted(observations(folder / "runs" / name / JOURNAL)) == list(range(STEPS))
 
@@ -103,52 +92,6 @@ def stable(told: list[dict[str, object]]) -> list[dict[str, object]]:
         for record in told
         if record.get("event") != OBSERVED
     ]
-
-
-def killed_and_resumed(folder: Path, when: float, lookahead: int) -> None:
-    """Check that a run killed at a moment and resumed ends like one that was not."""
-    whole, name = whole_of(folder, lookahead), f"killed-{lookahead}-{when:.3f}"
-    killed(folder, name, when, f"step.lookahead={lookahead}")
-    left = steps_of(folder / "runs" / name)
-    assert resume(folder, name) == DONE, f"killed at {when}, after {left} steps"
-    same_as_whole(folder, name, whole)
-    shutil.rmtree(folder / "runs" / name)
-
-
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_a_run_killed_at_a_random_moment_and_resumed_ends_with_the_same_weights(folder: Path, lookahead: int) -> None:
-    killed_and_resumed(folder, random.Random(lookahead).uniform(2, STEPS), lookahead)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("seed", range(100, 120))
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_twenty_runs_killed_at_random_moments_and_resumed_end_with_the_same_weights(
-    folder: Path, lookahead: int, seed: int
-) -> None:
-    killed_and_resumed(folder, random.Random(seed).uniform(0, STEPS), lookahead)
-
-
-DYNAMIC = (
-    "step.algorithm=dapo", "algorithm.samples=3", "algorithm.max_rounds=50", "rewards.0.source=reward.py:odd",
-    "step.overcommit=2",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(2, 8))])
-def test_a_run_that_selects_its_groups_is_killed_and_selects_again_as_it_had(folder: Path, seed: int) -> None:
-    whole, name = "whole-dynamic", f"dynamic-{seed}"
-    if not (folder / "runs" / whole).exists():
-        assert oppo(folder, "", *EXACT, *DYNAMIC, f"run.name={whole}") == DONE
-    told = records(folder, whole, "journal.jsonl")
-    rounds = [each for each in told if each["event"] == "round"]
-    assert sum(len(each["rejected"]) for each in rounds) > 2, "groups are rejected"
-    assert any(each["round"] > 1 for each in rounds)
-    rejected = {3 * group + k for each in rounds for group in each["rejected"] for k in range(3)}
-    assert rejected == {each["rollout"] for each in told if each["event"] == "dropped"}
-    killed(folder, name, random.Random(seed).uniform(2, STEPS - 1), *DYNAMIC, whole=whole)
-    assert resume(folder, name) == DONE
-    same_as_whole(folder, name, whole)
 
 
 def test_an_adaptive_run_that_is_killed_decides_again_as_it_had(folder: Path) -> None:
@@ -194,11 +137,12 @@ def test_a_signal_ends_after_a_step_with_a_checkpoint_from_which_the_run_goes_on
     same_as_whole(folder, "stopped")
 
 
-def copied(folder: Path, whole: str, name: str) -> Path:
-    """Copy a run under another name, and return its directory."""
-    run = shutil.copytree(folder / "runs" / whole, folder / "runs" / name)
+def copied(folder: Path, name: str) -> Path:
+    """Copy the whole run under another name, and return its directory."""
+    shutil.rmtree(folder / "runs" / name, ignore_errors=True)
+    run = shutil.copytree(folder / "runs" / "whole", folder / "runs" / name)
     config = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(config.replace(f'name = "{whole}"', f'name = "{name}"'))
+    (run / "config.toml").write_text(config.replace('name = "whole"', f'name = "{name}"'))
     own = fingerprints(load(run / "config.toml"))
     for checkpoint in (run / "checkpoints").glob("step-*"):
         state = json.loads((checkpoint / "state.json").read_text())
@@ -230,25 +174,22 @@ def holds(state: object) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message", "lookahead"),
+    ("damage", "message"),
     [
-        *((is_truncated, "step-000006 is damaged: trainer.safetensors", lookahead) for lookahead in (0, 1, 2)),
-        (holds([]), "should be a JSON object, but is list; the one before it is tried", 0),
-        (holds({"steps": -1}), "holds the state after -1 steps: it was edited; the one before it is tried", 0),
-        (holds({"steps": "6"}), "holds the state after '6' steps: it was edited; the one before it is tried", 0),
+        (is_truncated, "step-000006 is damaged: trainer.safetensors"),
+        (holds([]), "should be a JSON object, but is list; the one before it is tried"),
+        (holds({"steps": "6"}), "holds the state after '6' steps: it was edited; the one before it is tried"),
     ],
 )
 def test_a_last_checkpoint_that_cannot_be_used_is_named_and_written_again_from_the_one_before_it(
-    folder: Path, damage: Callable[[Path], None], message: str, lookahead: int, capsys: pytest.CaptureFixture[str]
+    folder: Path, damage: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(folder / "runs" / "damaged", ignore_errors=True)
-    whole = whole_of(folder, lookahead)
-    run = copied(folder, whole, "damaged")
+    run = copied(folder, "damaged")
     (run / SUMMARY).unlink()
     damage(run / "checkpoints" / "step-000006")
     assert resume(folder, "damaged") == DONE
     assert message in capsys.readouterr().err
-    same_as_whole(folder, "damaged", whole)
+    same_as_whole(folder, "damaged")
     assert verified(run / "checkpoints" / "step-000006").state()
 
 
@@ -282,8 +223,7 @@ DAMAGES: Final = (is_random, is_cut, is_a_link, is_a_pipe, is_a_directory, Path.
 
 def resumed_with(folder: Path, damage: Callable[[Path], object], name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Check that a run of which one file is damaged goes on as if it were not, or ends with one error."""
-    shutil.rmtree(folder / "runs" / "faulty", ignore_errors=True)
-    run = copied(folder, "whole", "faulty")
+    run = copied(folder, "faulty")
     (run / SUMMARY).unlink()
     shutil.rmtree(run / FINAL)
     damage(run / name)
@@ -305,7 +245,7 @@ def files_of(run: Path) -> list[str]:
     return sorted(each for each in names if each not in gone and not each.startswith(str(FINAL)))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 6))])
 def test_a_run_of_which_any_file_is_damaged_goes_on_right_or_ends_with_one_error(
     folder: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,7 +256,7 @@ def test_a_run_of_which_any_file_is_damaged_goes_on_right_or_ends_with_one_error
 
 
 def test_a_run_killed_after_its_last_step_is_brought_to_its_end(folder: Path) -> None:
-    run = copied(folder, "whole", "late")
+    run = copied(folder, "late")
     shutil.rmtree(run / FINAL)
     for name in ("summary.json", "report.html"):
         (run / name).unlink()
@@ -344,7 +284,7 @@ def test_a_run_whose_end_could_not_be_saved_is_brought_to_it(folder: Path, monke
 def test_a_run_that_has_ended_is_left_as_it_is_wherever_its_last_checkpoint_is(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = copied(folder, "whole", "ended")
+    run = copied(folder, "ended")
     shutil.rmtree(run / "checkpoints" / "step-000006")
     assert resume(folder, "ended") == DONE, "a supervisor that repeats it until it is done ends"
     assert (
@@ -355,7 +295,7 @@ def test_a_run_that_has_ended_is_left_as_it_is_wherever_its_last_checkpoint_is(
 
 
 def test_who_goes_on_with_a_run_has_it_from_before_the_checkpoint_is_chosen(folder: Path) -> None:
-    run = copied(folder, "whole", "two")
+    run = copied(folder, "two")
     settings = settings_of(run, ["run.steps=7"])
     with prepare(settings, resume=True) as first:
         assert first.done == STEPS
@@ -367,15 +307,11 @@ def test_who_goes_on_with_a_run_has_it_from_before_the_checkpoint_is_chosen(fold
     assert not is_locked(run)
 
 
-@pytest.mark.parametrize("left", [".step-000002.partial", ".final.partial", "final"])
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(
-    folder: Path, left: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.rmtree(folder / "runs" / "early", ignore_errors=True)
-    run = copied(folder, "whole", "early")
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copied(folder, "early")
     (run / SUMMARY).unlink()
     shutil.rmtree(run / "checkpoints")
-    (run / "checkpoints" / left).mkdir(parents=True)
+    (run / "checkpoints" / ".final.partial").mkdir(parents=True)
     assert resume(folder, "early") == UNUSABLE, "it has made more steps than that, so somebody has taken them away"
     said = capsys.readouterr().err
     assert "no checkpoint in" in said
@@ -419,7 +355,7 @@ def test_a_run_has_a_checkpoint_of_its_last_step_and_goes_on_as_an_error_about_m
 def test_a_run_that_could_not_be_taken_up_leaves_what_it_had_learned(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copied(folder, "whole", "kept")
+    copied(folder, "kept")
 
     def unreadable(*_: object) -> None:
         raise CheckpointError("the disk is gone")
@@ -467,7 +403,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_the_run_s_own(
 ) -> None:
     other = ("run.name=other", "run.steps=1", "run.checkpoint_every=1", "algorithm.kl=0.5")
     assert oppo(folder, "", *other) == DONE
-    run = copied(folder, "whole", "taken")
+    run = copied(folder, "taken")
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(folder / "runs" / "other" / "checkpoints", run / "checkpoints")
     assert resume(folder, "taken", "run.steps=7") == UNUSABLE
@@ -479,7 +415,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_the_run_s_own(
 
 
 def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = copied(folder, "whole", "edited")
+    run = copied(folder, "edited")
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace("\nkl = 0.05\n", "\nkl = 0.9\n"))
     assert resume(folder, "edited", "run.steps=7") == UNUSABLE
@@ -497,8 +433,7 @@ def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pyt
 def test_a_state_that_was_edited_by_hand_is_an_error(
     folder: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.rmtree(folder / "runs" / "forged", ignore_errors=True)
-    run = copied(folder, "whole", "forged")
+    run = copied(folder, "forged")
     checkpoint = run / "checkpoints" / "step-000006"
     reseal(checkpoint, json.loads((checkpoint / "state.json").read_text()) | change)
     assert resume(folder, "forged", "run.steps=7") != DONE
@@ -510,7 +445,7 @@ def test_a_state_that_was_edited_by_hand_is_an_error(
 def test_other_libraries_and_damaged_records_are_told_and_the_run_goes_on(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = copied(folder, "whole", "aged")
+    run = copied(folder, "aged")
     checkpoint = run / "checkpoints" / "step-000006"
     state = json.loads((checkpoint / "state.json").read_text())
     state["provenance"]["libraries"]["torch"] = "2.0.0"
@@ -535,29 +470,14 @@ def test_a_directory_without_a_run_or_a_checkpoint_says_so(
     assert "writes them if run.checkpoint_every is set" in capsys.readouterr().err
 
 
-PPO = ("models.critic=reward",)
-GRPO = ("step.algorithm=grpo", "algorithm.samples=2")
-
-
 @pytest.mark.parametrize(
-    ("name", "algorithm"),
-    [
-        ("qwen3.5", PPO),
-        pytest.param("falcon-h1", GRPO, marks=pytest.mark.deep),
-        pytest.param("lfm2", PPO, marks=pytest.mark.deep),
-        pytest.param("qwen3.5", GRPO, marks=pytest.mark.deep),
-        pytest.param("falcon-h1", PPO, marks=pytest.mark.deep),
-        pytest.param("deepseek-v3", PPO, marks=pytest.mark.deep),
-        pytest.param("deepseek-v3", GRPO, marks=pytest.mark.deep),
-    ],
+    "name", ["deepseek-v3", *(pytest.param(each, marks=pytest.mark.deep) for each in ("qwen3.5", "falcon-h1"))]
 )
-def test_a_policy_with_states_or_latents_is_trained_alike_streamed_whole_and_killed(
-    folder: Path, name: str, algorithm: tuple[str, ...]
-) -> None:
-    policy, run = folder / name, f"{name}-{len(algorithm)}"
+def test_a_policy_with_states_or_latents_is_trained_alike_streamed_whole_and_killed(folder: Path, name: str) -> None:
+    policy, run = folder / name, f"{name}-run"
     tiny.of({**tiny.STATEFUL, **tiny.WHOLE}[name]()).save_pretrained(policy)
     tokenizer().save_pretrained(policy)
-    settings = (f"models.policy={policy}", "rewards.0.source=reward.py:short", *algorithm)
+    settings = (f"models.policy={policy}", "rewards.0.source=reward.py:short", "models.critic=reward")
     assert oppo(folder, "", *EXACT, *settings, f"run.name={run}") == DONE
     assert oppo(folder, "", *EXACT, *settings, "step.chunk=whole", f"run.name={run}-whole") == DONE
     killed(folder, f"{run}-killed", 3.5, *settings)
