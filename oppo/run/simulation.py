@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from oppo.admission import Admission
-from oppo.config.load import Faults, load, overridden, parsed, resolve
+from oppo.config.load import Faults, load_settings, overridden, parsed, resolve
 from oppo.config.sections import StepSection
 from oppo.config.settings import Settings
 from oppo.declared import Table, declared
@@ -112,7 +112,7 @@ def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
 
 def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
     record = RunRecord.read(directory)
-    settings = load(directory / "config.toml")
+    settings = load_settings(directory / "config.toml")
     if settings.environment.answering or settings.agents.program:
         raise ConfigError(f"the run in {directory} has an environment, whose answers a simulation does not know yet")
     step = settings.step
@@ -166,7 +166,7 @@ def refusal(settings: Settings, schedule: Schedule) -> str:
 
 def _admission(config: Path) -> Admission:
     with routed():  # the process that simulates has said what there is to say of the file
-        settings = load(config)
+        settings = load_settings(config)
     return settings.own_admission() or admission_of(settings.step)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from oppo.cli import DONE, UNUSABLE, main
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.errors import ConfigError
 from oppo.run.checkpoint import settings_of
 from oppo.run.deployment import Deployment
@@ -308,7 +308,7 @@ def test_a_critic_starts_from_the_first_reward_model_that_can_be_one(
 
 
 def test_the_doctor_knows_what_reward_models_of_every_kind_need(workplace: Path) -> None:
-    settings = load(workplace / "config.toml", [EVERY_KIND.replace("\n", " ")])
+    settings = load_settings(workplace / "config.toml", [EVERY_KIND.replace("\n", " ")])
     deployment = Deployment.of(settings)
     worst = {each.model: each.bytes for each in expected(deployment, deployment.load(6))}
     names = ["plain", "bridged", "stepwise", "judged", "alike"]
@@ -319,7 +319,7 @@ def test_the_doctor_knows_what_reward_models_of_every_kind_need(workplace: Path)
 
 def test_the_doctor_knows_what_the_critic_starts_from(workplace: Path) -> None:
     parts = 'rewards=[{name="judged", source="bert"}, {name="plain", source="reward"}]'
-    settings, alone = load(workplace / "config.toml", [parts]), load(workplace / "config.toml")
+    settings, alone = load_settings(workplace / "config.toml", [parts]), load_settings(workplace / "config.toml")
     found = [expected(Deployment.of(each), None) for each in (settings, alone)]
     critics = [each.bytes.weights for needs in found for each in needs if each.model == "critic"]
     assert critics[0] == critics[1] > 0
