@@ -11,6 +11,7 @@ token of context, at the stated part of a peak of 989 TFLOP/s; training is four 
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from benchmarks import CHECKOUT
 from benchmarks.harness import command, markdown, placed as in_page
@@ -62,48 +64,17 @@ class Engine:
     weight_sync: float
 
 
-# `modern`: a serving engine that decodes; `plain`: `generate` in a loop bound by launches, padded passes
-ENGINES = {
-    "modern": Engine(
-        launch={"3B": 0.0, "7B": 0.0},
-        weights={"3B": 4.0e-3, "7B": 5.8e-3},
-        row={"3B": 3.5e-5, "7B": 5e-5},
-        context={"3B": 2.2e-8, "7B": 3.3e-8},
-        padded=False,
-        reading=0.40,
-        forward=0.40,
-        training=0.45,
-        call=0.012,
-        overhead=2.0,
-        weight_sync=0.5,
-    ),
-    "plain": Engine(
-        launch={"3B": 0.070, "7B": 0.056},
-        weights={"3B": 2.5e-3, "7B": 4.5e-3},
-        row={"3B": 1e-4, "7B": 1e-4},
-        context={"3B": 3.7e-7, "7B": 5.8e-7},
-        padded=True,
-        reading=0.12,
-        forward=0.25,
-        training=0.30,
-        call=0.03,
-        overhead=10.0,
-        weight_sync=2.0,
-    ),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Regime:
     name: str
     actor: str
-    reward: str | None  # size of the reward model; `None`: a rule that costs nothing
     batch: int
     prompt: int
     median: tuple[float, float]  # of the lengths, at the beginning and at the end of the run; they are lognormal
     sigma: float  # spread of their logarithm
     cap: int  # the longest response
     epochs: int = 2
+    reward: str | None = None  # size of the reward model; `None`: a rule that costs nothing
     runaways: float = 0.0  # fraction of the responses that run to the cap regardless of the lognormal
 
     @property
@@ -112,16 +83,9 @@ class Regime:
         return Workload(batch=self.batch, lengths=lengths, cap=self.cap, prompt=self.prompt)
 
 
-REGIMES = (
-    Regime("SE-7B", "7B", "7B", 112, 250, (300, 450), 0.80, 4096),
-    Regime("SE-3B", "3B", "7B", 112, 250, (350, 600), 0.85, 4096),
-    Regime("GSM8K-7B", "7B", None, 112, 120, (250, 200), 0.45, 2048, runaways=0.004),
-    Regime("code-3B", "3B", "7B", 112, 200, (350, 500), 0.75, 2048),
-    Regime("capped", "7B", None, 112, 200, (1600, 1600), 0.80, 4096),
-    Regime("long-16k", "7B", "7B", 32, 300, (4500, 6500), 0.70, 16384),
-    Regime("train-bound", "7B", "7B", 112, 500, (150, 150), 0.40, 512, epochs=4),
-    Regime("score-bound", "7B", "70B", 112, 250, (300, 450), 0.80, 4096),
-)
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ENGINES = TypeAdapter(dict[str, Engine]).validate_python(_TABLES["engines"])
+REGIMES = TypeAdapter(tuple[Regime, ...]).validate_python(_TABLES["regimes"])
 
 
 def system(regime: Regime, engine: Engine) -> System:

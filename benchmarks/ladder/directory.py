@@ -422,6 +422,6 @@ def _examine(
         raise ModelError(
             f"only {written.as_announced:.1%} of the actor's responses are as long as announced, and a comparison asks "
             f"for {AS_ANNOUNCED:.0%}: raise models.taught of workload {workload.name!r} in "
-            "benchmarks/ladder/workloads.py"
+            "benchmarks/ladder/workloads.toml"
         )
     return announced, written

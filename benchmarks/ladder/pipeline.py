@@ -305,7 +305,9 @@ def load(files: Files, device: str) -> Models:
     def model(role: str, *, scalar: bool = False) -> PreTrainedModel:
         if workload.models.scripted:
             return drawn(workload, workload.shape(role), device, scalar=scalar)
-        return (load_scalar if scalar else load_causal)(files.model(role), device=device)
+        if scalar:
+            return load_scalar(files.model(role), device=device)
+        return load_causal(files.model(role), device=device)
 
     taught = workload.teacher is not None
     return Models(

@@ -1,4 +1,4 @@
-"""Every number of every workload and every schedule of the ladder, in tables, and the options that choose among them.
+"""The workloads of the ladder, whose numbers are in ``workloads.toml``, its schedules, and the options to choose them.
 
 A workload may state the shares of the phases in a serial step; a run outside of them is INVALID. A workload that states
 all of them is calibrated first (:func:`benchmarks.ladder.measures.calibrate`), from the depths of reward model and
@@ -7,13 +7,15 @@ critic here. Each mode adds one overlap. A new controller of chunks or of admiss
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Final, Literal, TypeAlias, cast, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, cast, get_args
 
 from cyclopts import Parameter
+from pydantic import TypeAdapter
 
 from oppo.admission import Admission, Overcommit, Synchronous, TailAdaptive
 from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
@@ -134,114 +136,22 @@ class BenchWorkload:
         return -(-(self.prompt_tokens[1] + self.lengths.cap) // 64) * 64
 
 
-# An actor whose decode step has a low cost per row, as on a GPU; a reward model 7 times its size. On the machine it was
-# tuned on, 32 rows take 1.5 times as long as 8
-DEEP_AND_THIN: Final = Models(
-    actor=Shape(hidden=112, intermediate=352, layers=16, heads=7, kv_heads=1),
-    reward=Shape(hidden=432, intermediate=1152, layers=8, heads=8),
-    critic=Shape(hidden=112, intermediate=320, layers=2, heads=4),
-    taught=200,
+_TABLES: Final[Mapping[str, dict[str, Any]]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 
-PAPER: Final = BenchWorkload(
-    name="paper",
-    about="a reward model eight times the actor, a long tail of lengths, one epoch: the regime of the OPPO paper",
-    lengths=Lengths(median=24, sigma=1.5, cap=768),  # of 24 the longest is 7 means, as of 112 with a sigma of 0.95
-    prompt_tokens=(16, 40),
-    models=Models(
-        actor=Shape(hidden=96, intermediate=288, layers=20, heads=3, kv_heads=1),
-        reward=Shape(hidden=384, intermediate=1152, layers=10, heads=8),
-        critic=Shape(hidden=96, intermediate=288, layers=2, heads=3),
-        taught=200,
-    ),  # still deeper and thinner, for the shares
-    shares=(
-        Bound("split", "decode", 0.50, 0.60),
-        Bound("split", "score", 0.25, 0.30),
-        Bound("split", "update", 0.15, 0.20),
-    ),
-    capped=(0.0, 0.02),
-)
 
-RULE_REWARD: Final = replace(
-    PAPER,
-    name="rule-reward",
-    about="paper without its reward model: what there is to gain lies between the steps",
-    reward="rule",
-    shares=(),
-)
+def _workload(name: str) -> dict[str, Any]:
+    table = dict(_TABLES[name])
+    like = table.pop("like", "")
+    return {**(_workload(like) if like else {}), **table, "name": name}
 
-BALANCED: Final = replace(
-    RULE_REWARD,
-    name="balanced",
-    about="a rule as reward, and an update as long as decoding: what there is to gain lies in looking ahead",
-    epochs=3,
-    trains_apart=True,
-)
-
-BY_GROUPS: Final = replace(
-    PAPER,
-    name="grpo",
-    about="paper by GRPO: four responses to each of twelve prompts, and no critic",
-    batch=48,
-    extra=8,
-    samples=4,
-    shares=(),
-)
-
-DISTILL: Final = replace(
-    RULE_REWARD,
-    name="distill",
-    about="a teacher eight times the student, which learns from its likeliest ids; a rule measures scores",
-    teacher=Shape(hidden=384, intermediate=1040, layers=10, heads=8),
-)
-
-# `paper` with a shorter tail and other models: the base of the other workloads
-SHORTER: Final = replace(
-    PAPER,
-    lengths=Lengths(median=24, sigma=1.35, cap=512),  # of 24 the longest is 6 means
-    prompt_tokens=(12, 24),
-    models=DEEP_AND_THIN,
-    shares=(),
-)
-
-TRAIN_BOUND: Final = replace(
-    SHORTER,
-    name="train-bound",
-    about="four epochs: the update is most of the step, so overlap can do little and must not hurt",
-    epochs=4,
-    shares=(Bound("split", "update", 0.35, 1.0),),
-)
-
-CAPPED: Final = replace(
-    SHORTER,
-    name="capped",
-    about="an eighth of the responses at the cap, and fewer than those are deferred: deferring gains nothing",
-    lengths=Lengths(median=40, sigma=0.7, cap=384, over=8),
-    extra=2,
-    capped=(0.10, 0.15),
-)
-
-SMOKE: Final = BenchWorkload(
-    name="smoke",
-    about="shows that everything works, and measures nothing",
-    lengths=Lengths(median=8, sigma=0.5, cap=24),
-    models=Models(
-        actor=Shape(hidden=32, intermediate=64, layers=2, heads=1),  # vLLM's kernels want heads of 32
-        reward=Shape(hidden=48, intermediate=96, layers=2, heads=2),
-        critic=Shape(hidden=32, intermediate=64, layers=2, heads=2),
-        taught=90,
-    ),
-    batch=8,
-    extra=2,
-    chunk=8,
-    prompts=128,
-    prompt_tokens=(3, 8),
-)
 
 # By name; `all` does not include `smoke`
 WORKLOADS: Final = MappingProxyType(
-    {each.name: each for each in (PAPER, BY_GROUPS, DISTILL, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE)}
+    {name: TypeAdapter(BenchWorkload).validate_python(_workload(name)) for name in _TABLES}
 )
+PAPER, GRPO, DISTILL, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE = WORKLOADS.values()
 
 # Qwen2.5's shapes
 ACTORS_ON_A_GPU: Final[Mapping[str, Shape]] = MappingProxyType(

@@ -156,7 +156,7 @@ class RunningAgents(Shared):
         return self._server.app
 
     def start(self, prompt: Prompt) -> Session:
-        # In place of the agent that the rollout may have.
+        # Replaces the agent of the rollout, if there is one.
         if self._tasks is None:
             raise ProtocolError("agents run in a run only: open the graph first")
         key = key_of(prompt)

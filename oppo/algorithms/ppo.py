@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.algorithms.base import ClippedAlgorithm, Roles
-from oppo.declared import Fraction, NonNegative, Positive, changed, setting
+from oppo.declared import Fraction, NonNegative, Positive, PositiveCount, changed, setting
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
@@ -37,6 +37,7 @@ def ppo(
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
     teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None,
+    samples: int = 1,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
 
@@ -59,10 +60,12 @@ def ppo(
         environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
         teacher: log-probs of a teacher, float32 [n], which ``GAE(distill=...)`` adds to the advantages; see
             :func:`oppo.distill`.
+        samples: responses to each prompt, none compared with another; ``admission`` counts prompts.
     """
-    capacity = max(16, 4 * admission.batch)  # a busy scorer wakes to the events of all rollouts in flight
+    capacity = max(16, 4 * admission.batch * samples)  # a busy scorer wakes to the events of all rollouts in flight
     g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    rollout = g.add("generate", Generate(policy, admission, chunks or Fixed(), environment=environment), g.prompts)
+    generate = Generate(policy, admission, chunks or Fixed(), samples, environment=environment)
+    rollout = g.add("generate", generate, g.prompts)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
     score = g.add("reward", Score(reward), rollout)
     values = None if critic is None else Score(critic)
@@ -77,13 +80,26 @@ def ppo(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPO(ClippedAlgorithm):
+class _Discounted(ClippedAlgorithm):
+    samples: PositiveCount = setting(
+        1,
+        "responses to each prompt, which algorithms with groups compare; `step.batch` and `step.overcommit` count "
+        "prompts",
+    )
+    gamma: Fraction = setting(1.0, "discount")
+
+    @property
+    def responses(self) -> int:
+        return self.samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO(_Discounted):
     """PPO: advantages from the values of a critic, by generalised advantage estimation."""
 
     has_critic: ClassVar[bool] = True
 
     whiten_rewards: bool = setting(default=False, description="scale a batch's rewards to unit variance")
-    gamma: Fraction = setting(1.0, "discount")
     lam: Fraction = setting(0.95, "lambda of generalised advantage estimation")
     lam_value: Fraction | None = setting(
         None, "lambda of the returns that the critic learns, which may differ (1 in VAPO); absent: as the advantages"
@@ -109,10 +125,6 @@ class PPO(ClippedAlgorithm):
                 f"{self.lam}: leave one of the two out"
             )
         self.advantage()  # which refuses settings that contradict each other
-
-    @property
-    def responses(self) -> int:
-        return 1
 
     def advantage(self) -> GAE:
         """Return a new stage that estimates advantages."""
@@ -149,6 +161,7 @@ class PPO(ClippedAlgorithm):
             proximal=roles.proximal,
             chunks=roles.chunks,
             teacher=roles.teacher,
+            samples=self.samples,
         )
 
     def loss(self) -> PPOLoss:
@@ -162,14 +175,8 @@ class PPO(ClippedAlgorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforcePP(ClippedAlgorithm):
+class ReinforcePP(_Discounted):
     """REINFORCE++: PPO without a critic; the returns of a batch, KL penalty included, are whitened."""
-
-    gamma: Fraction = setting(1.0, "discount")
-
-    @property
-    def responses(self) -> int:
-        return 1
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
         return ppo(
@@ -189,4 +196,5 @@ class ReinforcePP(ClippedAlgorithm):
             proximal=roles.proximal,
             chunks=roles.chunks,
             teacher=roles.teacher,
+            samples=self.samples,
         )

@@ -423,6 +423,9 @@ def _data_of_trl(draft: Draft) -> None:
     training, held_out = draft.take("dataset_train_split", "train"), draft.take("dataset_test_split", "test")
     named = {"path": name, "subset": subset} if name else {}
     _source(draft, "data.prompts", draft.take("<data>", {**named, "split": training}))
+    if (longest := draft.take("max_prompt_length")) is not None:  # of an older TRL
+        draft.put("data.max_prompt_tokens", longest, "max_prompt_length")
+        draft.put("data.over_long", "truncate", "max_prompt_length")
     own, every = draft.take("<eval>", {**named, "split": held_out}), draft.take("eval_steps")
     if draft.take("eval_strategy", "no") != "no":
         _source(draft, "eval.prompts", own)
@@ -537,10 +540,7 @@ def _kl_of_verl(draft: Draft) -> None:
 def _batch_of_verl(draft: Draft) -> None:
     batch, samples = draft.whole("data.train_batch_size", 1024), draft.whole(f"{ROLLOUT}.n", 1)
     mini, size = draft.whole(f"{ACTOR}.ppo_mini_batch_size", 256), f"{ACTOR}.ppo_max_token_len_per_gpu"
-    if draft.algorithm in {"ppo", "reinforce_pp"}:
-        draft.put("step.batch", batch * samples, "data.train_batch_size", f"{ROLLOUT}.n")
-    else:
-        draft.put("algorithm.samples", samples, f"{ROLLOUT}.n")
+    draft.put("algorithm.samples", samples, f"{ROLLOUT}.n")
     if mini > 0 and batch % mini == 0:
         draft.put("trainer.minibatches", batch // mini, "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     else:

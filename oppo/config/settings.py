@@ -378,9 +378,23 @@ def _batched_by_vllm(s: Settings) -> str:
     return next(iter([*rewards, *(f"scorers.{name}" for name in s.on_vllm)]), "")
 
 
-def _on_gpu(s: Settings) -> tuple[str, str] | None:
+def _by_timing(s: Settings) -> str:
+    step, batched = s.step, _batched_by_vllm(s)
     placed = [(s.placement.key_of(model), device) for model, devices in s.devices.items() for device in devices]
-    return next((each for each in placed if each[1].startswith("cuda")), None)
+    gpus = {f"{key} = {device!r}: only 'cpu' or 'auto'": True for key, device in placed if device.startswith("cuda")}
+    return _those(
+        {
+            "models.engine = 'vllm', which chooses its batches by time": s.models.engine == "vllm",
+            f"{batched}.engine = 'vllm', which chooses its batches by time": batched,
+            "step.admission = 'adaptive', which decides by time": step.admission == "adaptive",
+            "step.admission = 'continuous', in which rollouts join others when a place is free": (
+                step.admission == "continuous"
+            ),
+            "step.weight_sync = 'in-flight', which syncs weights when they are ready": step.weight_sync == "in-flight",
+            f"models.dtype = {s.models.dtype!r}: only 'float32'": s.models.dtype not in {"float32", "by-device"},
+            **gpus,
+        }
+    )
 
 
 def _why_here(s: Settings) -> tuple[str, str] | None:
@@ -426,6 +440,7 @@ def _trunk_apart(s: Settings) -> tuple[str, str] | None:
 def _unlike_replicas(s: Settings) -> str:
     return _those(
         {
+            "vllm.urls, which name servers, one engine each": s.on_server,
             "run.deterministic = true, and bits depend on the rollouts of an engine": s.run.deterministic,
             "run.policy = 'process', which replicas are by themselves": s.run.policy == "process",
             "models.shared_trunk = true, which makes the critic a head on weights of this process": (
@@ -486,14 +501,15 @@ OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
 def _of_a_critic(s: Settings) -> str:
     given = {f"models.{key}": value for key, value in changed(s.models, OF_THE_CRITIC_MODEL).items()}
     given |= {f"trainer.{key}": value for key, value in changed(s.trainer, OF_THE_CRITIC).items()}
+    given |= {f"placement.{key}": value for key, value in changed(s.placement, {"critic"}).items()}
     return "" if s.algorithm.has_critic else ", ".join(f"{name} = {in_toml(value)}" for name, value in given.items())
 
 
 def _uneven(s: Settings) -> tuple[int, str] | None:
     batch, responses = s.step.batch, s.algorithm.responses
-    units = batch, "responses"
+    units = batch * responses, "responses"
     if responses > 1 and s.trainer.minibatches > 1 and s.trained_loss().unit == "group":
-        units = batch // responses, "groups"
+        units = batch, "groups"
     return units if units[0] % s.trainer.minibatches else None
 
 
@@ -584,24 +600,8 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
         lambda s: getattr(s.algorithm, "scale_scores", "") == "each_reward" and s.reward_models and len(s.rewards) == 1
     ),
     "{found} is about scores, and there are none without [[rewards]]: give a reward, or leave that out": _of_scores,
-    "run.deterministic makes every bit independent of timing, and vLLM chooses its batches by time: leave it out, or "
-    "set models.engine = 'transformers'": lambda s: s.run.deterministic and s.models.engine == "vllm",
-    "run.deterministic makes every bit independent of timing, and {found}.engine = 'vllm' has vLLM choose its "
-    "batches by time: leave one of the two out": lambda s: s.run.deterministic and _batched_by_vllm(s),
-    "run.deterministic makes every bit independent of timing, and step.admission = 'adaptive' decides by time: "
-    "choose another admission": lambda s: s.run.deterministic and s.step.admission == "adaptive",
-    "run.deterministic makes every bit independent of timing, and with step.admission = 'continuous' rollouts join "
-    "others when a place is free: choose another admission": (
-        lambda s: s.run.deterministic and s.step.admission == "continuous"
-    ),
-    "run.deterministic makes every bit independent of timing, and step.weight_sync = 'in-flight' syncs weights when "
-    "they are ready: leave one of the two out": lambda s: s.run.deterministic and s.step.weight_sync == "in-flight",
-    "run.deterministic needs models.dtype = 'float32', got {s.models.dtype!r}": (
-        lambda s: s.run.deterministic and s.models.dtype not in {"float32", "by-device"}
-    ),
-    "run.deterministic needs {found[0]} = 'cpu' (or 'auto'), got {found[1]!r}": (
-        lambda s: s.run.deterministic and _on_gpu(s)
-    ),
+    "run.deterministic = true makes every bit independent of timing, which does not go with {found}: change that, or "
+    "leave it out": lambda s: s.run.deterministic and _by_timing(s),
     "run.policy = 'process' places an actor of transformers, and vLLM has processes of its own: leave it out, or set "
     "models.engine = 'transformers'": lambda s: s.models.engine == "vllm" and s.run.policy == "process",
     "sampling.top_p = {s.sampling.top_p} draws from the most likely tokens, and vLLM does not say which those were, "
@@ -643,11 +643,6 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "run.trainer out": (
         lambda s: s.run.trainer == "process" and len(s.devices["trainer"]) > 1 and len(s.devices["trainer"])
     ),
-    "step.algorithm = {s.step.algorithm!r} has no critic and cannot use placement.critic = {found!r}: leave that out": (
-        lambda s: not s.algorithm.has_critic and s.placement.critic
-    ),
-    "placement.policy_replicas = {s.placement.policy_replicas} starts engines, and vllm.urls names servers, one "
-    "engine each: leave it out": lambda s: s.placement.policy_replicas > 1 and s.on_server,
     "placement.policy_replicas = {s.placement.policy_replicas} does not go with {found}: change that, or leave it "
     "out": lambda s: s.placement.policy_replicas > 1 and _unlike_replicas(s),
     "placement.share = 'sleep' lets the engine sleep while the policy is trained, which does not go with {found}: "
@@ -678,7 +673,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "true needs whole groups in this one: choose another admission, or set dynamic_sampling = false": (
         lambda s: getattr(s.algorithm, "selects", False) and s.step.admission == "tail-batched"
     ),
-    "step.algorithm = {s.step.algorithm!r} compares the responses to a prompt with one another, and "
+    "step.algorithm = {s.step.algorithm!r} takes {s.algorithm.responses} responses to each prompt, and "
     "sampling.temperature = 0 makes them all the same: give one above 0": (
         lambda s: s.algorithm.responses > 1 and s.sampling.temperature == 0
     ),

@@ -91,7 +91,7 @@ def tools_of(kind: type) -> list[Callable[..., object]]:
 
 
 def method_of(kind: type, name: str) -> Any:
-    # Of a method that needs an instance, with a stand-in for that.
+    # A method that needs an instance is bound to a stand-in.
     found = getattr(kind, name)
     is_static = isinstance(inspect.getattr_static(kind, name), staticmethod)
     return MethodType(found, OWNER) if inspect.isfunction(found) and not is_static else found

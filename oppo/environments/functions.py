@@ -186,7 +186,7 @@ def by_position(
 
 @dataclass(frozen=True)
 class CalledByName(CheckedFunction[Mapping[str, object], str, T]):
-    # Of a method, with its instance as `self`.
+    # A method gets its instance as `self`.
     error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
 
     def made(self, given: Mapping[str, object]) -> object:

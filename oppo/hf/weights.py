@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from oppo.errors import ModelError, ModelRefused
 from oppo.hf.devices import synchronised
+from oppo.placement.child import Bulk, packed, unpacked
 from oppo.placement.shared_memory import Block
-from oppo.placement.wire import Bulk, packed, unpacked
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class SentWeights(Bulk, Mapping[str, object]):
         )
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, tuple[object, ...]]:
-        del protocol  # of at least 5, see oppo.placement.wire
+        del protocol  # of at least 5, see oppo.placement.child
         tensors = {name: value for name, value in self._tensors.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in self._tensors.items() if name not in tensors}
         if not self.lasts:

@@ -14,11 +14,11 @@ with the caller. Weights do not cross to another process of this machine: they l
 (:mod:`oppo.placement.shared_memory`). Several engines of the same model are a policy together: a :class:`PolicyPool`.
 """
 
+from oppo.placement.child import Callback
 from oppo.placement.place import Hosted, Hosting, Inline, Make, Place, Thread
 from oppo.placement.pool import PolicyPool
 from oppo.placement.process import Process
 from oppo.placement.ranks import Member, Ranks
-from oppo.placement.wire import Callback
 
 __all__ = [
     "Callback",

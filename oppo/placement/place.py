@@ -75,7 +75,7 @@ class Hosted(Generic[T_co]):
         return replace(self, _priority=priority)
 
     def guarded(self, guard: Callable[[str], AbstractContextManager[object]]) -> Self:
-        """Return a handle whose calls are made in the context of ``guard(label)`` too, within those there are."""
+        """Return a handle whose calls are made in the context of ``guard(label)``, around those that it has."""
         inner = self._guard
 
         @contextmanager
@@ -115,7 +115,7 @@ class Hosted(Generic[T_co]):
 
         Args:
             work: a method of the instance's class.
-            weights: tensors by name; a :class:`~oppo.placement.wire.Bulk` where they are to be sent.
+            weights: tensors by name; a :class:`~oppo.placement.child.Bulk` where they are to be sent.
             loaded: called when it is done, and before the next call is made.
 
         Raises:

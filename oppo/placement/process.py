@@ -31,22 +31,22 @@ from oppo import observe
 from oppo.declared import require_whole
 from oppo.errors import ModelError, ModelLost, ProtocolError, SessionsLost
 from oppo.log import logger
-from oppo.placement import worker
-from oppo.placement.place import Hosted, Loaded, Make, Place, Thread, in_thread, maker, result_of
-from oppo.placement.shared_memory import Gauge
-from oppo.placement.wire import (
+from oppo.placement.child import (
     Bulk,
     Call,
     Callbacks,
     Outcome,
     Packet,
     Request,
+    heed_interrupts,
     pack,
     pack_with_blocks,
     receive,
     send,
     unpack,
 )
+from oppo.placement.place import Hosted, Loaded, Make, Place, Thread, in_thread, maker, result_of
+from oppo.placement.shared_memory import Gauge
 from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
 
 P = ParamSpec("P")
@@ -115,7 +115,7 @@ Start: TypeAlias = Callable[[str, Setup], Child]
 
 _PROGRAM: Final = (
     "import sys; name, fd, lifeline, *sys.path = sys.argv[1:]; "
-    "from oppo.placement.worker import serve; serve(int(fd), int(lifeline))"
+    "from oppo.placement.child import serve; serve(int(fd), int(lifeline))"
 )
 """The child runs this program, not the parent's: no script or notebook of a user runs twice."""
 
@@ -508,7 +508,7 @@ class DisposableProcess(Generic[T]):
 
     async def _started(self) -> ChildProcess:
         if self._child is None:
-            self._child = child = ChildProcess(self._name, worker.heed_interrupts)
+            self._child = child = ChildProcess(self._name, heed_interrupts)
             with self._disposed_of(Exception):
                 await result_of(self._asked(child, self._create))
             return child

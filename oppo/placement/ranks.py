@@ -20,9 +20,9 @@ from oppo.declared import require_whole
 from oppo.durable import temporary
 from oppo.errors import ModelError, ProtocolError
 from oppo.log import with_route
+from oppo.placement.child import Call, Callbacks, Outcome, Packet, pack
 from oppo.placement.place import Make
 from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
-from oppo.placement.wire import Call, Callbacks, Outcome, Packet, pack
 from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
 _GRACE: Final = 2.0

@@ -52,22 +52,23 @@ from oppo import observe
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, ModelError, ModelLost, one_line
 from oppo.log import logger
-from oppo.placement.place import Closing, Make
-from oppo.placement.process import KILLED, Child, ChildProcess, Gone, Process, Setup, Start
-from oppo.placement.ranks import RankedChild, listen
-from oppo.placement.shared_memory import Block, Gauge, Mirrored, Notice
-from oppo.placement.wire import (
+from oppo.placement.child import (
     Call,
     Callbacks,
+    Caller,
     Outcome,
     Packet,
     Request,
+    answer,
     pack,
     pack_with_blocks,
     pack_with_bulk,
     unpack,
 )
-from oppo.placement.worker import Caller, answer
+from oppo.placement.place import Closing, Make
+from oppo.placement.process import KILLED, Child, ChildProcess, Gone, Process, Setup, Start
+from oppo.placement.ranks import RankedChild, listen
+from oppo.placement.shared_memory import Block, Gauge, Mirrored, Notice
 from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
 __all__ = ["Cluster", "RayPlace", "RayRanks", "Room"]

@@ -223,7 +223,7 @@ class Rollouts(tuple[int, ...]):
 
 @dataclass(frozen=True)
 class CalledFunction(CheckedFunction[Mapping[str, object], Rollouts, tuple[list[ReturnedScore], CallLog]]):
-    # `logs`: those of LOGS that it is given.
+    # `logs`: the names of LOGS in its signature.
     kind: ClassVar[str] = "reward function"
     error: ClassVar[type[RewardFailure]] = RewardFailure
     optional: bool = False
@@ -300,7 +300,7 @@ def load_function(spec: str) -> RewardFunction:
 
 
 def parameters_of(function: Callable[..., object], name: str) -> tuple[Sequence[inspect.Parameter], bool]:
-    # Those that have names, and whether it takes any others.
+    # The named parameters, and whether it takes `**`.
     kinds = inspect.Parameter
     try:
         signature = inspect.signature(function)

@@ -532,10 +532,9 @@ def advice(deployment: Deployment, load: Load | None) -> str:
             continue
         if not crowded(needs, smaller.assumed, spread=smaller.settings.placement.spread):
             fitting.append(f"{name} would fit ({decimal(sum(need.bytes.total for need in needs))} in all)")
-    return "; ".join(
-        [
-            *(fitting or [f"not even {' or '.join(names)} would fit" for _ in names[:1]]),
-            *(["or have fewer or shorter responses in flight ([step], sampling.max_new_tokens)"] if load else []),
-            "or give a model another device, or the trainer several ([placement]), or use smaller models",
-        ]
-    )
+    others = ["give a model another device, or the trainer several ([placement])", "use smaller models"]
+    if load:
+        others.insert(0, "have fewer or shorter responses in flight ([step], sampling.max_new_tokens)")
+    if not fitting and names:
+        others[0] = f"not even {' or '.join(names)} would fit: {others[0]}"
+    return "; or ".join([*fitting, *others])

@@ -329,7 +329,7 @@ def measured_step(seen: Observation, metrics: Mapping[str, Any], work: Work) -> 
 
 
 def lengths_of(journal: Iterable[Record]) -> tuple[tuple[int, ...], ...]:
-    # Of whole groups only.
+    # Whole groups only.
     group_of: dict[object, object] = {}
     finished: dict[object, list[int]] = {}
     for each in journal:

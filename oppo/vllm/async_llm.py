@@ -60,8 +60,8 @@ class Collected:
             if spans := getattr(completion, "weight_versions", None):
                 new.starts = [(span.version, span.start) for span in spans]
         except (AttributeError, TypeError, ValueError) as error:
-            came = shortened(repr(output), 300)
-            raise TypeError(f"its output should be the new tokens of one completion, and is {came}: {error}") from error
+            came = shortened(repr(output), 120)
+            raise TypeError(f"expected one completion with the log-prob of each token, and got {came}") from error
         return new
 
 

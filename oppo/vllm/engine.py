@@ -56,7 +56,7 @@ class NewTokens:
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs) or not all(map(contains, self.logprobs, self.tokens)):
-            raise ValueError(f"expected the log-prob of each of the tokens {self.tokens}, and got {self.logprobs}")
+            raise ValueError("a token has no log-prob")
 
 
 class Collector(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from oppo.placement.worker import die_with
+from oppo.placement.child import die_with
 
 if TYPE_CHECKING:
     import torch

@@ -241,9 +241,9 @@ def starting(model: str | Path, files: EngineFiles, cores: Sequence[int] | None,
     with guarded(), environment(files, cores, on_cpu=on_cpu):
         try:
             yield
-        except (KeyboardInterrupt, SystemExit, ConfigError):
+        except ConfigError:
             raise
-        except BaseException as error:
+        except Exception as error:
             files.keep()
             cause = last_line(files.log, "Error: ") or one_line(error)
             share = "gpu_memory_utilization, or give the other models another GPU"
@@ -308,7 +308,7 @@ class ServerProcess:
         held, self._lifeline = os.pipe()
         try:
             with log.open("ab") as written:
-                self._process = subprocess.Popen(  # noqa: S603 - our own arguments
+                process = self._process = subprocess.Popen(  # noqa: S603 - our own arguments
                     [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags],
                     env={**os.environ, **chosen, LIFELINE: str(held)},
                     stdin=subprocess.DEVNULL,
@@ -319,7 +319,7 @@ class ServerProcess:
                 )
         finally:
             os.close(held)
-        while (ended := self._process.poll()) is None:
+        while (ended := process.poll()) is None:
             with suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=HEALTH, trust_env=False).is_success:
                     return

@@ -188,8 +188,9 @@ class Inspection:
             self.faults.append(f"/inference/v1/generate should tell its vocabulary, and says {_message(refusal)}")
         return 0 if found is None else int(found[1])
 
-    def agree(self, path: Path, model: str | Path | None, *, trust_remote_code: bool) -> None:
-        wanted = {} if model is None else compared(config_of(model, trust_remote_code=trust_remote_code))
+    def agree(self, path: Path, trained: Any) -> None:
+        text = None if trained is None else trained.get_text_config()
+        wanted = {name: value for name in COMPARED if (value := getattr(text, name, None)) is not None}
         self.asked("POST", "/init_weight_transfer_engine", {"init_info": {"path": str(path), "model": wanted}})
 
 
@@ -209,11 +210,6 @@ def config_of(model: str | Path, *, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
 
     return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-
-
-def compared(config: Any) -> dict[str, object]:
-    text = config.get_text_config()
-    return {name: value for name in COMPARED if (value := getattr(text, name, None)) is not None}
 
 
 class ServerFault(Exception):  # noqa: N818 - it says what happened
@@ -351,6 +347,7 @@ class VllmServer(Engine):
             config = found.config()
             self.vocabulary = found.vocabulary()
             found.settle()
+            trained = None if model is None else config_of(model, trust_remote_code=trust_remote_code)
             served = found.asked("GET", "/v1/models").get("data") or [{}]
             version = found.asked("GET", "/weight_info").get("weight_version")
             device = torch.device(trainer)
@@ -360,7 +357,7 @@ class VllmServer(Engine):
                 self.sender: WeightSender = DeviceSender(_route(self.url, device, workers))
             else:
                 files = files or _weight_files(self.url, weights_directory, adapters=self.adapts)
-                found.agree(files.probe, model, trust_remote_code=trust_remote_code)
+                found.agree(files.probe, trained)
                 self.sender = FileSender(files, adapts=self.adapts)
             found.settle()
         described = config["model_config"]
@@ -370,8 +367,7 @@ class VllmServer(Engine):
         self.dtype_chosen = True
         self.kv_tokens = config.get("cache_config", {}).get("kv_cache_size_tokens")
         self.weights = None
-        if model is not None:
-            trained = config_of(model, trust_remote_code=trust_remote_code)
+        if model is not None and trained is not None:
             self.weights = ServedWeights.known(model, trained, trust_remote_code)
         self._model = str(served[0].get("id", ""))
         self._synced = version == UNSYNCED  # nobody has synced others since it was started

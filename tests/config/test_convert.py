@@ -183,6 +183,22 @@ def test_overrides_of_verl_are_read_with_their_variables() -> None:
     assert any("placement.trainer" in reason for reason in converted.lost)
 
 
+def test_a_limit_of_prompts_in_an_older_script_of_trl_cuts_them(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(args=GRPOConfig(max_prompt_length=256))\n")
+    assert convert(script).document["data"].items() >= {"max_prompt_tokens": 256, "over_long": "truncate"}.items()
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo"])
+def test_a_batch_of_verl_counts_prompts_and_their_responses_apart(estimator: str, tmp_path: Path) -> None:
+    chosen = {"algorithm.adv_estimator": estimator, "data.train_batch_size": 64}
+    chosen |= {"actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.ppo_mini_batch_size": 16}
+    script = tmp_path / "train.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo " + " ".join(f"{key}={value}" for key, value in chosen.items()))
+    found = convert(script).document
+    assert (found["step"]["batch"], found["algorithm"]["samples"], found["trainer"]["minibatches"]) == (64, 4, 4)
+
+
 def test_a_resolved_configuration_of_verl_is_read_with_its_references() -> None:
     found = convert(FOREIGN / "verl_grpo.yaml").document
     assert found["run"] == found["run"] | {"steps": 3, "directory": "checkpoints/grpo", "checkpoint_every": 0}

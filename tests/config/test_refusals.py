@@ -68,7 +68,7 @@ step.algorithm=grpo algorithm.lam=0.9 |
     unknown key 'algorithm.lam' (it is a key of [algorithm] for 'ppo', not for 'grpo'); the keys of
 step.algorithm=grpo algorithm.value_clip=none | for 'ppo', not for 'grpo'
 step.algorithm=grpo algorithm.samples=1 | algorithm.samples: expected at least 2, got 1
-algorithm.samples=4 | for 'grpo', 'rloo', 'dr_grpo', 'dapo', 'gspo', not for 'ppo'
+algorithm.scale_scores=mean | for 'grpo', 'dapo', 'gspo', not for 'ppo'
 step.algorithm=grpo algorithm.kl_in=reward | [algorithm]: algorithm 'grpo' standardises rewards: where the scores of a |
     put it into the loss, kl_in = 'loss', or take 'rloo'
 step.algorithm=grpo algorithm.scale_scores=each_reward algorithm.score_norm=true | score_norm = true chan
@@ -212,15 +212,14 @@ scorers.reference.engine=vllm models.quantization=nf4 models.lora_rank=2 | 4 bit
 step.algorithm=grpo algorithm.scale_scores=each_reward | algorithm.scale_scores = 'each_reward' | [[rewards]] has one
 step.algorithm=distill models.teacher=large rewards=[] eval.prompts=held.jsonl run.keep_best=true |
     eval.prompts and run.keep_best = true is about scores, and there are none without [[rewards]]
-EXACT ON_VLLM | run.deterministic | vLLM chooses its batches by time | set models.engine = 'transformers'
-EXACT rewards.0.engine=vllm | run.deterministic | rewards.0.engine = 'vllm' has vLLM choose its batches
-EXACT scorers.reference.engine=vllm algorithm.kl=0.1 | run.deterministic | scorers.reference.engine = 'vllm' has
-EXACT step.admission=adaptive | run.deterministic | step.admission = 'adaptive' decides by time
-EXACT step.admission=continuous | run.deterministic | step.admission = 'continuous' rollouts join others
-EXACT step.weight_sync=in-flight step.lookahead=1 | run.deterministic | step.weight_sync = 'in-flight' syncs
-EXACT models.dtype=auto | run.deterministic needs models.dtype = 'float32', got 'auto'
-EXACT models.device=cuda | run.deterministic needs models.device = 'cpu' (or 'auto'), got 'cuda'
-EXACT placement.scorers=cuda:1 | run.deterministic needs placement.scorers = 'cpu'
+EXACT ON_VLLM models.dtype=auto step.admission=adaptive placement.scorers=cuda:1 | run.deterministic = true |
+    models.engine = 'vllm', which chooses its batches | step.admission = 'adaptive', which decides by time |
+    models.dtype = 'auto': only 'float32' | placement.scorers = 'cuda:1': only 'cpu'
+EXACT rewards.0.engine=vllm step.admission=continuous | run.deterministic = true | rewards.0.engine = 'vllm', which |
+    step.admission = 'continuous', in which rollouts join others
+EXACT scorers.reference.engine=vllm algorithm.kl=0.1 | run.deterministic = true | scorers.reference.engine = 'vllm',
+EXACT step.weight_sync=in-flight step.lookahead=1 | run.deterministic = true | step.weight_sync = 'in-flight', which
+EXACT models.device=cuda | run.deterministic = true | models.device = 'cuda': only 'cpu' or 'auto'
 ON_VLLM run.policy=process | run.policy = 'process' | set models.engine = 'transformers'
 ON_VLLM sampling.top_p=0.9 | sampling.top_p = 0.9 | bound them by sampling.top_k too
 vllm.max_num_seqs=8 | [vllm] holds max_num_seqs | models.engine = 'transformers'
@@ -247,9 +246,8 @@ placement.trainer=["cpu","cuda"] | placement.trainer = ['cpu', 'cuda'] has devic
 placement.trainer=["cuda:1","cuda:1"] | placement.trainer = ['cuda:1', 'cuda:1'] names a device twice | --ray
 CLUSTER rewards.0.source=a.py:b step.algorithm=dapo | placement.cluster is given, and no model of this run
 TWO run.trainer=process | run.trainer = 'process' is one process, and placement.trainer has 2 ranks
-placement.critic=cuda:1 step.algorithm=grpo | 'grpo' has no critic and cannot use placement.critic = 'cuda:1'
 placement.policy_replicas=2 ON_VLLM vllm.urls=["http://h:1"] |
-    placement.policy_replicas = 2 starts engines, and vllm.urls names servers
+    placement.policy_replicas = 2 | vllm.urls, which name servers
 placement.policy_replicas=2 EXACT | placement.policy_replicas = 2 | run.deterministic = true, and bits
 placement.policy_replicas=2 run.policy=process models.shared_trunk=true | placement.policy_replicas = 2 |
     run.policy = 'process', which | models.shared_trunk = true, which
@@ -275,13 +273,14 @@ step.loss=LOSS run.trainer=process |
     run.trainer = 'process' takes the loss to another process, which cannot import Mine from a file
 step.loss=LOSS placement.trainer=["cpu","cpu"] | placement.trainer, with ranks, takes the loss to another process
 eval.every=3 eval.samples=2 | [eval] has every, samples, and nothing is evaluated
-step.algorithm=grpo models.critic=other trainer.critic_warmup=1 |
-    'grpo' has no critic and cannot use models.critic = 'other', trainer.critic_warmup = 1: leave that out
+step.algorithm=grpo models.critic=other trainer.critic_warmup=1 placement.critic=cuda:1 | 'grpo' has no critic and |
+    models.critic = 'other', trainer.critic_warmup = 1, placement.critic = 'cuda:1': leave that out
 step.algorithm=grpo models.shared_trunk=true | and cannot use models.shared_trunk = true
 trainer.minibatches=5 | trainer.minibatches = 5 does not divide the 32 responses of step.batch = 32 | a divisor
-trainer.minibatches=32 step.algorithm=online_dpo | trainer.minibatches = 32 does not divide the 16 groups
+trainer.minibatches=64 step.algorithm=online_dpo | trainer.minibatches = 64 does not divide the 32 groups
+trainer.minibatches=3 algorithm.samples=2 | trainer.minibatches = 3 does not divide the 64 responses of step.batch = 32
 step.algorithm=dapo step.admission=tail-batched | step.admission = 'tail-batched' | algorithm.dynamic_sampling = true
-step.algorithm=rloo sampling.temperature=0 | step.algorithm = 'rloo' compares | sampling.temperature = 0 makes
+step.algorithm=rloo sampling.temperature=0 | step.algorithm = 'rloo' takes 8 responses | sampling.temperature = 0 makes
 """)
 
 LOSS = "from oppo.losses import PPOLoss\nclass Mine(PPOLoss): pass\ndef made(): return Mine()\n"

@@ -258,11 +258,10 @@ SCORED: Mapping[str, Callable[..., Counts]] = {
     ),
     "critic": partial(scored, scalar, lambda model: ValueWorker(model, False)),
 }
-gemma = partial(tiny.causal, "gemma2", dtype=torch.bfloat16)
+
 WORKS: Mapping[str, Callable[[], Counts]] = {
     "decode": decode,
     "decode, greedy": partial(decode, temperature=0.0),
-    "decode, gpt2": partial(decode, partial(tiny.causal, "gpt2")),
     "decode, six layers": partial(decode, partial(sized, num_hidden_layers=6)),
     "decode, large vocabulary": partial(decode, partial(sized, vocab_size=2**17)),
     "truncated sampling": truncated,
@@ -275,7 +274,6 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "adapters, merged": merge,
     "streamed update": streamed,
     "weight sync": sync,
-    "weight sync, gemma2": partial(sync, gemma),
     "the harness": refused,
 }
 """By name; each returns what it did, by phase."""

@@ -166,7 +166,7 @@ async def test_a_streamed_ppo_step_with_an_indexer_agrees_with_plain_forward_pas
     await assert_a_step_is_what_plain_forwards_say(models_around(actor), prompts())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "falcon", "opt", "phi3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "opt", "qwen3-moe"])
 def test_a_model_told_to_attend_eagerly_passes_the_probe(name: str) -> None:
     model = tiny.causal(name)
     model.set_attn_implementation("eager")

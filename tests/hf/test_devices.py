@@ -380,7 +380,6 @@ BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "decode, six layers": DECODE,
     "decode, large vocabulary": DECODE,
     "decode, greedy": {"step": (1, 0), "after an end": (1, 1)},
-    "decode, gpt2": {"step": (1, 0), "after an end": (1, 1)},
     "truncated sampling": {"all": (4, 0)},
     "reference": REFERENCE,
     "reference, 16 rows": REFERENCE,
@@ -392,7 +391,6 @@ BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "adapters, merged": {"all": (0, 0)},
     "streamed update": {"accumulate": (2, 2 * 2), "commit": (6, 2)},
     "weight sync": {"sync": (0, 0), "copies": (0, 0)},
-    "weight sync, gemma2": {"sync": (0, 0), "copies": (0, 0)},
 }
 """By work and phase: how often the host may wait for the device, and what it may send there.
 

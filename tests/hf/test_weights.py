@@ -25,7 +25,7 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import SharedModel, share, weights_digest
 from oppo.models import Sampling, Scorer, Weights
 from oppo.placement import Place, Process, Thread
-from oppo.placement.wire import pack_with_blocks, unpack
+from oppo.placement.child import pack_with_blocks, unpack
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import AT, ONE, deadly
@@ -64,7 +64,7 @@ def addresses(model: nn.Module) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "opt", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3-moe"])
 def test_a_model_crosses_and_follows_what_is_changed_in_place(name: str) -> None:
     for model in (tiny.causal(name), tiny.scalar(name)):
         before, parameters = logits(model), list(model.parameters())

@@ -326,10 +326,6 @@ VISION: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 """Models that read images too, by their names: not every transformers has them."""
 
-PLAIN = ("llama", "qwen2", "qwen3", "gpt2", "neox")  # those without a sliding window
-
-WINDOWED = ("qwen2-sliding", "mistral", "gemma2", "gemma3", "phi3", "starcoder2")  # those with one, of WINDOW tokens
-
 
 def apart(work: Callable[P, R]) -> Callable[P, R]:
     """Return ``work``, done in a thread of its own: a forward pass belongs on no event loop's, in tests neither."""

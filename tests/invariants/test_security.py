@@ -168,7 +168,7 @@ def test_nothing_in_the_package_unpickles_or_imports_by_name() -> None:
         "oppo/hf/lora.py: subprocess",  # tries an adapter's regular expressions, which nothing else could end
         "oppo/rewards/tasks.py: subprocess",  # runs the code of responses within limits, if the user asks for that
         "oppo/hf/weights.py: pickle",  # PickleBuffer alone: bytes of weights that cross to another process
-        "oppo/placement/wire.py: pickle",  # over the socket to that process, never from a file
+        "oppo/placement/child.py: pickle",  # over the socket to that process, never from a file
     )
     assert [fault for fault in faults if not fault.startswith(allowed)] == []
 

@@ -164,7 +164,7 @@ def _detached(descriptor: DupFd) -> int:  # type: ignore[valid-type]  # a functi
 
 
 def _serve(ends: tuple[int, ...], path: list[str], environment: dict[str, str], folder: str) -> None:
-    from oppo.placement.worker import serve  # has been imported by the server
+    from oppo.placement.child import serve  # has been imported by the server
 
     connection, lifeline, *said = ends
     _speak(said)

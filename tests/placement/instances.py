@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from oppo.errors import ProtocolError
+from oppo.placement.child import Bulk
 from oppo.placement.shared_memory import Block, Gauge, Notice
-from oppo.placement.wire import Bulk
 
 
 class Lent(Bulk):

@@ -51,23 +51,30 @@ class Work:
         assert await asyncio.to_thread(self.begun.wait, 10)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("times", [1, 3])
-async def test_a_call_that_has_begun_is_waited_for_when_its_task_is_cancelled(times: int) -> None:
+async def test_a_call_that_has_begun_is_waited_for_when_its_task_is_cancelled(times: int, fails: bool) -> None:
     """As Ctrl-C does, and a timeout of asyncio: neither knows of anyio's shields."""
     work = Work()
+
+    def done() -> None:
+        work()
+        if fails:
+            raise ZeroDivisionError("no result")
+
     with Thread("model") as thread:
-        async with asyncio.TaskGroup() as tasks:
-            caller = tasks.create_task(thread.call("work", work))
-            await work.until_begun()
-            for _ in range(times):
-                caller.cancel()
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-            still_waiting = not caller.done()
-            work.go_on.set()
-        assert still_waiting, "the caller went on though its model was still at work"
-        assert caller.cancelled()
-        assert work.finished
+        caller = asyncio.create_task(thread.call("work", done))
+        await work.until_begun()
+        for _ in range(times):
+            caller.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert not caller.done(), "the caller went on though its model was still at work"
+        work.go_on.set()
+        await asyncio.wait([caller])
+    assert work.finished
+    assert caller.cancelled() != fails
+    assert not fails or str(caller.exception()) == "no result"
 
 
 async def test_a_call_that_has_begun_is_waited_for_when_its_scope_is_cancelled() -> None:
@@ -81,27 +88,6 @@ async def test_a_call_that_has_begun_is_waited_for_when_its_scope_is_cancelled()
                 work.go_on.set()
         assert scope.cancelled_caught
         assert work.finished
-
-
-async def test_an_error_of_the_work_is_raised_though_the_caller_was_cancelled_meanwhile() -> None:
-    work = Work()
-
-    def failing() -> None:
-        work()
-        raise ZeroDivisionError("no result")
-
-    async def main() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            caller = tasks.create_task(thread.call("work", failing))
-            await work.until_begun()
-            caller.cancel()
-            await asyncio.sleep(0)
-            work.go_on.set()
-
-    with Thread("model") as thread:
-        with pytest.raises(ExceptionGroup) as caught:
-            await main()
-        assert [str(error) for error in caught.value.exceptions] == ["no result"]
 
 
 async def test_calls_run_in_one_thread_in_order_after_its_setup_and_are_reported() -> None:

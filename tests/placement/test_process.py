@@ -20,10 +20,10 @@ import pytest
 
 from oppo.errors import ModelLost, SessionsLost
 from oppo.placement import Callback, Process, process as process_module
+from oppo.placement.child import Call, Callbacks, Outcome, Packet, pack
 from oppo.placement.place import run_detached
 from oppo.placement.process import ChildProcess, DisposableProcess, Gone
 from oppo.placement.shared_memory import Block
-from oppo.placement.wire import Call, Callbacks, Outcome, Packet, pack
 from tests.placement.instances import Caller, Lent, Slate, Total
 
 ROOT = Path(__file__).parents[2]

@@ -102,6 +102,7 @@ def test_every_algorithm_trains_its_models_and_leaves_truncated_responses_out_of
             "ppo",
             ("algorithm.lam_alpha=0.2", "algorithm.lam_value=1.0", "algorithm.nll=0.1", "algorithm.nll_above=-1.1"),
         ),
+        ("ppo", ("algorithm.samples=2", "trainer.minibatches=4", "step.batch=4")),
         ("grpo", ("algorithm.scale_scores=each_reward", "algorithm.samples=4", "algorithm.clip=0.3", SEVERAL)),
     ],
 )

@@ -390,7 +390,7 @@ def test_reward_model_and_reference_have_an_engine_each_which_ends_with_the_run(
         "actor": {"worker_extension_cls": "oppo.vllm.plugin.LogitsOfPrompts"},
     }
     engines = {engine.directory.name: engine for engine in scoring if isinstance(engine, ScoringStandIn)}
-    assert (engines.keys(), len(scoring)) == (own.keys(), 3)
+    assert (set(engines), len(scoring)) == (set(own), 3)
     for name, engine in engines.items():
         assert (engine.directory, str(engine.trainer)) == (folder / name, "cpu")
         assert repr(engine.cores) == "slice(1, 2, None)"

@@ -185,7 +185,7 @@ SERVER = """
 import json, os, sys, tempfile
 from multiprocessing.shared_memory import SharedMemory
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from oppo.placement.worker import die_with
+from oppo.placement.child import die_with
 from oppo.vllm.plugin import LIFELINE
 
 if "--fails" in sys.argv:

@@ -26,7 +26,7 @@ from oppo.vllm import VllmDecode, VllmPolicy
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.responses import read_chunk
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
-from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, Request, engine_of, running, server_of
+from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, Output, Request, engine_of, running, server_of
 
 on_both = pytest.mark.parametrize("on", ["engine", "server"])
 LONG = replace(SAMPLING, max_new_tokens=60)
@@ -146,6 +146,18 @@ def test_an_engine_that_dies_while_it_decodes_is_lost_at_once(on: str, message: 
             await decode.aclose()
 
     bench.run(main)
+
+
+class Odd(FakeAsyncLLM):
+    def _put(self, request: Request, output: Output, version: str) -> None:
+        output.outputs[0].logprobs = [{}]
+        super()._put(request, output, version)
+
+
+def test_an_output_of_another_shape_says_what_was_expected_and_what_came() -> None:
+    expected = r"expected one completion with the log-prob of each token, and got Output\(outputs=\[Completion\("
+    with pytest.raises(ModelLost, match=f"vLLM has failed, .*{expected}"):
+        Bench(Odd()).play(1)
 
 
 @on_both
@@ -389,38 +401,26 @@ def test_it_tells_of_its_work() -> None:
     assert bench.policy.progress == sum(len(request.tokens) for request in bench.llm.done)
 
 
-def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decoding() -> None:
-    bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3, 12: 9}[prompt[0]], overrun=3))
+def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decoding_or_closed() -> None:
+    bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3, 12: 9, 13: 3}[prompt[0]], overrun=3))
     at_cut: list[str] = []
 
     async def main() -> None:
-        decodes = await bench.policy.open(varied(3))
+        decodes = await bench.policy.open(varied(4))
         await bench.step(decodes, cut_at=1, limit=100)
-        at_cut.extend(bench.pieces[rollout][-1].state for rollout in range(3))
-        assert decodes[1].row.withheld
+        at_cut.extend(bench.pieces[rollout][-1].state for rollout in range(4))
+        assert [decode.row.withheld for decode in decodes] == [False, True, False, True]
         assert len(bench.tokens(1)) == 2, "the last token cannot be read before it is reported"
-        await bench.step(decodes[1:], cut_at=1, limit=100)
-
-    bench.run(main)
-    assert at_cut == ["eos", "cut", "cut"]
-    assert bench.reported == [[0], [1]], "and the cut that it causes comes before any further token"
-    assert bench.tokens(1)[-1] == 2
-    assert len(bench.tokens(2)) < 9
-
-
-def test_what_ends_in_the_overrun_of_the_last_step_is_never_reported_and_leaves_nothing_behind() -> None:
-    bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3, 12: 30}[prompt[0]], overrun=5))
-
-    async def main() -> None:
-        decodes = await bench.policy.open(varied(3))
-        await bench.step(decodes, cut_at=1)
-        assert [decode.row.withheld for decode in decodes] == [False, True, False]
+        await decodes[3].aclose()
+        await bench.step(decodes[1:3], cut_at=1, limit=100)
         for decode in decodes:
             await decode.aclose()
 
     bench.run(main)
-    assert bench.reported == [[0]]
-    assert len(bench.tokens(1)) < 3
+    assert at_cut == ["eos", "cut", "cut", "cut"]
+    assert bench.reported == [[0], [1]], "and the cut that it causes comes before any further token"
+    assert bench.tokens(1)[-1] == 2
+    assert len(bench.tokens(2)) < 9
     assert not bench.llm.requests
     assert not bench.engine.requests
 

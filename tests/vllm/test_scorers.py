@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ModelRefused, ProtocolError, RewardError
 from oppo.events import Finish, FloatArray, Prompt, Response
-from oppo.models import Sampling
+from oppo.models import Sampling, Scorer
 from oppo.observe import Span
 from oppo.returns import TopLogprobs
 from oppo.testing import check_scorer, run_virtual
@@ -43,7 +43,7 @@ def rewarding(llm: FakeAsyncLLM | None = None, /, key: str = "", **facts: Any) -
 
 @pytest.mark.parametrize("kind", ["reward", "reward on a server", "log-probs"])
 async def test_the_contract_is_kept(kind: str, source: Path) -> None:
-    async def make() -> VllmReward | VllmLogprobs:
+    async def make() -> Scorer[object]:
         if kind == "log-probs":
             return served()
         return rewarding() if kind == "reward" else reward_server(FakeServer(), source)

@@ -26,9 +26,9 @@ from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Trained
 from oppo.placement import Place, Process, Ranks, Thread
+from oppo.placement.child import Call, pack
 from oppo.placement.process import Child, ChildProcess
 from oppo.placement.ranks import RankedChild, listen
-from oppo.placement.wire import Call, pack
 from oppo.testing import check_trainer
 from oppo.training import TrainerSettings
 from tests.hf import tiny

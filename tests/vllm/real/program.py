@@ -72,7 +72,7 @@ class Program:
         """Everything it has said so far, on either stream."""
         return self._said.read_text(encoding="utf-8", errors="replace")
 
-    def until(self, message: str, seconds: float = 120) -> None:
+    def until(self, message: str, seconds: float = 300) -> None:
         """Wait until it has said ``message``."""
         deadline = time.monotonic() + seconds
         while message not in self.said:
@@ -88,7 +88,7 @@ class Program:
         """Press Ctrl-C: every process of the terminal's group gets the signal."""
         os.killpg(self._process.pid, signal.SIGINT)
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 300) -> int:
         """Return its exit code."""
         return self._process.wait(seconds)
 

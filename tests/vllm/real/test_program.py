@@ -14,7 +14,7 @@ from tests.kit.workplace import records
 from tests.vllm.real.conftest import blocks_of, left_behind, require_swept
 from tests.vllm.real.program import Program, furnish
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 ENGINE = "VLLM::EngineCore"
 """The name of the engine's process; the kernel keeps 15 characters."""
@@ -57,7 +57,7 @@ def train(place: Path, name: str, *overrides: str, before: str = "") -> Program:
 def test_a_run_trains_with_stragglers_and_its_engine_keeps_to_its_log(place: Path) -> None:
     before = left_behind()
     with train(place, "first", "run.steps=3") as program:
-        program.until("step 1/", 300)
+        program.until("step 1/")
         blocks = blocks_of(program.pids)
         assert program.wait() == 0, program.said
         assert program.leaves_nothing()
@@ -95,7 +95,7 @@ def test_a_signal_while_the_engine_starts_ends_all_of_it(place: Path, number: si
             program.interrupt()
         else:
             program.signal(number)
-        assert program.wait(60) == code, program.said
+        assert program.wait() == code, program.said
         assert program.leaves_nothing(60)
     assert code < 0 or "interrupted" in program.said
 
@@ -104,7 +104,7 @@ def test_ctrl_c_while_it_decodes_ends_after_the_step_and_the_run_goes_on_later(p
     with train(place, "decoding", *LONG) as program:
         program.until("step 1/")
         program.interrupt()
-        assert program.wait(60) == 130, program.said
+        assert program.wait() == 130, program.said
         assert program.leaves_nothing()
     assert "ending after this step" in program.said
     made = len(records(place, "decoding", "metrics.jsonl"))
@@ -121,7 +121,7 @@ def test_sigterm_and_then_ctrl_c_while_it_decodes_end_it_at_once(place: Path) ->
         program.signal(signal.SIGTERM)
         program.until("ending after this step")
         program.interrupt()
-        assert program.wait(60) == 128 + signal.SIGTERM, program.said
+        assert program.wait() == 128 + signal.SIGTERM, program.said
         assert program.leaves_nothing()
     assert "Traceback" not in program.said
 
@@ -133,7 +133,7 @@ def test_ctrl_c_twice_while_weights_are_synced_ends_it_when_the_engine_has_them(
         program.until("ending after this step")
         program.interrupt()
         (place / "go on").touch()
-        assert program.wait(60) == 130, program.said
+        assert program.wait() == 130, program.said
         assert program.leaves_nothing()
     assert program.said.count("weight sync") == program.said.count("synced") == 1
     assert "Traceback" not in program.said
@@ -142,11 +142,11 @@ def test_ctrl_c_twice_while_weights_are_synced_ends_it_when_the_engine_has_them(
 def test_a_killed_run_takes_its_engine_with_it(place: Path) -> None:
     before = left_behind()
     with train(place, "gone", *LONG) as program:
-        program.until("step 1/", 300)
+        program.until("step 1/")
         assert len(program.pids) > 1
         blocks = blocks_of(program.pids)
         program.signal(signal.SIGKILL)
-        assert program.wait(60) == -signal.SIGKILL
+        assert program.wait() == -signal.SIGKILL
         assert program.leaves_nothing()
     require_swept(before)
     assert blocks
@@ -173,11 +173,11 @@ def test_a_killed_engine_is_a_lost_model_and_the_run_goes_on_from_its_checkpoint
 
 def test_replicas_are_servers_of_the_run_which_outlives_one_of_them(place: Path) -> None:
     with train(place, "two", *LONG[1:], "run.steps=4", "placement.policy_replicas=2") as program:
-        program.until("step 1/", 300)
+        program.until("step 1/")
         engines = [pid for pid, name in program.pids.items() if name == ENGINE[:15]]
         assert len(engines) == 2
         os.kill(engines[0], signal.SIGKILL)
-        assert program.wait(240) == 0, program.said
+        assert program.wait() == 0, program.said
         assert program.leaves_nothing()
     assert "of the pool is lost" in program.said
     assert [line["trained"] for line in records(place, "two", "metrics.jsonl")] == [4, 4, 4, 4]
