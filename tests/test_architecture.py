@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_824,
     "report": 2_618,
     "rewards": 1_755,
-    "run": 4_899,
+    "run": 4_898,
     "simulate": 2_942,
     "stages": 3_793,
     "testing": 1_415,

@@ -86,24 +86,6 @@ def whole(decode: float, score: float, update: float, slow: Slow = "critic") -> 
 
 
 @pytest.mark.parametrize("slow", ["critic", "reward"])
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_two_steps_in_flight_take_as_long_as_the_slowest_device(slow: Slow, in_flight: bool) -> None:
-    for decode, score, update in ((1.0, 0.40625, 0.1875), (1.0, 0.9375, 0.9375)):
-        costs = whole(decode, score, update, slow)
-        assert costs.period(0) == decode + score + update
-        longest = max(decode, score, update)
-        assert longest <= costs.period(1, in_flight=in_flight) <= max(longest, score + update)
-        assert costs.period(2, in_flight=in_flight) == costs.period(3, in_flight=in_flight) == longest
-
-
-@pytest.mark.parametrize("slow", ["critic", "reward"])
-def test_one_step_in_flight_hides_the_tail_of_a_scorer_behind_decoding(slow: Slow) -> None:
-    """It is not waited for: not even a critic's, whose next weights wait for it."""
-    assert whole(1.0, 0.40625, 0.1875, slow).period(1) == 1.0
-    assert whole(1.0, 0.5, 0.75, slow).period(1) == (1.0 + 0.5 + 0.75) / 2, "less than 0.5 + 0.75: three devices"
-
-
-@pytest.mark.parametrize("slow", ["critic", "reward"])
 @pytest.mark.parametrize("reading", [1 / 128, 5 / 64])
 @pytest.mark.parametrize("update", [0.25, 1.0])
 def test_streamed_scoring_counts_where_it_is_not_hidden(slow: Slow, reading: float, update: float) -> None:

@@ -130,7 +130,7 @@ def test_what_the_settings_of_a_run_refuse_is_not_recommended() -> None:
         },
         Path("/nowhere"),
     )
-    why = {name: refusal(settings, each) for name, each in SCHEDULES.items()}
+    why = {name: refusal(settings.document(), each) for name, each in SCHEDULES.items()}
     assert {name for name, said in why.items() if said} == {"serial", "adaptive", "in flight", "continuous"}
     assert "run.deterministic" in why["in flight"]
 

@@ -115,23 +115,6 @@ def test_a_session_made_with_other_weights_is_read_again_when_its_rollout_finish
     assert scorer.tokens == (7 + 7) + (11 + 7), "the late chunk is not read into a session that must be dropped"
 
 
-def test_finished_rollouts_are_scored_before_anything_is_read_of_those_that_go_on() -> None:
-    read: list[int] = []
-
-    class Noting(FakeScorer[float]):
-        async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-            read.extend(event.rollout for event in events)
-            await super().extend(events)
-
-        async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
-            assert set(read) == {2}
-            return await super().finish(finished)
-
-    done = chunk(2)
-    run_virtual(scored, Score(Noting(fake_scalar)), prompt(1), prompt(2), chunk(1), done, finish(2, done))
-    assert read == [2, 2, 1, 1]
-
-
 @dataclass(eq=False)
 class Noted(FakeScorer[float]):
     """Takes priorities, and notes each call with what it is for."""
@@ -168,18 +151,6 @@ def test_every_call_of_a_replay_is_urgent_since_its_first_one_holds_the_place() 
     scorer.version, scorer.notes = 1, []
     run_virtual(scored, stage, finish(1, chunk(1)))
     assert scorer.notes == [("forget", [1], Urgent), ("extend", [1, 1], Urgent), ("finish", [1], Urgent)]
-
-
-def test_a_scorer_with_the_keyword_says_the_same_as_one_without() -> None:
-    def scores(scorer: FakeScorer[float]) -> list[tuple[int, float, int]]:
-        one, two = chunk(1), chunk(2)
-        events = (prompt(1), prompt(2), one, two, finish(2, two), finish(1, one))
-        sent = run_virtual(scored, Score(scorer), *events)
-        return [(each.rollout, each.value, each.version) for each in sent if isinstance(each, Scored)]
-
-    with_keyword, without = scores(Noted(fake_scalar)), scores(FakeScorer(fake_scalar))
-    assert with_keyword == without
-    assert [rollout for rollout, _, _ in without] == [2, 1]
 
 
 def test_a_scorer_that_takes_priorities_in_some_of_its_methods_is_refused() -> None:
