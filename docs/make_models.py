@@ -37,7 +37,7 @@ from oppo.hf.loading import load_scalar
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import Load, longest_batch
 from oppo.hf.model_files import CAUSAL
-from oppo.hf.probe import probe
+from oppo.hf.servable import probe
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import pack
 

@@ -64,7 +64,7 @@ from oppo.hf.model_files import (
     require_data,
     require_no_code,
 )
-from oppo.hf.probe import probe
+from oppo.hf.servable import probe
 from oppo.hf.weights import ALIGNMENT, SharedModel
 from oppo.log import logger, routed
 

@@ -39,7 +39,7 @@ from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import RowCache
-from oppo.hf.probe import known_reason
+from oppo.hf.servable import known_reason
 from oppo.hf.serve.decoder import ChunkedPrefill, DecodeRow, Signals
 from oppo.hf.serve.sampling import Noise, draw
 from oppo.hf.serve.scorers import (

@@ -51,7 +51,7 @@ from transformers import (
 
 from oppo.hf.introspection import only_whole
 from oppo.hf.model_files import SCALAR
-from oppo.hf.probe import probe
+from oppo.hf.servable import probe
 from oppo.log import with_route
 from tests.kit.known import known
 

@@ -1,4 +1,4 @@
-"""The probe at load: how a model can be served, by its config and by its outputs.
+"""Whether and how a model can be served, probed at load: by its config and by its outputs.
 
 ::
 
