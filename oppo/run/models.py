@@ -30,10 +30,10 @@ from oppo.hf.as_text.streamed import Bridge, BridgedTeacher
 from oppo.hf.calls import ToolSchema
 from oppo.hf.chat import chatting
 from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
-from oppo.hf.introspection import end_ids, passes_at, vocabulary
 from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
+from oppo.hf.model_parts import end_ids, passes_at, vocabulary
 from oppo.hf.serve.scorers import (
     ProximalLogprobs,
     RecomputedLogprobs,

@@ -29,9 +29,9 @@ from transformers import (
 from transformers.integrations import hub_kernels
 
 from oppo.errors import ModelRefused
-from oppo.hf.introspection import backbone, cache_argument
 from oppo.hf.kv.attention import AttentionKind, Masks, Segments, attend_in_segments
 from oppo.hf.kv.cache import KVRegion, Slab
+from oppo.hf.model_parts import backbone, cache_argument
 from oppo.hf.servable import probe
 from tests.hf import tiny
 

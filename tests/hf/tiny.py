@@ -49,8 +49,8 @@ from transformers import (
     YoutuConfig,
 )
 
-from oppo.hf.introspection import only_whole
 from oppo.hf.model_files import SCALAR
+from oppo.hf.model_parts import only_whole
 from oppo.hf.servable import probe
 from oppo.log import with_route
 from tests.kit.known import known

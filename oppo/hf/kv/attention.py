@@ -40,8 +40,8 @@ from transformers.masking_utils import sdpa_mask
 
 from oppo.errors import ModelRefused
 from oppo.hf.head import AGREEMENT
-from oppo.hf.introspection import FAILURES, backbone, takes
 from oppo.hf.kv.length_bucketing import cheapest_groups
+from oppo.hf.model_parts import FAILURES, backbone, takes
 
 AttentionKind: TypeAlias = Literal["segmented", "padded", "eager"]
 

@@ -24,9 +24,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from oppo.errors import ModelRefused
 from oppo.events import Batch, Support
 from oppo.hf.head import OwnHead
-from oppo.hf.introspection import score_head
 from oppo.hf.kv.attention import window_of
 from oppo.hf.lora import add_lora
+from oppo.hf.model_parts import score_head
 from oppo.hf.servable import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
