@@ -27,7 +27,6 @@ from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedTeacher
-from oppo.hf.calls import ToolSchema
 from oppo.hf.chat import chatting
 from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
 from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
@@ -42,6 +41,7 @@ from oppo.hf.serve.scorers import (
     ValueModel,
 )
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.tool_calls import ToolSchema
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.log import logger
