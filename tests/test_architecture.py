@@ -146,7 +146,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def dotted(path: Path) -> str:
-    """Return a module's name: ``oppo.hf.probe`` for ``oppo/hf/probe.py``."""
+    """Return a module's name: ``oppo.hf.servable`` for ``oppo/hf/servable.py``."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
