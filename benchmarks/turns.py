@@ -29,7 +29,7 @@ from oppo.demo.assets import alone
 from oppo.events import Prompt
 from oppo.hf import HfPolicy
 from oppo.hf.devices import use_cores
-from oppo.hf.introspection import vocabulary as vocabulary_of
+from oppo.hf.model_parts import vocabulary as vocabulary_of
 from oppo.hf.serve.decoder import DecodeRow
 from oppo.hf.serve.policy import DecodeLoop, HfDecode
 from oppo.models import Sampling

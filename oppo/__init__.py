@@ -38,7 +38,7 @@ from oppo.stages import GAE, Generate, GroupRelative, Score, Update, synced_mode
 from oppo.training import TrainerSettings
 
 if TYPE_CHECKING:
-    from oppo.config.load import load as load_settings
+    from oppo.config.load import load_settings
     from oppo.run.train import evaluate, resume, train
 
 __all__ = [
@@ -92,10 +92,10 @@ __all__ = [
 
 
 _LATE = {
-    "evaluate": ("oppo.run.train", "evaluate"),
-    "load_settings": ("oppo.config.load", "load"),
-    "resume": ("oppo.run.train", "resume"),
-    "train": ("oppo.run.train", "train"),
+    "evaluate": "oppo.run.train",
+    "load_settings": "oppo.config.load",
+    "resume": "oppo.run.train",
+    "train": "oppo.run.train",
 }
 """Names by their modules, which are imported when a name is used: they take longer to import than all others."""
 
@@ -103,5 +103,4 @@ _LATE = {
 def __getattr__(name: str) -> object:
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, own = _LATE[name]
-    return getattr(import_module(module), own)
+    return getattr(import_module(_LATE[name]), name)

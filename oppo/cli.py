@@ -106,11 +106,11 @@ def train(
         dry_run: Load and check everything, print the resolved settings, the graph, a prompt as the policy reads it, and
             what the reward says of a short response to it; train nothing.
     """
-    from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.config.sections import sources  # noqa: PLC0415 - likewise
     from oppo.data.rows import check_file  # noqa: PLC0415 - likewise
 
-    settings = load(config, in_cluster(override, ray))
+    settings = load_settings(config, in_cluster(override, ray))
     for source in (*sources(settings.data.prompts), *sources(settings.eval.prompts)):
         if source.file is not None:
             check_file(source.file, or_directory=True)  # before torch, which takes seconds to import
@@ -206,7 +206,7 @@ def doctor(
         assume: Check the run for such machines in place of this one: 8xH100-80GB, or 2x8xH100-80GB for two of them.
         trial: Load the models too and make one step, with all responses as long as they may be; save nothing.
     """
-    from oppo.config.load import load  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.hf.memory import Hardware  # noqa: PLC0415 - likewise
     from oppo.run.deployment import Deployment  # noqa: PLC0415 - likewise
     from oppo.run.doctor import attempt, examine  # noqa: PLC0415 - likewise
@@ -215,7 +215,7 @@ def doctor(
 
     if trial and assume:
         raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
-    settings, console = load(config, in_cluster(override, ray)), Console()
+    settings, console = load_settings(config, in_cluster(override, ray)), Console()
     deployment = Deployment.of(settings, Hardware.assumed(assume) if assume else None)
     require_engines(deployment)
     if not assume:

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 
 from oppo.cli import UNUSABLE, main
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.hf.devices import available_cores
 from oppo.hf.weights import weights_digest
 from oppo.report import story
@@ -222,7 +222,7 @@ def test_each_model_works_in_one_thread_for_life_with_its_own_share_of_the_cores
         if isinstance(module, LlamaModel):
             seen.setdefault(id(module), set()).add((threading.current_thread().name, torch.get_num_threads()))
 
-    settings = load(workplace / "config.toml", ["run.name=threads", "run.cores=3", "run.scorers=thread"])
+    settings = load_settings(workplace / "config.toml", ["run.name=threads", "run.cores=3", "run.scorers=thread"])
     with prepare(settings) as session:
         hook = register_module_forward_pre_hook(note)
         try:

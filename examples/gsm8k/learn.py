@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from oppo.cli import main as command
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.errors import OppoError
 
 HERE = Path(__file__).parent
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code := command(["train", str(options.config), *(part for each in chosen for part in ("--set", each))]):
         return code
     try:
-        run = load(options.config, chosen).run_directory
+        run = load_settings(options.config, chosen).run_directory
     except OppoError as error:
         print(f"learn: {error}", file=sys.stderr)
         return 2

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
+def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings of a TOML file, checked, with every default, and with paths resolved.
 
     Args:
@@ -48,7 +48,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
         ConfigError: the file cannot be read, or settings are wrong: all of them are named.
 
     Example:
-        >>> load("config.toml", ["run.steps=20"]).run.steps  # doctest: +SKIP
+        >>> load_settings("config.toml", ["run.steps=20"]).run.steps  # doctest: +SKIP
         20
     """
     return resolve(overridden(parsed(Path(path)), overrides), Path(path).absolute().parent)

@@ -80,7 +80,7 @@ def _spanning(table: object, info: ValidationInfo) -> object:
 
 
 class Settings(BaseModel):
-    """All settings of a run, checked; see :func:`oppo.config.load.load`."""
+    """All settings of a run, checked; see :func:`oppo.config.load.load_settings`."""
 
     model_config = STRICT
 

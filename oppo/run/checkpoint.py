@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.config.sections import RunSection
 from oppo.config.settings import Settings, changeable
 from oppo.durable import is_plain, read_text, remove, whole, writing
@@ -378,8 +378,8 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
     file = directory / "config.toml"
     if not is_plain(file):
         raise ConfigError(f"there is no run to resume in {directory}: expected the file {file}")
-    settings = load(file, overrides)
-    require_same(fingerprints(load(file)), settings)
+    settings = load_settings(file, overrides)
+    require_same(fingerprints(load_settings(file)), settings)
     if settings.run_directory.resolve() != directory.resolve():
         raise ConfigError(
             f"{file} is of the run in {settings.run_directory}: a run is resumed where it was, so move it back there"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -20,10 +20,10 @@ from oppo.config.sections import ModelsSection
 from oppo.durable import make
 from oppo.errors import ConfigError, ModelRefused, OppoError
 from oppo.hf.devices import DeviceLayout, ModelPlace, acting_share
-from oppo.hf.introspection import longest
 from oppo.hf.loading import Loadable, ModelRecipe, positions_of
 from oppo.hf.lora import adapter_matrices, rank_of
 from oppo.hf.model_files import RewardKind, located
+from oppo.hf.model_parts import longest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.weights import SentWeights
@@ -246,12 +246,15 @@ def _on_transformers(request: ServeRequest) -> Serving:
             place.wait_until_ready()
         return started
 
-    async def start(number: int) -> HfPolicy:
+    policies, gpus = [policy(number) for number in range(devices.replicas)], len(set(devices.policies))
+    return Serving(_pooled(policies, again), longest(request.actor), gpus=gpus)
+
+
+def _pooled(policies: Sequence[Policy], again: Callable[[int], Policy]) -> Policy:
+    async def start(number: int) -> Policy:
         return await anyio.to_thread.run_sync(with_route(again), number)
 
-    policies, gpus = [policy(number) for number in range(devices.replicas)], len(set(devices.policies))
-    served = policies[0] if len(policies) == 1 else PolicyPool(policies, start=start)
-    return Serving(served, longest(request.actor), gpus=gpus)
+    return policies[0] if len(policies) == 1 else PolicyPool(policies, start=start)
 
 
 def _on_vllm(request: ServeRequest) -> Serving:
@@ -297,9 +300,6 @@ def _on_servers(
         policy.reporter = reporters[number]
         return policy
 
-    async def start(number: int) -> VllmPolicy:
-        return await anyio.to_thread.run_sync(with_route(connect), number)
-
     def abort() -> None:
         for server in connected:
             server.abort()
@@ -316,7 +316,7 @@ def _on_servers(
         except BaseException:
             request.places.abort()
             raise
-        policy = policies[0] if count == 1 else PolicyPool(policies, start=start)
+        policy = _pooled(policies, connect)
         stack.pop_all()
     positions = min(server.longest for server in connected)
     return Serving(policy, positions, tuple(reporters), abort, close, gpus=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.config.sections import PromptSource, sources
 from oppo.config.settings import Settings
 from oppo.data.rows import is_hub_name
@@ -57,7 +57,7 @@ def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, 
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415 - likewise
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # noqa: PLC0415 - likewise
 
-    settings, actor, written = load(run / "config.toml"), run / FINAL / "actor", run / CARD
+    settings, actor, written = load_settings(run / "config.toml"), run / FINAL / "actor", run / CARD
     if not actor.is_dir():
         raise ConfigError(
             f"{run} has no trained policy in {actor}: a run saves one when it ends, or `oppo resume {run}`"

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from oppo.admission import Admission
-from oppo.config.load import Faults, load, overridden, parsed, resolve
+from oppo.config.load import Faults, load_settings, overridden, parsed, resolve
 from oppo.config.sections import StepSection
-from oppo.config.settings import Settings
 from oppo.declared import Table, declared
 from oppo.errors import ConfigError
 from oppo.log import routed
@@ -112,7 +111,7 @@ def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
 
 def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
     record = RunRecord.read(directory)
-    settings = load(directory / "config.toml")
+    settings = load_settings(directory / "config.toml")
     if settings.environment.answering or settings.agents.program:
         raise ConfigError(f"the run in {directory} has an environment, whose answers a simulation does not know yet")
     step = settings.step
@@ -134,6 +133,7 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
         lengths=record.lengths,
         cap=min(settings.sampling.max_new_tokens, record.cap),
     )
+    document = settings.document()
     own = own_schedule(settings.step, record.cap, directory / "config.toml")
     rungs = ladder(
         step.batch,
@@ -149,14 +149,13 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
         {AS_IT_RAN: own, **rungs},
         AS_IT_RAN,
         _measured(record.steps),
-        {name: why for name, schedule in rungs.items() if (why := refusal(settings, schedule))},
+        {name: why for name, schedule in rungs.items() if (why := refusal(document, schedule))},
     )
 
 
-def refusal(settings: Settings, schedule: Schedule) -> str:
+def refusal(document: Mapping[str, Any], schedule: Schedule) -> str:
     if not schedule.step:
         return "no settings of oppo train give it"
-    document = settings.document()
     try:
         resolve({**document, "step": {**document["step"], **schedule.step}}, Path())
     except ConfigError as error:
@@ -166,7 +165,7 @@ def refusal(settings: Settings, schedule: Schedule) -> str:
 
 def _admission(config: Path) -> Admission:
     with routed():  # the process that simulates has said what there is to say of the file
-        settings = load(config)
+        settings = load_settings(config)
     return settings.own_admission() or admission_of(settings.step)
 
 

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 from rich.console import Console
 
-from oppo.config.load import load, overridden, resolve
+from oppo.config.load import load_settings, overridden, resolve
 from oppo.config.own import with_name
 from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
@@ -493,7 +493,7 @@ def evaluate(
     held_out = None if eval_prompts is None else list(eval_prompts)
     named = _named(ProgramRows(None, held_out))
     if isinstance(config, str | Path) and Path(config).is_dir():
-        settings = load(Path(config) / "config.toml", [*_trained(Path(config)), *overrides, *named])
+        settings = load_settings(Path(config) / "config.toml", [*_trained(Path(config)), *overrides, *named])
     else:
         settings = _settings(config, [*overrides, *named])
     if not settings.eval.prompts:
@@ -531,7 +531,7 @@ def _settings(config: str | Path | Mapping[str, object] | Settings, overrides: S
     if isinstance(config, str | Path):
         if Path(config).is_dir():
             raise ConfigError(f"{config} is a directory, and settings are a file: oppo.resume goes on with a run")
-        return load(Path(config), overrides)
+        return load_settings(Path(config), overrides)
     if isinstance(config, Settings):
         if not overrides:
             return config

@@ -12,7 +12,7 @@ from oppo.algorithms.base import Roles
 from oppo.algorithms.group import GRPO, RLOO
 from oppo.algorithms.ppo import ppo
 from oppo.cli import DONE, UNUSABLE, main
-from oppo.config.load import load, resolve
+from oppo.config.load import load_settings, resolve
 from oppo.config.own import with_name
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError, GraphError
@@ -469,7 +469,7 @@ def test_a_program_trains_from_a_mapping_or_from_settings_as_from_a_file(
     settings = resolve(document, folder)
     assert train(settings, ["run.name=checked", "run.steps=2"]).path == folder / "runs" / "checked"
     train(settings.changed({"run": {"name": "kept", "steps": 2}}))
-    assert load(folder / "runs" / "kept" / "config.toml").run.steps == 2
+    assert load_settings(folder / "runs" / "kept" / "config.toml").run.steps == 2
     made = {
         (folder / "runs" / name / FINAL / "actor" / "model.safetensors").read_bytes() for name in ("mapped", "kept")
     }

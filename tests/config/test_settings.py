@@ -14,7 +14,7 @@ import pytest
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
-from oppo.config.load import load, overridden, resolve
+from oppo.config.load import load_settings, overridden, resolve
 from oppo.config.rewards import FunctionRewardSection, ModelRewardSection, ScorerSection, VllmRewardSection
 from oppo.config.sections import ROWS, sources
 from oppo.config.settings import Settings, keys_of
@@ -33,7 +33,7 @@ BY_AGENT = MINIMAL.replace('[[rewards]]\nsource = "reward.py:score"\n', "")
 def loaded(folder: Path, text: str = "", *overrides: str, base: str = MINIMAL) -> Settings:
     path = folder / "config.toml"
     path.write_text(base + text)
-    return load(path, overrides)
+    return load_settings(path, overrides)
 
 
 def refused(folder: Path, text: str, *overrides: str, base: str = MINIMAL) -> str:
@@ -120,7 +120,7 @@ def test_several_rewards_are_a_list_and_come_out_as_they_went_in(tmp_path: Path)
     assert (settings.reward_models, settings.models.critic) == (["org/reward"], "org/reward")
     assert settings.files["rewards.0.source"] == tmp_path / "reward.py"
     (tmp_path / "again.toml").write_text(settings.toml())
-    assert load(tmp_path / "again.toml") == settings
+    assert load_settings(tmp_path / "again.toml") == settings
     assert settings.changed({}) == settings
 
 
@@ -314,7 +314,7 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_or_not_toml_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration"):
-        load(tmp_path / "none.toml")
+        load_settings(tmp_path / "none.toml")
     assert "is not valid TOML" in refused(tmp_path, "[run\n")
 
 
@@ -371,6 +371,6 @@ def test_how_stale_tokens_are_learnt_from_reaches_the_loss(tmp_path: Path) -> No
 def test_settings_are_checked_without_loading_torch(name: str, tmp_path: Path) -> None:
     minimal = MINIMAL.replace("[models]\n", '[models]\nteacher = "org/teacher"\n') if name == "distill" else MINIMAL
     (tmp_path / "config.toml").write_text(f'{minimal}[step]\nalgorithm = "{name}"\n')
-    check = "import sys; from pathlib import Path; from oppo.config.load import load; load(Path(sys.argv[1])).toml()"
+    check = "import sys, oppo; oppo.load_settings(sys.argv[1]).toml()"
     probe = f"{check}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", probe, str(tmp_path / "config.toml")], check=True)

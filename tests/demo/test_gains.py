@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.demo.schedules import Effort, Gains, Standing, TimedRound, deepened, excerpt, measure
 from oppo.hf.loading import load_scalar
 from oppo.log import routed
@@ -96,7 +96,7 @@ def test_what_is_no_llama_is_not_deepened() -> None:
 
 
 def test_every_schedule_makes_the_same_steps(workplace: Path) -> None:
-    settings, loops = load(workplace / "config.toml", []), list[object]()
+    settings, loops = load_settings(workplace / "config.toml", []), list[object]()
     effort = Effort(batch=4, extra=2, steps=3, rounds=2, deeper=2)
     with routed(lambda _: loops.append(asyncio.get_running_loop())):
         rounds = measure(settings, effort)

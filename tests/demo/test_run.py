@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from oppo.cli import main
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.demo.run import UNMEASURED, Findings, demo
 from oppo.demo.schedules import Digests
 from oppo.evaluation import Comparison
@@ -51,7 +51,7 @@ def test_a_short_demo_learns_and_leaves_a_run_that_can_be_repeated(
     for finding in ("score", "KL", "length", "overlap", "deferral", "exactness", "outputs", "again", "time"):
         assert f"\n{finding} " in said
     assert UNMEASURED in " ".join(said.split())
-    again = load(directory / "config.toml", [f"run.name=again-{tmp_path.name}"])
+    again = load_settings(directory / "config.toml", [f"run.name=again-{tmp_path.name}"])
     assert again.run.steps == facts["steps"]
     assert again.step.admission == "adaptive"
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

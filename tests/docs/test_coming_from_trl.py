@@ -10,7 +10,7 @@ import pytest
 
 from docs.make_fields import KINDS, page
 from docs.make_settings import NAMES, tables
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.config.peers import peers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
@@ -92,6 +92,6 @@ def test_every_setting_of_the_converter_is_there() -> None:
 def test_the_file_of_the_page_is_one_that_is_read(tmp_path: Path) -> None:
     (shown,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "config.toml").write_text(shown)
-    settings = load(tmp_path / "config.toml")
+    settings = load_settings(tmp_path / "config.toml")
     assert (settings.run.steps * settings.step.batch, settings.trainer.schedule) == (6_400, "linear")
     assert (settings.models.reference, settings.models.critic) == ("policy", "reward")

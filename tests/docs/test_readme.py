@@ -23,7 +23,7 @@ import oppo.algorithms
 from docs.make_journeys import PAGE as ARCHITECTURE, Journey, Tracer, written
 from oppo import GAE, Graph, Overcommit, Score, grpo, ppo
 from oppo.admission.chunking import Fixed
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.data import PromptStream
 from oppo.errors import GraphError
 from oppo.events import Chunk, Finish, FloatArray, Prompt, Response
@@ -179,7 +179,7 @@ def test_the_recipe_without_a_critic_is_the_recipe() -> None:
 def test_the_settings_of_the_readme_are_settings(tmp_path: Path) -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "config.toml").write_text(text)
-    assert load(tmp_path / "config.toml").step.overcommit == 2
+    assert load_settings(tmp_path / "config.toml").step.overcommit == 2
 
 
 def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> Non
         is_whole = "[[rewards]]" in text or "[agents]" in text
         reward = "" if is_whole else '[[rewards]]\nsource = "reward.py:named"\nname = "named"\n'
         (tmp_path / "config.toml").write_text(base + data * ("[data]" not in text) + text + reward)
-        settings = load(tmp_path / "config.toml")
+        settings = load_settings(tmp_path / "config.toml")
         found.append([each.name for each in settings.rewards])
         answering.append(settings.environment.tools or settings.environment.factory)
     assert found == [["helpful", "short", "judge", "close"], [None], ["named"], ["named"], ["named"], []]
@@ -201,7 +201,7 @@ def test_the_reward_on_vllm_of_the_page_on_engines_is_settings(tmp_path: Path) -
     base = '[models]\npolicy = "actor"\n[data]\nprompts = "prompts.jsonl"\n'
     (text,) = [text for text in fenced(ROOT / "docs" / "engines.md", "toml") if "[[rewards]]" in text]
     (tmp_path / "config.toml").write_text(base + text)
-    (reward,) = load(tmp_path / "config.toml").reward_engines.values()
+    (reward,) = load_settings(tmp_path / "config.toml").reward_engines.values()
     assert reward.vllm == {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.smollm2 import evaluate, make_model, reward as rules
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.rewards import load_function
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
@@ -104,7 +104,7 @@ def test_prompts_are_questions_with_a_topic_that_occur_once_and_begin_in_many_wa
 
 
 def test_the_configuration_is_valid_and_its_reward_loads() -> None:
-    settings = load(EXAMPLE / "config.toml")
+    settings = load_settings(EXAMPLE / "config.toml")
     assert (settings.run.steps, settings.step.batch, settings.step.overcommit) == (20, 16, 4)
     assert settings.models.policy == settings.models.critic == str(EXAMPLE / "model")
     (reward,) = settings.rewards

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from oppo.cli import main
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.hf.loading import load_causal
 from oppo.hf.weights import weights_digest
 from tests.hf import tiny
@@ -100,7 +100,7 @@ def test_a_password_that_is_an_ordinary_word_changes_nothing_that_is_read_back(
     overrides = ("run.directory=rollout", "run.name=event-1", "run.steps=1", "run.checkpoint_every=1", "run.panel=off")
     assert oppo(workplace, "", *overrides) == 0
     directory = workplace / "rollout" / "event-1"
-    assert load(directory / "config.toml").run_directory == directory
+    assert load_settings(directory / "config.toml").run_directory == directory
     assert {"rollout", "event"} <= json.loads((directory / "journal.jsonl").read_text().splitlines()[0]).keys()
     assert main(["resume", str(directory), "--set", "run.steps=2"]) == 0
     assert str(directory / "report.html") in capfd.readouterr().out
@@ -184,9 +184,9 @@ def test_reading_a_run_again_imports_and_runs_nothing_of_it(workplace: Path) -> 
     assert oppo(workplace, "", "run.name=again", *overrides) == 0
     directory = workplace / "runs" / "again"
     program = (
-        "import sys\nfrom pathlib import Path\nfrom oppo.config.load import load\nfrom oppo.report import story\n"
+        "import sys\nfrom pathlib import Path\nfrom oppo import load_settings\nfrom oppo.report import story\n"
         f"directory = Path({str(directory)!r})\n"
-        "settings = load(directory / 'config.toml')\n"
+        "settings = load_settings(directory / 'config.toml')\n"
         "assert settings.rewards[0].source.endswith('reward.py:short')\n"
         "assert story(directory / 'journal.jsonl', 0)\n"
         "assert not {'torch', 'transformers', 'pickle5'} & set(sys.modules)\n"

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from oppo import Drop, FunctionReward
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.config.rewards import FunctionRewardSection
 from oppo.rewards.tasks import CHECKERS, CodeChecker, gsm8k_flexible, gsm8k_strict, math_equal
 from tests.rewards.test_trl import decode, finish
@@ -172,7 +172,7 @@ def test_settings_name_a_checker_alone_or_in_a_table_whatever_lies_beside_them(t
     tables = '[[rewards]]\nsource = "math"\nname = "right"\n[[rewards]]\nsource = "./math"\nname = "model"\n'
     for text in ('rewards = ["math"]\n' + base, base + tables):
         (tmp_path / "config.toml").write_text(text)
-        settings = load(tmp_path / "config.toml")
+        settings = load_settings(tmp_path / "config.toml")
         assert settings.rewards[0].source == "math"
         assert isinstance(settings.rewards[0], FunctionRewardSection)
         assert settings.changed({}).rewards == settings.rewards

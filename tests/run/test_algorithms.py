@@ -19,7 +19,7 @@ from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.base import Roles
 from oppo.algorithms.group import DAPO
 from oppo.cli import DONE, UNUSABLE
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.run.deployment import Deployment
 from oppo.run.memory import Expected, expected
 from oppo.run.train import FINAL
@@ -294,18 +294,21 @@ def test_a_teacher_with_another_tokenizer_is_learnt_from(taught: Path) -> None:
 
 
 def _needs(folder: Path, *chosen: str) -> list[Expected]:
-    settings = load(folder / "config.toml", chosen)
+    settings = load_settings(folder / "config.toml", chosen)
     return expected(Deployment.of(settings), None)
 
 
 def test_the_teacher_is_counted_and_placed_like_the_reference(taught: Path) -> None:
-    settings = load(taught / "config.toml", [*ALONE, "models.reference=actor", "placement.teacher=cpu"])
+    settings = load_settings(taught / "config.toml", [*ALONE, "models.reference=actor", "placement.teacher=cpu"])
     assert Deployment.of(settings).scored == ["reference", "reward", "teacher"]
     deployment = Deployment.of(settings)
     needs = {each.model: each for each in expected(deployment, deployment.load(6))}
     assert needs["teacher"].bytes == needs["reference"].bytes
     assert "teacher" in settings.can_be_remote
-    assert load(taught / "config.toml", ALONE).toml() == load(taught / "config.toml", ALONE).changed({}).toml()
+    assert (
+        load_settings(taught / "config.toml", ALONE).toml()
+        == load_settings(taught / "config.toml", ALONE).changed({}).toml()
+    )
 
 
 REFUSED: Final = entries("""

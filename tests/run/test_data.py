@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from oppo import resume as go_on, train
 from oppo.cli import DONE, FAILED, UNUSABLE, main
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.errors import ConfigError, DataError
 from oppo.run.checkpoint import CHECKPOINTS, read_state
 from tests.config.test_refusals import entries
@@ -75,7 +75,7 @@ def test_a_source_that_has_changed_is_named_when_a_run_is_resumed(
     chosen = (*QUIET, 'data.prompts=["prompts.jsonl", "set"]', "run.steps=2")
     assert oppo(folder, "", *chosen) == DONE
     run = folder / "runs" / "first"
-    resolved = load(run / "config.toml").toml()
+    resolved = load_settings(run / "config.toml").toml()
     assert f'path = "{folder / "set"}"' in resolved
     digests = read_state(run / CHECKPOINTS / "step-000002")["provenance"]["files"]
     assert {"data.prompts[0]", "data.prompts[1]", "rewards.0.source"} <= digests.keys()

@@ -20,7 +20,7 @@ import torch
 
 from oppo.algorithms.base import ClippedAlgorithm
 from oppo.cli import main
-from oppo.config.load import load, resolve
+from oppo.config.load import load_settings, resolve
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError, ModelError
 from oppo.hf.loading import load_causal
@@ -146,7 +146,7 @@ def test_a_run_serves_synced_copies_corrects_every_token_and_is_resumed_with_its
         "max_model_len": 512,
         "max_num_seqs": 8,
     }, "as long as the model reads, which is less than the longest prompt and response"
-    again = load(folder / "runs" / "run" / "config.toml")
+    again = load_settings(folder / "runs" / "run" / "config.toml")
     assert (again.models.engine, again.vllm) == ("vllm", {"max_num_seqs": 8})
     assert [line["version"] for line in records(folder, "run", "eval.jsonl")] == [0, 1, 2, 3]
     assert main(["resume", str(folder / "runs" / "run"), "--set", "run.steps=5", "--set", "vllm.max_num_seqs=3"]) == 0
@@ -222,7 +222,7 @@ def test_its_tokens_are_scored_again_only_where_another_engine_made_them_and_its
     folder: Path,
 ) -> None:
     def prepared(*overrides: str) -> PreparedRun:
-        return prepare(load(folder / "config.toml", overrides), dry_run=True)
+        return prepare(load_settings(folder / "config.toml", overrides), dry_run=True)
 
     with prepared("models.engine=vllm") as session:
         assembly = session.assembly
@@ -242,7 +242,7 @@ def test_its_tokens_are_scored_again_only_where_another_engine_made_them_and_its
 
 
 def test_an_engine_is_ended_also_if_a_place_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = prepare(load(folder / "config.toml", ["models.engine=vllm"]), dry_run=True)
+    session = prepare(load_settings(folder / "config.toml", ["models.engine=vllm"]), dry_run=True)
     close = session.assembly.places.training.close
 
     def broken() -> None:
@@ -398,12 +398,12 @@ def test_reward_model_and_reference_have_an_engine_each_which_ends_with_the_run(
         assert engine.arguments == common | own[name]
         assert len(engine.llm.sequences) > 8, "prefixes were read while responses were written"
         assert not engine.llm.asking
-    saved = load(folder / "runs" / "scored" / "config.toml")
+    saved = load_settings(folder / "runs" / "scored" / "config.toml")
     assert saved.reward_engines["rewards.0"].vllm == saved.on_vllm["reference"].vllm == {"block_size": 8}
 
 
 def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(folder: Path, scoring: list[StandIn]) -> None:
-    with prepare(load(folder / "config.toml", REWARD_ON_VLLM), dry_run=True) as session:
+    with prepare(load_settings(folder / "config.toml", REWARD_ON_VLLM), dry_run=True) as session:
         (scorer,) = session.assembly.scoring
         with scorer.reporter.reported("extend"):
             assert session.assembly.at_work() == ("reward model: extend",)
@@ -522,7 +522,7 @@ ON_VLLM = 'models.engine = "vllm"\n'
 def loaded(folder: Path, text: str = "", *overrides: str) -> Settings:
     path = folder / "config.toml"
     path.write_text(MINIMAL + text)
-    return load(path, overrides)
+    return load_settings(path, overrides)
 
 
 def refused(folder: Path, text: str, *overrides: str) -> str:

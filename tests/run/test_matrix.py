@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.errors import ConfigError
 from tests.kit.assets import furnish
 from tests.kit.pairs import Row, pairs_of
@@ -73,4 +73,6 @@ def test_what_does_not_go_together_is_refused_by_name(values: Row, word: str, tm
     algorithm = "rloo" if values.get("timing") == "streamed" else "ppo"
     (tmp_path / "config.toml").write_text(BASE)
     with pytest.raises(ConfigError, match=word):
-        load(tmp_path / "config.toml", overrides({**usual, "timing": "free", "algorithm": algorithm, **values}))
+        load_settings(
+            tmp_path / "config.toml", overrides({**usual, "timing": "free", "algorithm": algorithm, **values})
+        )

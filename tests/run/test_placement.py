@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from transformers import LlamaConfig
 
 from oppo.cli import DONE, FAILED, UNUSABLE, main
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.hf.devices import CPU, Devices, DeviceThread
@@ -147,7 +147,7 @@ def test_memory_is_counted_of_each_replica_of_a_policy(folder: Path) -> None:
     assumed = Hardware.assumed("4xH100-80GB")
 
     def counted(*overrides: str) -> dict[str, Expected]:
-        settings = load(folder / "config.toml", overrides)
+        settings = load_settings(folder / "config.toml", overrides)
         deployment = Deployment.of(settings, assumed)
         needs = expected(deployment, deployment.load(6))
         return {each.model: each for each in needs}
@@ -161,7 +161,7 @@ def test_memory_is_counted_of_each_replica_of_a_policy(folder: Path) -> None:
 
 @pytest.mark.usefixtures("three_gpus")
 def test_each_model_has_the_device_and_the_place_that_the_settings_name(folder: Path) -> None:
-    settings = load(
+    settings = load_settings(
         folder / "config.toml",
         ["models.device=cuda", "placement.scorers=cuda:1", "placement.critic=cpu", "placement.trainer=cuda:2"],
     )
@@ -188,7 +188,7 @@ def test_each_model_has_the_device_and_the_place_that_the_settings_name(folder: 
 
 @pytest.mark.usefixtures("three_gpus")
 def test_ranks_on_gpus_train_copies_whose_whole_weights_are_kept_on_the_cpu(folder: Path) -> None:
-    settings = load(folder / "config.toml", ["models.device=cuda", 'placement.trainer=["cuda:1", "cuda:2"]'])
+    settings = load_settings(folder / "config.toml", ["models.device=cuda", 'placement.trainer=["cuda:1", "cuda:2"]'])
     assert not settings.shares_weights
     places = places_of(Deployment.of(settings))
     try:
@@ -224,7 +224,7 @@ def test_the_type_of_the_weights_is_by_the_device_unless_it_is_chosen(
     folder: Path, chosen: str, capable: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capable)
-    settings = load(folder / "config.toml", [chosen])
+    settings = load_settings(folder / "config.toml", [chosen])
     assert Deployment.of(settings).models.dtype == dtype
 
 
@@ -244,14 +244,14 @@ def test_adapters_are_sent_alone_over_16_bits_where_that_can_be(
     folder: Path, chosen: tuple[str, ...], sync: str
 ) -> None:
     assumed = Hardware.assumed("1xH100-80GB")
-    settings = load(folder / "config.toml", ["models.engine=vllm", "models.lora_rank=2", *chosen])
+    settings = load_settings(folder / "config.toml", ["models.engine=vllm", "models.lora_rank=2", *chosen])
     assert Deployment.of(settings, assumed).models.lora_sync == sync
 
 
 def test_adapters_alone_go_to_an_engine_of_several_gpus_also_from_one_of_these(folder: Path) -> None:
     def check(*chosen: str) -> None:
         two_workers = ("models.engine=vllm", "models.lora_rank=2", "vllm.tensor_parallel_size=2")
-        settings = load(folder / "config.toml", [*two_workers, *chosen])
+        settings = load_settings(folder / "config.toml", [*two_workers, *chosen])
         require_engines(Deployment.of(settings, Hardware.assumed("2xH100-80GB")))
 
     check()
@@ -260,7 +260,7 @@ def test_adapters_alone_go_to_an_engine_of_several_gpus_also_from_one_of_these(f
 
 
 def micro_batch(folder: Path, chosen: Sequence[str], assumed: Hardware) -> int | None:
-    settings = load(folder / "config.toml", chosen)
+    settings = load_settings(folder / "config.toml", chosen)
     return with_micro_batches(
         deployment := Deployment.of(settings, assumed), deployment.load(64)
     ).trainer.micro_batch_tokens
@@ -271,7 +271,7 @@ def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(fold
     assert micro_batch(folder, [], roomy) == 32768
     assert micro_batch(folder, ["trainer.micro_batch_tokens=512"], roomy) == 512
     assert micro_batch(folder, ["models.device=cpu"], roomy) == 2048
-    settings = load(folder / "config.toml", ["trainer.micro_batch_tokens=4096"])
+    settings = load_settings(folder / "config.toml", ["trainer.micro_batch_tokens=4096"])
     deployment = Deployment.of(settings, roomy)
     needs = expected(deployment, deployment.load(64))
     least = sum(each.bytes.total for each in needs)
@@ -283,7 +283,7 @@ def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(fold
 def test_memory_is_counted_of_sequences_that_the_models_read(folder: Path) -> None:
     """Prompts have up to data.max_prompt_tokens, which with the response can be more than the models' positions."""
     roomy = Hardware.assumed("1xH100-80GB")
-    settings = load(folder / "config.toml")
+    settings = load_settings(folder / "config.toml")
     longest = positions_of(ModelRecipe(path=settings.models.policy))
     deployment = Deployment.of(settings, roomy)
     most = deployment.load(settings.data.max_prompt_tokens)
@@ -297,7 +297,7 @@ CLUSTER = "placement.cluster=auto"
 
 
 def settings(folder: Path, *overrides: str) -> Settings:
-    return load(folder / "config.toml", overrides)
+    return load_settings(folder / "config.toml", overrides)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ MIB = 1 << 20
 
 @cache  # what is done under load takes a second
 def needs(folder: Path, *overrides: str, at_rest: bool = False) -> dict[str, Bytes]:
-    settings = load(folder / "config.toml", overrides)
+    settings = load_settings(folder / "config.toml", overrides)
     deployment = Deployment.of(settings)
     found = expected(deployment, None if at_rest else deployment.load(6))
     return {each.model: each.bytes for each in found}
@@ -645,7 +645,10 @@ def test_a_plan_that_cannot_be_is_refused_by_name(
 
 
 def cluster_faults(folder: Path, assume: str, *overrides: str) -> list[str]:
-    settings, assumed = load(folder / "config.toml", ["placement.cluster=auto", *overrides]), Hardware.assumed(assume)
+    settings, assumed = (
+        load_settings(folder / "config.toml", ["placement.cluster=auto", *overrides]),
+        Hardware.assumed(assume),
+    )
     needs = expected(Deployment.of(settings, assumed), None)
     return crowded(needs, assumed, spread=settings.placement.spread)
 
@@ -671,7 +674,7 @@ def test_a_cluster_that_has_too_few_machines_to_spread_ranks_over_is_named(
 
 
 def engine(folder: Path, *overrides: str) -> dict[str, Expected]:
-    settings = load(folder / "config.toml", ["models.engine=vllm", *overrides])
+    settings = load_settings(folder / "config.toml", ["models.engine=vllm", *overrides])
     deployment = Deployment.of(settings, Hardware.assumed("4xH100-80GB"))
     return {each.model: each for each in expected(deployment, None)}
 
@@ -690,7 +693,7 @@ def test_an_engine_is_counted_with_its_share_and_has_what_others_leave(folder: P
     cache = engine(folder, "vllm.kv_cache_memory_bytes=5000000")["policy"]
     assert (cache.share, cache.bytes.keys_values) == (None, 5_000_000)
     large = [Expected("trainer", torch.device("cuda", 0), Bytes(60 * 10**9))]
-    settings = load(folder / "config.toml", ["models.engine=vllm"])
+    settings = load_settings(folder / "config.toml", ["models.engine=vllm"])
     alone = Deployment.of(settings, Hardware.assumed("1xH100-80GB"))
     assert engine_share(alone, large) == pytest.approx(0.16, abs=0.01)
 
@@ -707,7 +710,7 @@ def test_weights_begin_where_they_lie_and_the_actor_is_not_on_the_gpu_of_an_engi
     assumed = Hardware.assumed("8xH100-80GB")
 
     def found(*overrides: str) -> Devices:
-        return Deployment.of(load(folder / "config.toml", ["models.engine=vllm", *overrides]), assumed).devices
+        return Deployment.of(load_settings(folder / "config.toml", ["models.engine=vllm", *overrides]), assumed).devices
 
     alone = found("placement.trainer=cuda:5")
     assert [str(each) for each in (alone.policy, alone.actor, alone.weights)] == ["cuda:0", "cuda:5", "cuda:5"]

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
 
 from oppo.cli import DONE, UNUSABLE, main
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.errors import ConfigError
 from oppo.run.push import CARD, card, push
 from tests.kit.workplace import furnish, oppo
@@ -107,7 +107,7 @@ def test_a_dry_run_writes_a_card_that_names_no_folder_of_this_machine(
     ],
 )
 def test_a_card_says_what_was_learnt_from_without_rewards(run: Path, overrides: list[str], said: str) -> None:
-    settings = load(run.parent.parent / "config.toml", overrides)
+    settings = load_settings(run.parent.parent / "config.toml", overrides)
     assert said in str(card(run, settings, "me/tuned"))
 
 

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from oppo.cli import DONE, FAILED, UNUSABLE, main
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.errors import CheckpointError, ConfigError, ModelError, RunComplete
 from oppo.report import observations
 from oppo.report.records import JOURNAL, OBSERVED, SUMMARY, ended, is_locked, rewind
@@ -143,7 +143,7 @@ def copied(folder: Path, name: str) -> Path:
     run = shutil.copytree(folder / "runs" / "whole", folder / "runs" / name)
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace('name = "whole"', f'name = "{name}"'))
-    own = fingerprints(load(run / "config.toml"))
+    own = fingerprints(load_settings(run / "config.toml"))
     for checkpoint in (run / "checkpoints").glob("step-*"):
         state = json.loads((checkpoint / "state.json").read_text())
         state["provenance"]["settings"]["run.name"] = own["run.name"]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from oppo import train
 from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.hf.lora import merged
 from oppo.log import logger
 from oppo.observe import Observer, Span
@@ -344,7 +344,7 @@ def test_what_was_learned_is_saved_as_a_whole_though_who_waits_for_it_is_cancell
     monkeypatch.setattr("oppo.hf.train.trainer.merged", held)
     final = folder / "elsewhere" / "final"
     (final / "old").mkdir(parents=True)
-    with prepare(load(folder / "config.toml", ["run.scorers=thread", "run.name=cancelled"])) as session:
+    with prepare(load_settings(folder / "config.toml", ["run.scorers=thread", "run.name=cancelled"])) as session:
         asyncio.run(main())
     assert [each.name for each in final.parent.iterdir()] == ["final"]
     assert sorted(each.name for each in final.iterdir()) == ["actor", "critic"]
@@ -398,7 +398,7 @@ class Talkative(Observer):
 @pytest.mark.parametrize("panel", ["live", "lines"])
 def test_a_message_is_shown_once_and_logged(folder: Path, panel: str, messages: list[str]) -> None:
     out = io.StringIO()
-    settings = load(folder / "config.toml", [f"run.panel={panel}", f"run.name={panel}", "run.scorers=thread"])
+    settings = load_settings(folder / "config.toml", [f"run.panel={panel}", f"run.name={panel}", "run.scorers=thread"])
     with prepare(settings) as session:
         anyio.run(run, session, Console(file=out, force_terminal=True, width=120), [Talkative()])
         logger.info("the run is over")

@@ -22,7 +22,7 @@ from transformers import (
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.cli import DONE, main
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.config.sections import StepSection
 from oppo.events import Chunk, Scored
 from oppo.hf.loading import load_scalar
@@ -142,7 +142,7 @@ def test_actor_and_critic_train_on_one_trunk(folder: Path, lora: int) -> None:
     assert isinstance(learning["train/grad_norm"], float)
     assert learning["train/grad_norm"] > 0
     run = folder / "runs" / name
-    again = load(run / "config.toml")
+    again = load_settings(run / "config.toml")
     assert again.models.shared_trunk
     assert again.models.critic == "", "the resolved file means the same"
     final = run / "checkpoints" / "final"
@@ -284,7 +284,7 @@ def test_a_step_of_an_exact_run_uses_the_versions_that_follow_from_its_index(fol
     corrected = ("algorithm.ratio_base=proximal", "algorithm.is_correction=truncated")
     ahead = (f"run.name=versions-{lookahead}", f"step.lookahead={lookahead}", "run.steps=5", "run.checkpoint_every=0")
     recorder = Recorder()
-    with prepare(load(folder / "config.toml", [*EXACT, *corrected, *ahead])) as session:
+    with prepare(load_settings(folder / "config.toml", [*EXACT, *corrected, *ahead])) as session:
         anyio.run(run, session, Console(quiet=True), [recorder])
     used: dict[str, set[tuple[int, int]]] = {"generate": set(), "value": set(), "proximal": set()}
     for sent in recorder.items:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from oppo.config.load import load, resolve
+from oppo.config.load import load_settings, resolve
 from oppo.run.graph import admission_of
 from oppo.run.simulation import own_schedule, refusal
 from oppo.simulate.calibrate import LAYOUTS
@@ -113,7 +113,7 @@ def test_the_settings_of_each_schedule_are_ones_that_training_takes(name: str, t
     assert name == "chunk" or advice(found, 1.0).endswith(pasted)
     own = '[models]\npolicy = "actor"\n[[rewards]]\nsource = "reward"\n[data]\nprompts = "prompts.jsonl"\n'
     (tmp_path / "config.toml").write_text(own + pasted + "\n")
-    settings, schedule = load(tmp_path / "config.toml"), SCHEDULES[name]
+    settings, schedule = load_settings(tmp_path / "config.toml"), SCHEDULES[name]
     assert type(admission_of(settings.step)) is type(schedule.admission())
     taken = own_schedule(settings.step, 300, tmp_path / "config.toml")
     assert (taken.chunk, taken.lookahead, taken.in_flight) == (schedule.chunk, schedule.lookahead, schedule.in_flight)
@@ -130,7 +130,7 @@ def test_what_the_settings_of_a_run_refuse_is_not_recommended() -> None:
         },
         Path("/nowhere"),
     )
-    why = {name: refusal(settings, each) for name, each in SCHEDULES.items()}
+    why = {name: refusal(settings.document(), each) for name, each in SCHEDULES.items()}
     assert {name for name, said in why.items() if said} == {"serial", "adaptive", "in flight", "continuous"}
     assert "run.deterministic" in why["in flight"]
 

@@ -16,7 +16,7 @@ from oppo.admission import Admission, Continuous, Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
-from oppo.config.load import load
+from oppo.config.load import load_settings
 from oppo.errors import ConfigError, ModelLost
 from oppo.evaluation import Evaluate, Evaluated, Evaluation
 from oppo.events import Batch, Prompt, StepReport
@@ -339,22 +339,26 @@ def test_what_a_sleeping_engine_cannot_do_is_refused(tmp_path: Path) -> None:
         (("models.engine=vllm", 'vllm.urls=["http://one:8000"]'), "vllm.urls"),
     ):
         with pytest.raises(ConfigError, match=r"placement\.share = 'sleep' lets") as refused:
-            load(folder / "config.toml", ["placement.share=sleep", *overrides])
+            load_settings(folder / "config.toml", ["placement.share=sleep", *overrides])
         assert name in str(refused.value)
     assumed = Hardware.assumed("2xH100-80GB")
     sleeping = ["models.engine=vllm", "placement.share=sleep"]
-    require_engines(Deployment.of(load(folder / "config.toml", sleeping), assumed))
+    require_engines(Deployment.of(load_settings(folder / "config.toml", sleeping), assumed))
     with pytest.raises(ConfigError, match=r"frees the GPUs of vLLM, 0, for the trainer, and that is on cuda:1"):
-        require_engines(Deployment.of(load(folder / "config.toml", [*sleeping, "placement.trainer=cuda:1"]), assumed))
+        require_engines(
+            Deployment.of(load_settings(folder / "config.toml", [*sleeping, "placement.trainer=cuda:1"]), assumed)
+        )
     with pytest.raises(ConfigError, match="vLLM does not sleep on a CPU"):
-        require_engines(Deployment.of(load(folder / "config.toml", [*sleeping, "placement.policy=cpu"]), assumed))
+        require_engines(
+            Deployment.of(load_settings(folder / "config.toml", [*sleeping, "placement.policy=cpu"]), assumed)
+        )
 
 
 def test_memory_that_engine_and_update_need_by_turns_is_counted_once(tmp_path: Path) -> None:
     folder, assumed = furnish(tmp_path), Hardware.assumed("1xH100-80GB")
 
     def counted(share: str) -> dict[str, Expected]:
-        settings = load(folder / "config.toml", ["models.engine=vllm", f"placement.share={share}"])
+        settings = load_settings(folder / "config.toml", ["models.engine=vllm", f"placement.share={share}"])
         return {each.model: each for each in expected(Deployment.of(settings, assumed), None)}
 
     beside, sleeping = counted("beside"), counted("sleep")

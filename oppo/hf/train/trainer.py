@@ -31,9 +31,9 @@ from oppo.durable import writing
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Batch
 from oppo.hf.devices import use_stream
-from oppo.hf.introspection import vocabulary
 from oppo.hf.lora import adapter_matrices, has_adapters, merged
 from oppo.hf.model_files import quiet
+from oppo.hf.model_parts import vocabulary
 from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_routes
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
