@@ -153,9 +153,8 @@ class WeightFiles:
                 f"the weights could not be written to {path}, and vLLM goes on serving the old ones ({one_line(error)})"
             ) from error
         self._versions[path] = memory
-        for old in list(self._versions)[
-            : -2 if self._adapters else -1
-        ]:  # an adapter is served until the next is loaded
+        # An adapter is served until the next one is loaded.
+        for old in list(self._versions)[: -2 if self._adapters else -1]:
             rmtree(old, ignore_errors=True)
             del self._versions[old]
         return path
