@@ -1,7 +1,7 @@
 """The settings of a training run: the tables of its file, what follows from them, and the rules between them.
 
 ``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
-(:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of your own parts (:mod:`oppo.config.own`);
+(:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of your own parts (:mod:`oppo.config.extensions`);
 ``[vllm]`` holds arguments of vLLM's engine, by its own names, or the URLs of its servers.
 """
 
@@ -21,7 +21,7 @@ from oppo.admission import Admission
 from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.environment import AgentsSection, EnvironmentSection
-from oppo.config.own import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_of
+from oppo.config.extensions import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_of
 from oppo.config.rewards import (
     ENVIRONMENT,
     REWARD_KINDS,
