@@ -1,8 +1,9 @@
 """The settings of a training run: the tables of its file, what follows from them, and the rules between them.
 
 ``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
-(:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of your own parts (:mod:`oppo.config.extensions`);
-``[vllm]`` holds arguments of vLLM's engine, by its own names, or the URLs of its servers.
+(:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of user extensions
+(:mod:`oppo.config.extensions`); ``[vllm]`` holds arguments of vLLM's engine, by its own names, or the URLs of its
+servers.
 """
 
 from __future__ import annotations
