@@ -90,7 +90,7 @@ BUDGETS = {
     "admission": 1_403,
     "agents": 1_596,
     "algorithms": 1_058,
-    "config": 3_569,
+    "config": 3_570,
     "data": 822,
     "demo": 1_515,
     "environments": 1_238,
