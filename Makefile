@@ -41,7 +41,7 @@ test-newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pytest $(WORKERS) -m "not adapters and not deep and not gpu and not gym and not ray and not vllm" --durations=5 $(NEWEST_TESTS)
 
 LOWEST_TESTS ?= tests/examples tests/graph tests/hf/kv/test_reader.py tests/hf/test_loading.py tests/hf/test_lora.py \
-	tests/hf/test_probe.py tests/hf/train/test_trainer.py tests/report tests/run/test_checkpoint.py tests/config/test_settings.py \
+	tests/hf/test_servable.py tests/hf/train/test_trainer.py tests/report tests/run/test_checkpoint.py tests/config/test_settings.py \
 	tests/run/test_train.py tests/test_cli.py tests/test_libraries.py tests/data \
 	tests/docs/test_readme.py
 NEWEST_TESTS ?= $(LOWEST_TESTS) tests/hf/test_architectures.py tests/hf/train/test_actor_critic.py

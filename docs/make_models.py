@@ -31,13 +31,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from oppo.errors import ConfigError, ModelRefused, one_line
-from oppo.hf.introspection import FAILURES, only_whole
 from oppo.hf.kv.reader import WholeRows
 from oppo.hf.loading import load_scalar
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import Load, longest_batch
 from oppo.hf.model_files import CAUSAL
-from oppo.hf.probe import probe
+from oppo.hf.model_parts import FAILURES, only_whole
+from oppo.hf.servable import probe
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import pack
 

@@ -22,7 +22,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -265,12 +265,17 @@ class Shared(ABC):
     _users = 0
     _entered: AsyncExitStack
 
+    @cached_property
+    def _opening(self) -> anyio.Lock:
+        return anyio.Lock()
+
     async def __aenter__(self) -> Self:
-        if not self._users:
-            async with AsyncExitStack() as stack:
-                await self._open(stack)
-                self._entered = stack.pop_all()
-        self._users += 1
+        async with self._opening:
+            if not self._users:
+                async with AsyncExitStack() as stack:
+                    await self._open(stack)
+                    self._entered = stack.pop_all()
+            self._users += 1
         return self
 
     async def __aexit__(

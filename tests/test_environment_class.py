@@ -23,8 +23,8 @@ from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments
 from oppo.errors import ConfigError, DataError, RewardError
 from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
+from oppo.hf.tool_calls import ToolCall
 from oppo.rewards import RewardInputs
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from oppo.turns import Answer, Turn

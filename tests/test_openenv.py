@@ -26,8 +26,8 @@ from oppo.cli import DONE, UNUSABLE
 from oppo.environments import EnvironmentClass, EnvironmentFailure, openenv, tools_of
 from oppo.errors import ConfigError
 from oppo.events import Drop, Prompt
-from oppo.hf.calls import ToolCall, tool_schema
 from oppo.hf.chat import ChatFormat, ParsedTurn
+from oppo.hf.tool_calls import ToolCall, tool_schema
 from oppo.turns import Answer
 from oppo.vllm.sync import free_port
 from tests.hf import tiny

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import anyio
@@ -24,7 +25,7 @@ from oppo.errors import ConfigError, RewardError, worded
 from oppo.events import Drop, Finish
 from oppo.rewards import FunctionReward, load_function as load_reward_function
 from oppo.simulate.engine import run_virtual
-from oppo.user_code import UserFunction, load_function, load_object, spec_of
+from oppo.user_code import Shared, UserFunction, load_function, load_object, spec_of
 from tests.kit.responses import ended
 from tests.rewards.test_function import TWO, decode, module
 
@@ -484,3 +485,32 @@ def test_what_cannot_be_called_in_a_process_is_refused(
 def test_an_error_without_words_is_its_name() -> None:
     assert worded(TimeoutError()) == "TimeoutError"
     assert worded(TimeoutError("after 3 s")) == "TimeoutError: after 3 s"
+
+
+class Opened(Shared):
+    opens = closes = 0
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await anyio.sleep(0.01)
+        self.opens += 1
+        stack.callback(self._close)
+
+    def _close(self) -> None:
+        self.closes += 1
+
+
+def test_what_several_users_enter_at_once_is_opened_once_and_closed_by_the_last() -> None:
+    shared = Opened()
+
+    async def use(seconds: float) -> None:
+        async with shared:
+            await anyio.sleep(seconds)
+            assert (shared.opens, shared.closes) == (1, 0)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for seconds in (0.1, 0.5, 0.2):
+                tasks.start_soon(use, seconds)
+
+    run_virtual(main)
+    assert (shared.opens, shared.closes) == (1, 1)

@@ -40,7 +40,7 @@ from oppo.demo import language
 from oppo.demo.language import Preferences, Review, held_out_prompts, sample_preferences, training_prompts
 from oppo.evaluation import Answering, respond
 from oppo.hf.devices import use_cores
-from oppo.hf.probe import probe
+from oppo.hf.servable import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.models import Sampling

@@ -28,8 +28,8 @@ from oppo.turns import Answer, Turn
 from oppo.user_code import Shared, UserCalls, UserFunction
 
 if TYPE_CHECKING:
-    from oppo.hf.calls import ToolCall
     from oppo.hf.chat import ChatFormat
+    from oppo.hf.tool_calls import ToolCall
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_code import CallsFunction, CheckedFunction, Shared, UserCalls, UserFunction
 
 if TYPE_CHECKING:
-    from oppo.hf.calls import ToolCall
     from oppo.hf.chat import ChatFormat
+    from oppo.hf.tool_calls import ToolCall
 
 LONGEST = 250_000
 """Characters of an answer, which the event loop tokenises: more than a response has room for."""

@@ -10,9 +10,9 @@ from oppo.hf.as_text.streamed import Bridge, BridgedReward, BridgedTeacher
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward, load_encoder
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.devices import DeviceThread
-from oppo.hf.introspection import end_ids
 from oppo.hf.loading import load_causal, load_process, load_scalar, load_tokenizer
-from oppo.hf.probe import probe
+from oppo.hf.model_parts import end_ids
+from oppo.hf.servable import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
     ProcessRewardModel,

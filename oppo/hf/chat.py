@@ -16,7 +16,8 @@ from typing import Any, Final, TypeAlias
 
 from oppo.errors import ConfigError, one_line
 from oppo.events import Chunk, Finish
-from oppo.hf.calls import (
+from oppo.hf.tokenizer import HfTokenizer, Rendered
+from oppo.hf.tool_calls import (
     LAST_VALUE as _SAID,
     CallSyntax,
     ToolCall,
@@ -28,7 +29,6 @@ from oppo.hf.calls import (
     quoted,
     tool_schema,
 )
-from oppo.hf.tokenizer import HfTokenizer, Rendered
 
 ChatMessage: TypeAlias = Mapping[str, object]
 

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from oppo.errors import ModelRefused
 from oppo.hf.devices import full_precision
-from oppo.hf.introspection import backbone
+from oppo.hf.model_parts import backbone
 from oppo.losses import Input
 
 AGREEMENT = 1e-4  # largest difference between logits of an actor and of its OwnHead, in units of the largest logit

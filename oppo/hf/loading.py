@@ -34,7 +34,6 @@ from transformers import (
 
 from oppo.errors import ConfigError, OppoError, one_line
 from oppo.hf.devices import CPU, device_of, ran_out
-from oppo.hf.introspection import longest, only_whole, reach, vocabulary
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
 from oppo.hf.lora import (
     Quantization,
@@ -64,7 +63,8 @@ from oppo.hf.model_files import (
     require_data,
     require_no_code,
 )
-from oppo.hf.probe import probe
+from oppo.hf.model_parts import longest, only_whole, reach, vocabulary
+from oppo.hf.servable import probe
 from oppo.hf.weights import ALIGNMENT, SharedModel
 from oppo.log import logger, routed
 

@@ -28,8 +28,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.peft_utils import check_peft_version
 
 from oppo.errors import ConfigError, ModelRefused, one_line, shown
-from oppo.hf.introspection import has_experts
 from oppo.hf.model_files import ADAPTER, read_adapter
+from oppo.hf.model_parts import has_experts
 from oppo.libraries import require
 
 if TYPE_CHECKING:

@@ -34,12 +34,12 @@ from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Batch, Chunk, IntArray, Prompt, Response
 from oppo.hf.devices import CPU
 from oppo.hf.head import planned_device
-from oppo.hf.introspection import FAILURES, backbone, longest, require_pieces, set_only_whole
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import RowCache
-from oppo.hf.probe import known_reason
+from oppo.hf.model_parts import FAILURES, backbone, longest, require_pieces, set_only_whole
+from oppo.hf.servable import known_reason
 from oppo.hf.serve.decoder import ChunkedPrefill, DecodeRow, Signals
 from oppo.hf.serve.sampling import Noise, draw
 from oppo.hf.serve.scorers import (

@@ -44,7 +44,7 @@ from oppo.declared import PositiveCount, expectation
 from oppo.durable import content, read_text
 from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line, shown
 from oppo.hf.head import scored
-from oppo.hf.introspection import score_head, token_head
+from oppo.hf.model_parts import score_head, token_head
 from oppo.log import logger
 
 MAKING: Final = threading.RLock()

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.events import Batch
-from oppo.hf.introspection import FAILURES, backbone, has_experts
+from oppo.hf.model_parts import FAILURES, backbone, has_experts
 
 
 def routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:

@@ -20,10 +20,10 @@ from oppo.config.sections import ModelsSection
 from oppo.durable import make
 from oppo.errors import ConfigError, ModelRefused, OppoError
 from oppo.hf.devices import DeviceLayout, ModelPlace, acting_share
-from oppo.hf.introspection import longest
 from oppo.hf.loading import Loadable, ModelRecipe, positions_of
 from oppo.hf.lora import adapter_matrices, rank_of
 from oppo.hf.model_files import RewardKind, located
+from oppo.hf.model_parts import longest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.weights import SentWeights

@@ -14,7 +14,6 @@ from oppo.config.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.as_text.whole import Encoder, load_encoder
 from oppo.hf.devices import attributed
-from oppo.hf.introspection import require_pieces
 from oppo.hf.loading import (
     LOADERS,
     Loadable,
@@ -37,6 +36,7 @@ from oppo.hf.model_files import (
     require_adapter,
     reward_kind,
 )
+from oppo.hf.model_parts import require_pieces
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
 from oppo.run.deployment import Deployment

@@ -27,13 +27,12 @@ from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedTeacher
-from oppo.hf.calls import ToolSchema
 from oppo.hf.chat import chatting
 from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
-from oppo.hf.introspection import end_ids, passes_at, vocabulary
 from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
+from oppo.hf.model_parts import end_ids, passes_at, vocabulary
 from oppo.hf.serve.scorers import (
     ProximalLogprobs,
     RecomputedLogprobs,
@@ -42,6 +41,7 @@ from oppo.hf.serve.scorers import (
     ValueModel,
 )
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.tool_calls import ToolSchema
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.log import logger

@@ -17,8 +17,8 @@ import anyio
 import anyio.to_thread
 from rich.console import Console
 
+from oppo.config.extensions import with_name
 from oppo.config.load import load_settings, overridden, resolve
-from oppo.config.own import with_name
 from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, behind, exits_told

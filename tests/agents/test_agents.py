@@ -21,9 +21,9 @@ from oppo.agents.requests import BODY, CHARACTERS
 from oppo.environments import EnvironmentFailure, Tools
 from oppo.errors import ConfigError, DataError
 from oppo.events import Drop, Prompt, ToolTokens
-from oppo.hf.calls import tool_schema
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.tool_calls import tool_schema
 from oppo.models import SamplingSettings
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn

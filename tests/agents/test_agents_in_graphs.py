@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from oppo import Overcommit
 from oppo.admission import TailBatched
 from oppo.agents import Agents
-from oppo.evaluation import Evaluation
+from oppo.evaluation import Evaluated, Evaluation
 from oppo.events import Chunk, Prompt, Response
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.conftest import graph_of, stepped
@@ -139,6 +139,26 @@ def test_rollouts_that_begin_anew_have_a_new_agent() -> None:
         check(score, response)
     assert sum(each.get("deferral/discarded_tokens", 0) for each in metrics) > 0
     assert max(players.begun.values()) > 2  # one for each of two samples
+
+
+def test_held_out_rows_have_agents_and_one_that_asks_nothing_leaves_its_row_out() -> None:
+    async def silent(row: dict[str, Any], url: str, key: str) -> float:
+        return await players.run(row, url, key) if row["number"] != 2 else 0.0
+
+    players = Players()
+    players.agents = agents = Agents(silent, tokenizer(), on_failure="drop")
+    evaluation = Evaluation(
+        prompts=rows(7), reward=agents.reward, greedy=policy(), batch=3, environment=agents, asking=agents.prompts
+    )
+
+    async def main() -> Evaluated:
+        async with agents:
+            return await evaluation.measure(0)
+
+    answers = run_virtual(main).answers
+    assert [each.finish.response.prompt.columns["number"] for each in answers] == [0, 1, 3, 4, 5, 6]
+    assert [each.score for each in answers] == [float(each.finish.response.sampled.sum()) for each in answers]
+    assert agents._sessions == {}
 
 
 def test_requests_of_held_out_rows_are_counted_apart_from_those_of_rows_that_are_trained_meanwhile() -> None:

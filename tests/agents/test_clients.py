@@ -23,8 +23,8 @@ from oppo import Overcommit
 from oppo.agents import Agents
 from oppo.agents.requests import ChatRequests
 from oppo.events import Chunk, Drop
-from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ParsedTurn
+from oppo.hf.tool_calls import ToolCall
 from oppo.testing import run_virtual
 from oppo.turns import Answer
 from tests.agents.conftest import Numbers

@@ -69,7 +69,7 @@ if __name__ == "__main__":
     Tools.run()
 """
 CALLS = """
-from oppo.hf.calls import ToolCall
+from oppo.hf.tool_calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
 
 

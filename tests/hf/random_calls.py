@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeAlias
 
-from oppo.hf.calls import ToolSchema
+from oppo.hf.tool_calls import ToolSchema
 
 Allows: TypeAlias = Callable[[object], bool]  # whether a schema allows a value
 

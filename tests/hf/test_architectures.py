@@ -21,10 +21,10 @@ from transformers import LlamaConfig, Phi3Config, PreTrainedModel
 
 from oppo.errors import ModelError
 from oppo.events import Batch, FloatArray, IntArray, Prompt
-from oppo.hf.introspection import backbone, has_experts, longest, score_head, vocabulary
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.loading import load_causal, load_tokenizer
-from oppo.hf.probe import probe
+from oppo.hf.model_parts import backbone, has_experts, longest, score_head, vocabulary
+from oppo.hf.servable import probe
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from oppo.errors import ConfigError
 from oppo.events import Chunk, Finish, Prompt, Response, ToolTokens
-from oppo.hf.calls import ToolCall, tool_schema
 from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.tool_calls import ToolCall, tool_schema
 from tests.hf.random_calls import Case, case
 from tests.hf.spot_tokenizers import TEMPLATE, TRIMMING, byte_tokenizer, spot
 

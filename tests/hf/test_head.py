@@ -28,10 +28,10 @@ from transformers import (
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Finish, FloatArray, Prompt, Response
 from oppo.hf.head import OwnHead, require_own_head, widen_head
-from oppo.hf.introspection import backbone, has_experts, passes_at
 from oppo.hf.loading import load_causal, load_scalar, outline
 from oppo.hf.lora import add_lora
 from oppo.hf.model_files import SCALAR, reward_kind
+from oppo.hf.model_parts import backbone, has_experts, passes_at
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.actor_critic import ActorCritic

@@ -36,7 +36,7 @@ from oppo.hf.lora import (
     share_base,
 )
 from oppo.hf.model_files import CAUSAL
-from oppo.hf.probe import probe
+from oppo.hf.servable import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.weights import SentWeights, SharedModel, changing, weights_digest
 from oppo.models import Sampling, Weights

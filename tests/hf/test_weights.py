@@ -19,7 +19,7 @@ from oppo.errors import ModelError, ModelLost, ModelRefused, ProtocolError
 from oppo.events import Prompt
 from oppo.hf.devices import ModelPlace
 from oppo.hf.lora import add_lora, share_base
-from oppo.hf.probe import probe
+from oppo.hf.servable import probe
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import SharedModel, share, weights_digest

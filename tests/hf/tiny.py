@@ -49,9 +49,9 @@ from transformers import (
     YoutuConfig,
 )
 
-from oppo.hf.introspection import only_whole
 from oppo.hf.model_files import SCALAR
-from oppo.hf.probe import probe
+from oppo.hf.model_parts import only_whole
+from oppo.hf.servable import probe
 from oppo.log import with_route
 from tests.kit.known import known
 

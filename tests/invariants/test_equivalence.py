@@ -22,6 +22,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.events import Batch, Prompt
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.train.actor_critic import value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
 from oppo.losses import token_logprobs
@@ -29,6 +30,7 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.golden.make_schedules import CASES, PATH, RESUMED, digests
+from tests.hf import tiny
 from tests.kit.known import known
 from tests.kit.pipelines import Tap
 
@@ -118,6 +120,53 @@ def test_streamed_and_serial_runs_agree_bit_for_bit_where_sampling_truncates(sam
     assert not any(batch.support(range(len(batch))).whole for batch in batches)
     assert_same(batches, anyio.run(functools.partial(streamed, ours, Fixed(7), sampling=sampling)))
     assert weights_digest(ours["actor"]) == trained["actor"]
+
+
+def over_one_trunk() -> dict[str, PreTrainedModel]:
+    models: dict[str, PreTrainedModel] = oracle().tiny_models()
+    return models | {"critic": value_model_on(models["actor"])}
+
+
+def test_streamed_and_serial_runs_over_one_trunk_agree_bit_for_bit() -> None:
+    torch.set_num_threads(1)
+    ours, theirs, fresh = over_one_trunk(), over_one_trunk(), over_one_trunk()
+    batches = anyio.run(oracle().serial_ppo, theirs, prompts(), BATCH, SAMPLING, SETTINGS)
+    assert_same(batches, anyio.run(streamed, ours, Fixed(7)))
+    assert np.abs(batches[2].values).max() > 0
+    for name in ("actor", "critic"):
+        assert weights_digest(ours[name]) == weights_digest(theirs[name]) != weights_digest(fresh[name])
+
+
+def mixtures() -> dict[str, PreTrainedModel]:
+    models: dict[str, PreTrainedModel] = oracle().tiny_models()
+    actor, reference = (tiny.mixture("qwen3-moe", seed=1, vocab_size=256).train(mode=False) for _ in range(2))
+    return models | {"actor": actor, "reference": reference}
+
+
+@pytest.mark.parametrize("extra", [0, 2], ids=["serial", "deferring"])
+def test_streamed_runs_that_replay_experts_agree_bit_for_bit(extra: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    replaying, example = functools.partial(HfPolicy, routed_experts=True), oracle()
+    settings = replace(SETTINGS, router_replay=True)
+    monkeypatch.setitem(globals(), "SETTINGS", settings)
+    monkeypatch.setitem(globals(), "HfPolicy", replaying)
+    monkeypatch.setattr(example, "HfPolicy", replaying)
+    ours, theirs = mixtures(), mixtures()
+    if extra:
+        before = anyio.run(functools.partial(streamed, theirs, Fixed(3), extra=extra))
+        assert any(batch.deferred for batch in before)
+    else:
+        before = anyio.run(example.serial_ppo, theirs, prompts(), BATCH, SAMPLING, settings)
+    after = anyio.run(functools.partial(streamed, ours, Fixed(7), extra=extra))
+    assert_same(before, after)
+    for a, b in zip(
+        (each for batch in before for each in batch.responses),
+        (each for batch in after for each in batch.responses),
+        strict=True,
+    ):
+        assert a.routed == b.routed == len(a.prompt.tokens) + len(a) - 1
+        assert np.array_equal(a.routed_experts.ids, b.routed_experts.ids)
+    assert weights_digest(ours["actor"]) == weights_digest(theirs["actor"]) != weights_digest(mixtures()["actor"])
 
 
 def test_a_run_with_deferral_is_the_same_twice() -> None:

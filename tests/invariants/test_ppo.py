@@ -9,7 +9,7 @@ from dataclasses import replace
 import anyio
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, strategies as st
 
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, rollout_of
 from oppo.models import Cut, Decode, Decoding
@@ -122,6 +122,20 @@ def test_frozen_scorers_read_every_token_once_and_the_critic_replays_at_most_onc
     assert pipeline.critic.tokens <= 2 * read
     assert not pipeline.reward.sessions
     assert not pipeline.critic.sessions
+
+
+@given(settings(), st.floats(0, 3))
+@example(Setting(extra=4), 0.0)
+@example(Setting(extra=4), 0.1)
+def test_cancelling_from_outside_leaves_nothing_behind(setting: Setting, after: float) -> None:
+    async def main() -> None:
+        pipeline = Pipeline(setting)
+        with anyio.move_on_after(after):
+            await pipeline.run()
+        assert len(anyio.get_running_tasks()) == 1
+        assert pipeline.policy._cut is None, "the policy is not left decoding"
+
+    run_virtual(main)
 
 
 def test_deferral_shortens_steps_that_wait_for_stragglers() -> None:

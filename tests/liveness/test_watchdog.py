@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import anyio
 import anyio.to_thread
@@ -24,10 +24,12 @@ import oppo
 from oppo.admission import Overcommit
 from oppo.agents import Agents
 from oppo.algorithms.ppo import ppo
-from oppo.environments import FunctionEnvironment
+from oppo.environments import EnvironmentClass, FunctionEnvironment
 from oppo.errors import HangError
 from oppo.events import Finish, Prompt, StepReport
 from oppo.graph import Graph, Run, Snapshot, Wait
+from oppo.hf.chat import ChatFormat, ParsedTurn
+from oppo.hf.tool_calls import ToolCall
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
 from oppo.liveness.watchdog import GAP, Parts, _threads
 from oppo.observe import Span
@@ -44,6 +46,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from oppo.user_code import load_object
 from tests.agents.test_agents import tokenizer as agents_tokenizer
 from tests.report.synthetic import play
 
@@ -432,7 +435,36 @@ async def waiting(*given, **named):
     await asyncio.sleep(3600)
 
 in_a_process = in_a_thread
+
+class Environment:
+    def reset(self, **row):
+        return None
+
+    def tool(self):
+        "Say nothing."
+        return ""
+
+    def get_reward(self):
+        return 0.0
+
+def with_hang(method, place):
+    hang = globals()[place]
+    hang.__name__ = method
+    return type("Environment", (Environment,), {method: hang})
 """
+
+
+class Calling:
+    """A chat format of fakes: every turn calls the tool."""
+
+    roles = frozenset({"tool"})
+    tools: ClassVar[dict[str, dict[str, object]]] = {"tool": {}}
+
+    def parse(self, turn: list[int]) -> ParsedTurn:
+        return ParsedTurn("", tool_calls=(ToolCall("tool", {}),))
+
+    def answer(self, turn: list[int], messages: object) -> list[int]:
+        return [90_000]
 
 
 def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callable[[Sequence[Prompt]], Any]]:
@@ -444,8 +476,12 @@ def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callabl
         return {"environment": agents, "reward": agents.reward}, agents.prompts
     if what == "reward":
         return {"reward": FunctionReward(spec, str, process=process, each=not process, concurrency=4)}, same
-    made = FunctionEnvironment(spec, str, lambda text: [1], process=process)
-    return {"environment": made, "reward": FakeScorer(fake_scalar)}, same
+    if what == "function":
+        made = FunctionEnvironment(spec, str, lambda text: [1], process=process)
+        return {"environment": made, "reward": FakeScorer(fake_scalar)}, same
+    kind = cast("Callable[[str, str], type]", load_object(f"{user}:with_hang", ValueError))(what, place)
+    environment = EnvironmentClass(kind, cast("ChatFormat", Calling()), max_turns=2)
+    return {"environment": environment, "reward": environment.reward}, same
 
 
 @pytest.mark.parametrize(
@@ -457,6 +493,7 @@ def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callabl
             for place in ("waiting", "blocking", "in_a_thread", "in_a_process")
         ),
         *(("agent", place) for place in ("waiting", "blocking", "in_a_thread")),
+        *((what, place) for what in ("tool", "get_reward") for place in ("waiting", "in_a_thread")),
     ],
 )
 async def test_a_function_of_the_user_that_hangs_anywhere_ends_the_run_and_is_named(

@@ -69,6 +69,10 @@ async def test_an_async_function_is_awaited_on_the_loop() -> None:
     assert await FunctionReward(reward, decode).finish(TWO) == [3.0, 1.0]
 
 
+async def test_nothing_finished_calls_nothing() -> None:
+    assert await FunctionReward(lambda prompts, completions: 1 / 0, decode).finish([]) == []
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

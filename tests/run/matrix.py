@@ -27,8 +27,8 @@ from typing import Any
 from safetensors import safe_open
 
 from oppo.errors import OppoError
-from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
+from oppo.hf.tool_calls import ToolCall
 from oppo.observe import Observer
 from oppo.run.train import train
 from tests.kit.assets import furnish

@@ -21,10 +21,10 @@ from oppo.config.load import resolve
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.events import Prompt
-from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.tool_calls import ToolCall
 from oppo.run.checkpoint import settings_of
 from oppo.run.models import policy_tokenizer
 from oppo.run.rewards import AnyEnvironment, environment_of
@@ -307,7 +307,7 @@ from pydantic_ai import Agent, ModelHTTPError, ToolCallPart, capture_run_message
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from oppo.hf.calls import tool_schema
+from oppo.hf.tool_calls import tool_schema
 
 
 def add(left: int, right: int = 1) -> int:

@@ -327,6 +327,7 @@ def test_a_run_interrupted_at_every_checkpoint_equals_an_uninterrupted_one(
 
 @pytest.mark.schedules
 @given(settings(prompts=(1_000,)))
+@example(replace(CARRIED, batch=6, extra=6, steps=6, refill=True, checkpoint_every=2, lookahead=1))
 def test_an_interruption_neither_loses_nor_doubles_a_prompt_or_a_token(
     tmp_path_factory: pytest.TempPathFactory, setting: Setting
 ) -> None:

@@ -202,6 +202,18 @@ def test_a_call_that_is_unanswered_at_a_kill_is_made_again(tmp_path: Path) -> No
     assert [each.turn for _, each in answers(parts[1])] == [1]
 
 
+def test_a_resumed_run_trains_the_conversations_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    setting = Setting(lengths=(8, 30, 10, 25, 14), extra=2, steps=4, max_deferrals=3)
+    whole, first, second = (pipeline(setting, Tool(lambda turn: 0.02), some_turns, holds=True) for _ in range(3))
+    (tmp_path / "whole").mkdir()
+    run_virtual(whole.run_part, 0, 4, tmp_path / "whole")
+    run_virtual(first.run_part, 0, 2, tmp_path)
+    run_virtual(second.run_part, 2, 4, tmp_path)
+    assert first.reports[-1].deferred
+    assert any(turns_answered(response) for batch in second.batches for response in batch.responses)
+    assert same_batches([*first.batches, *second.batches], whole.batches)
+
+
 def test_an_overdue_rollout_is_waited_for() -> None:
     tool = Tool(lambda turn: 5.0)
     setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=3, max_deferrals=1)

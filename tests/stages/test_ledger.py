@@ -282,6 +282,7 @@ NO_ADMISSIONS = [
     ({"admit": True}, r"Own\.admit\(\) must return a whole number"),
     ({"admit": None}, r"Own\.admit\(\) must return a whole number"),
     ({"admit": np.ones(2)}, r"Own\.admit\(\) must return a whole number"),
+    ({"admit": -1}, r"Own\.admit\(\) must return a whole number, 0 to 8, .* got -1"),
     ({"admit": 9}, r"Own\.admit\(\) must return a whole number, 0 to 8, .* got 9"),
     ({"admit": 0}, r"Own\.admit\(\) returned 0 where nothing is deferred"),
     ({"cut": True}, r"Own\.cut\(\) may not cut a step in which 0 of 4 units have a place, .* must be full"),

@@ -42,10 +42,10 @@ from oppo.hf.as_text.rendering import (
     TooLong,
     prompt_text,
 )
-from oppo.hf.introspection import backbone, longest
 from oppo.hf.kv.prefill import TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import worker_maker
+from oppo.hf.model_parts import backbone, longest
 from oppo.hf.serve.scorers import ScorerHandle, ScorerInput, ScorerWorker, read_back, score_reader
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.losses import Input, token_logprobs

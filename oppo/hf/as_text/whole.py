@@ -21,11 +21,11 @@ from oppo.durable import read_text
 from oppo.errors import ConfigError, ModelRefused, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Rendering, TextReader, TooLong, prompt_text
-from oppo.hf.introspection import FAILURES, longest
 from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
 from oppo.hf.loading import LoadOptions, load, load_tokenizer
 from oppo.hf.model_files import CLASSIFIER, CONFIG, EMBEDDER, MODULES, located, read_object
+from oppo.hf.model_parts import FAILURES, longest
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.hf.weights import SharedModel
 from oppo.log import logger

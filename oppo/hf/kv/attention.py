@@ -14,7 +14,7 @@ this module registers with transformers, SDPA in all else, computes them one by 
 
 Segmented attention requires that segments reach the attention function as they leave the cache. Latent keys and values
 are expanded segment by segment (:func:`expand_in_segments`); a model that reads them otherwise in between cannot use
-it. :func:`~oppo.hf.probe.probe` tries: there is no list of such models. The model's config records the choice.
+it. :func:`~oppo.hf.servable.probe` tries: there is no list of such models. The model's config records the choice.
 
 transformers passes four-dimensional masks through unchanged. Under SDPA a mask is boolean (true: may attend), except
 that of a single token, which is additive: SDPA would convert it again in every layer of a short pass. Under eager
@@ -40,8 +40,8 @@ from transformers.masking_utils import sdpa_mask
 
 from oppo.errors import ModelRefused
 from oppo.hf.head import AGREEMENT
-from oppo.hf.introspection import FAILURES, backbone, takes
 from oppo.hf.kv.length_bucketing import cheapest_groups
+from oppo.hf.model_parts import FAILURES, backbone, takes
 
 AttentionKind: TypeAlias = Literal["segmented", "padded", "eager"]
 

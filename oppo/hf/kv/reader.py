@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ProtocolError
 from oppo.hf.head import widen_head
-from oppo.hf.introspection import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.kv.attention import (
     Masks,
     Packed,
@@ -44,6 +43,7 @@ from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Rows, Slab, as_slice
 from oppo.hf.kv.graphs import Capture, StepGraphs
 from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on, packed_row_on
 from oppo.hf.kv.states import Gates, RowCache
+from oppo.hf.model_parts import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.routers import RouteRecords
 
 SHORTEST_CLASS = 64  # length of the first length class, in tokens; each next class is twice as long

@@ -28,10 +28,10 @@ from oppo.errors import ConfigError, ModelLost
 from oppo.events import UNTRUNCATED, BoolArray, Chunk, Finish, FloatArray, Prompt, Response, Support, ToolTokens
 from oppo.hf.devices import synchronised
 from oppo.hf.head import Measure, OwnHead, separable_head
-from oppo.hf.introspection import backbone, score_head, token_head, vocabulary
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import Loadable, ModelRecipe, worker_maker
+from oppo.hf.model_parts import backbone, score_head, token_head, vocabulary
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
 from oppo.losses import Input, SupportIndex, token_logprobs, top_logprobs
 from oppo.models import Sampling, Weights

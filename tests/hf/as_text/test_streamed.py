@@ -40,7 +40,7 @@ from oppo.hf.as_text.streamed import (
     Spans,
     text_ends,
 )
-from oppo.hf.probe import probe
+from oppo.hf.servable import probe
 from oppo.hf.serve.scorers import ReferenceLogprobs
 from oppo.hf.tokenizer import HfTokenizer, Rendered
 from oppo.models import Sampling

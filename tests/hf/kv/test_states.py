@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import Gates, StateSlots
-from oppo.hf.probe import probe
+from oppo.hf.servable import probe
 from tests.hf import tiny
 from tests.kit.known import deep
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
-from oppo.hf.introspection import backbone, score_head
 from oppo.hf.loading import load_process
+from oppo.hf.model_parts import backbone, score_head
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
     ProcessRewardModel,

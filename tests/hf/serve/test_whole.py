@@ -18,9 +18,9 @@ from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelRefused
 from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, StepReport, ToolTokens
-from oppo.hf.introspection import backbone, score_head
 from oppo.hf.kv.reader import WholeRows, reader_of
-from oppo.hf.probe import probe
+from oppo.hf.model_parts import backbone, score_head
+from oppo.hf.servable import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
     ProximalLogprobs,

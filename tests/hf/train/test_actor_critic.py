@@ -24,10 +24,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from oppo.errors import ModelRefused
 from oppo.events import Batch, Support
 from oppo.hf.head import OwnHead
-from oppo.hf.introspection import score_head
 from oppo.hf.kv.attention import window_of
 from oppo.hf.lora import add_lora
-from oppo.hf.probe import probe
+from oppo.hf.model_parts import score_head
+from oppo.hf.servable import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.actor_critic import ActorCritic, recompute, shares_trunk, value_model_on

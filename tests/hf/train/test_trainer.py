@@ -407,6 +407,12 @@ async def test_the_entropy_bonus_adds_the_gradient_of_the_mean_entropy(thread: T
         torch.testing.assert_close(with_bonus[name] - plain[name], -0.5 * parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+async def test_recomputing_layers_does_not_change_the_gradient(thread: Thread) -> None:
+    plain, recomputed = await gradient(thread), await gradient(thread, gradient_checkpointing=1)
+    assert plain.keys() == recomputed.keys()
+    assert all(torch.equal(tensor, recomputed[name]) for name, tensor in plain.items())
+
+
 async def test_the_learning_rates_follow_the_schedule_by_version(thread: Thread) -> None:
     trainer = make(thread, schedule="linear", warmup_steps=1, total_steps=3, critic_learning_rate=4e-3)
     batch = rollouts(trainer.core.actor, critic_of(trainer))

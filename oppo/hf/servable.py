@@ -1,4 +1,4 @@
-"""The probe at load: how a model can be served, by its config and by its outputs.
+"""Whether and how a model can be served, probed at load: by its config and by its outputs.
 
 ::
 
@@ -22,16 +22,6 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.hf.devices import full_precision
-from oppo.hf.introspection import (
-    FAILURES,
-    backbone,
-    cache_argument,
-    has_experts,
-    keeps_logits,
-    longest,
-    set_only_whole,
-    vocabulary,
-)
 from oppo.hf.kv.attention import (
     AttentionKind,
     Choice,
@@ -42,6 +32,16 @@ from oppo.hf.kv.attention import (
     window_of,
 )
 from oppo.hf.kv.reader import Incremental, WholeRows
+from oppo.hf.model_parts import (
+    FAILURES,
+    backbone,
+    cache_argument,
+    has_experts,
+    keeps_logits,
+    longest,
+    set_only_whole,
+    vocabulary,
+)
 from oppo.log import logger
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}

@@ -29,10 +29,10 @@ from transformers import (
 from transformers.integrations import hub_kernels
 
 from oppo.errors import ModelRefused
-from oppo.hf.introspection import backbone, cache_argument
 from oppo.hf.kv.attention import AttentionKind, Masks, Segments, attend_in_segments
 from oppo.hf.kv.cache import KVRegion, Slab
-from oppo.hf.probe import probe
+from oppo.hf.model_parts import backbone, cache_argument
+from oppo.hf.servable import probe
 from tests.hf import tiny
 
 GPT2_TOKENS = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
