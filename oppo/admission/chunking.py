@@ -52,7 +52,7 @@ class WholeRollout(ChunkSize):
 class Tuned(ChunkSize):
     """Probes candidate sizes periodically and keeps the fastest until the next probe (OPPO, arXiv 2509.25762).
 
-    In every probe each candidate gets ``trials`` steps, interleaved with those of the others. The criterion is seconds
+    In every probe each candidate gets ``trials`` steps, interleaved with the others' steps. The criterion is seconds
     per generated token over all of a candidate's steps, since the seconds of a step follow the lengths of its
     responses. With lookahead these are observed some steps later, and a probe is decided when all of them are.
     Candidates are fractions of the length cap, as the cost of a chunk depends on its share of a response.

@@ -44,7 +44,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Successive decode steps, up to one in which a rollout ended: what was decoded, and how long it took.
+    """Successive decode steps, up to one in which a rollout ended: their tokens and seconds.
 
     Attributes:
         seconds: that they took.
@@ -127,7 +127,7 @@ class Observation:
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
         """Return the observation of which :meth:`as_json` returned ``value``."""
-        late = {"lookahead": 0, "chunk": 0, "stretches": (), "accumulate_seconds": 0.0}  # what older journals lack
+        late = {"lookahead": 0, "chunk": 0, "stretches": (), "accumulate_seconds": 0.0}  # absent from older journals
         late["deferred"] = value.get("parked")  # as older journals call it
         given = {each.name: cast("Any", {**late, **value}[each.name]) for each in fields(cls)}
         tuples = {
