@@ -64,7 +64,7 @@ class Conversation:
         self.told = 0  # turns that the agent was told
         self.given = ""  # a digest of what was read after them
         self.full: Refusal | None = None  # refuses whatever continues it
-        self.telling = anyio.Lock()  # held by who tells it turns of a rollout
+        self.telling = anyio.Lock()  # held while turns of a rollout are added
         self.last: Request | None = None
         self.said: set[str] = set()  # digests of its turns
         self._requests = requests
@@ -188,7 +188,7 @@ class Conversation:
     def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, whole: bool = True) -> None:
         # `whole`: the turn was not cut off.
         request = self.request
-        assert request is not None  # noqa: S101 - whoever calls has heard it
+        assert request is not None  # noqa: S101 - the caller has received it
         assert self._format is not None  # noqa: S101 - of the first request
         tokenizer, chat = self._format
         self._turn = list(turn)

@@ -34,7 +34,7 @@ WHOLE: Final = 60
 """Seconds in which a request must be whole, from its first byte, or from the beginning of its connection."""
 
 FOREVER: Final = 10**9
-"""Seconds for which an idle connection is kept: its client may be about to send, and closes what it does not need."""
+"""Seconds for which an idle connection is kept: its client may be about to send, and closes idle ones itself."""
 
 FILES: Final = 65_536
 """The most open files that are asked of the system."""
@@ -110,7 +110,7 @@ class AgentServer:
         return found
 
     async def _listen(self, server: Any, listening: socket.socket) -> None:
-        with anyio.CancelScope(shield=True), listening:  # it ends when it is told to
+        with anyio.CancelScope(shield=True), listening:  # it ends on request
             await server.serve([listening])
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,7 +195,7 @@ def _error(refusal: Refusal) -> HttpResponse:
 
 
 async def _while_connected(http: HttpRequest, wait: Callable[[], Awaitable[Json]]) -> Json:
-    # What is waited for, unless the client leaves.
+    # The awaited result, unless the client disconnects.
     from starlette.requests import ClientDisconnect  # noqa: PLC0415 - an extra
 
     found: Json | None = None
