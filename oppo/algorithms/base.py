@@ -1,4 +1,4 @@
-"""What an algorithm of ``oppo train`` is, the models that it receives, and the settings that clipped losses share."""
+"""The protocol of an algorithm of ``oppo train``, its models, and the settings that clipped losses share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Roles:
 
     The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
     for one that corrects nothing, and ``reference`` for one that refers to none, unless settings name a model for it,
-    to measure the KL. ``teacher`` is that of ``models.teacher``. ``max_new_tokens`` is the cap of a response.
+    to measure the KL. ``teacher`` is the model of ``models.teacher``. ``max_new_tokens`` is the cap of a response.
     """
 
     policy: Policy
@@ -63,7 +63,7 @@ class Roles:
 
 
 class Algorithm(Protocol):
-    """The settings of an algorithm, a frozen dataclass, and what they define."""
+    """The settings of an algorithm, a frozen dataclass, and the loss and graph that they define."""
 
     has_critic: ClassVar[bool]
     """Whether a critic is trained too and estimates values."""

@@ -322,7 +322,7 @@ class OnlineDPO:
 
     @property
     def corrects(self) -> bool:
-        """Stale tokens need no correction: DPO does not ask who wrote a response."""
+        """Stale tokens need no correction: DPO is off-policy."""
         return False
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
