@@ -528,7 +528,7 @@ def _kl_of_verl(draft: Draft) -> None:
     coefficient, kind, name = of_reward if in_reward else of_loss
     estimator = KLS.get(str(kind).rstrip("+"), "k3")
     if place == "loss" and estimator == "k1":
-        estimator = "k2"  # whose gradient is the KL's; that of k1 is zero in expectation
+        estimator = "k2"  # whose gradient is the KL's; the gradient of k1 is zero in expectation
     draft.put("algorithm.kl", coefficient, name)
     draft.put("algorithm.kl_in", place, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
     draft.put("algorithm.kl_estimator", estimator, note=f"verl's {kind}")

@@ -1,4 +1,4 @@
-"""What a configuration of TRL or verl says, by field: of a script, a YAML file or a command; nothing is executed.
+"""Reads configurations of TRL and verl, from a script, a YAML file or a command, by field; executes nothing.
 
 ``foreign.toml`` beside this module says where each field went.
 """
@@ -33,7 +33,7 @@ def foreign_fields() -> Mapping[str, Rows]:
 
 
 def ours(name: str) -> str:
-    """Return what setting a field of TRL or verl is, in words, by its name or the end of a longer one; maybe empty."""
+    """Return the hint which setting a field of TRL or verl is here, by its name or last part; empty if unknown."""
     last = name.rpartition(".")[2]
     verl = {key: row for key, row in foreign_fields()["verl"].items() if f".{key}".endswith(f".{last}")}
     exact = {key: row for key, row in verl.items() if "." in name and f".{key}".endswith(f".{name}")}
@@ -239,10 +239,10 @@ def _of_script(path: Path, text: str) -> Found:
 MAPPED: Final = (
     "where it makes the prompts, write the result to a file, by its `to_json`, and name that; tokens are made here"
 )
-"""What becomes of a dataset that is changed by the program."""
+"""The remark about a dataset that the program transforms."""
 
 FORMATS: Final = frozenset({"json", "csv", "parquet"})
-"""The first argument of ``load_dataset`` for files of one's own."""
+"""The first argument of ``load_dataset`` for local files."""
 
 
 def _of_files(files: object, found: Mapping[str, str]) -> dict[str, str] | None:
@@ -268,7 +268,7 @@ LORA: Final = {
 
 @dataclass(slots=True)
 class Script:
-    """What can be told of a program's values without running it."""
+    """The values of a program that are known without running it."""
 
     known: dict[str, object] = field(default_factory=dict)
     remarks: list[tuple[str, str]] = field(default_factory=list)
@@ -334,7 +334,7 @@ class Script:
         return Computed(shortened(ast.unparse(node), 80))
 
     def trainer(self, call: ast.Call) -> dict[str, object]:
-        """Return what the trainer's own arguments say, under the names of TRL's scripts."""
+        """Return the arguments of the trainer, under the names of TRL's scripts."""
         given = {each.arg: self.value(each.value) for each in call.keywords if each.arg and each.arg != "args"}
         own = ("reward_funcs", "tools", "environment_factory")
         found: dict[str, object] = {name: given[name] for name in own if name in given}
