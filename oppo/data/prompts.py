@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
 
         Args:
             messages: as the data has them.
-            last: only so many characters, the last ones, are tokenized; ``None``: all.
+            last: tokenize only this many characters, from the end; ``None``: all.
         """
 
 
@@ -67,7 +67,7 @@ class Encoding:
         column: the column with the prompt: a string, or a list of chat messages, rendered by the tokenizer's template;
             a last message of the assistant is continued. Empty: an agent reads the row itself.
         over_long: prompts of more than ``max_prompt_tokens`` are left out, keep their last ones, or are an error.
-        begin: what an environment makes of a row before; ``None``: nothing.
+        begin: an environment's change to a row before it is rendered; ``None``: none.
     """
 
     tokenizer: Tokenizer

@@ -166,7 +166,7 @@ READERS: Final[Mapping[str, Callable[[Path], Iterator[Located]]]] = {
     ".csv": _csv_rows,
     ".parquet": _parquet_rows,
 }
-"""What reads a file, by the end of its name."""
+"""The reader of a file, by its suffix."""
 
 
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -190,7 +190,7 @@ def rows_of_directory(path: Path, split: str) -> Iterator[Located]:
     try:
         with _quiet(library):
             dataset = library.load_from_disk(str(path))
-    except Exception as error:  # any kind: what a library of formats raises
+    except Exception as error:  # any kind, from a library of file formats
         raise DataError(f"{path} cannot be read as a dataset: {one_line(error)}") from error
     if isinstance(dataset, library.DatasetDict):
         if split not in dataset:
@@ -200,7 +200,7 @@ def rows_of_directory(path: Path, split: str) -> Iterator[Located]:
 
 
 def rows_of_hub(name: str, split: str, subset: str = "") -> Iterator[Located]:
-    # The hub is asked once, with a short timeout; what this machine has already is used without a hub.
+    # The hub is asked once, with a short timeout; without a hub, cached files are used.
     library = _library(name)
     from huggingface_hub import HfApi, constants, is_offline_mode  # noqa: PLC0415 - with its HTTP clients, .2 s
 
@@ -218,7 +218,7 @@ def rows_of_hub(name: str, split: str, subset: str = "") -> Iterator[Located]:
     try:
         with _quiet(library):
             dataset = library.load_dataset(name, subset or None, split=split)
-    except Exception as error:  # any kind: what a library of formats and networks raises
+    except Exception as error:  # any kind, from a library of file formats and networks
         raise DataError(f"the dataset {name!r}, split {split!r}, cannot be loaded ({one_line(error)})") from error
     return _rows(dataset, name)
 
