@@ -189,7 +189,7 @@ SHORT = DemoPlan(
 )
 
 
-@routed()  # the narrator says what there is to say
+@routed()  # the narrator prints the messages
 def demo(
     directory: Path,
     *,
