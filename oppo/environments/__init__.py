@@ -1,4 +1,4 @@
-"""What answers a response at a stop: functions, tools that the policy calls, classes of environments, and tasksets."""
+"""Environments, which answer a turn: functions, tools that the policy calls, environment classes, and tasksets."""
 
 from oppo.environments.classes import EnvironmentClass, Environments, tools_of
 from oppo.environments.functions import (

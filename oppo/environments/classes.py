@@ -231,7 +231,7 @@ class EnvironmentClass(Tools):
         return earned
 
     async def instance(self, finish: Finish) -> object:
-        """Return the instance of a complete response, the same to all who ask."""
+        """Return the instance of a complete response, the same to all callers."""
         if (life := self._lives.get(finish.rollout)) is None:
             life = self._lives[finish.rollout] = _Life()
             for turn, answer in pairwise(finish.response.pieces()):

@@ -58,7 +58,7 @@ EnvironmentFunction: TypeAlias = Callable[[TextTurn], object]
 ``Drop``."""
 
 Said: TypeAlias = tuple[str, EnvironmentState] | Drop | None
-"""What a function answered."""
+"""The answer of a function."""
 
 
 @dataclass(frozen=True)

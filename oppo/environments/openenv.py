@@ -122,7 +122,7 @@ _UNANSWERED: Final = "an earlier call has not been answered"
 
 
 def _words(observation: Mapping[str, Any]) -> str:
-    # What is there to read: the one text, or all of it as JSON.
+    # The observation as text: its one text field, or all of it as JSON.
     kept = {
         name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})
     }
