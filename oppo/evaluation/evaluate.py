@@ -57,7 +57,7 @@ class Answers:
     Attributes:
         rollouts: with their scores, in the order of the prompts, those to one prompt side by side; without branches.
         dropped: responses that have no score; without branches.
-        measured: what the reward said of its parts, by metric, one number for each response.
+        measured: the reward's own metrics, one number for each response.
     """
 
     rollouts: Sequence[ScoredRollout] = ()
@@ -105,7 +105,7 @@ class Answering:
         return Generate(policy, admission, self.chunks, self.samples, environment=self.environment)
 
     def rollouts(self, prompts: Sequence[Prompt]) -> frozenset[int]:
-        """Return the numbers of the responses to prompts; those of branches are others."""
+        """Return the rollout numbers of the responses to prompts; branches have other numbers."""
         return frozenset(each.rollout for prompt in prompts for each in prompt.samples(self.samples))
 
     async def run(self, graph: Graph[StepReport], prompts: Sequence[Prompt]) -> None:
@@ -170,7 +170,7 @@ async def examine(
 
 @dataclass(eq=False)
 class Collect:
-    """Keeps what every step has scored of these rollouts, not of their branches."""
+    """Keeps the scores of these rollouts in every step, without their branches."""
 
     wanted: frozenset[int]
     _rollouts: list[ScoredRollout] = field(default_factory=list, init=False)
@@ -226,7 +226,7 @@ class _Counting(Observer):
 
 
 PREFIX: Final = "eval/"
-"""Of what a reward or an environment measures of held-out responses, before its name in training."""
+"""Prefix of a reward's or environment's metric of held-out responses, before its name in training."""
 
 Z: Final = 1.96
 """Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
@@ -235,8 +235,8 @@ Z: Final = 1.96
 def half_width(means: Sequence[float]) -> float:
     """Return half the width of the 95 % confidence interval of a mean over prompts; NaN for fewer than two.
 
-    The standard error is that of the prompts' own means, since the responses to one prompt are no independent draws
-    (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640, section 2.2); the interval is that of a normal
+    The standard error is computed from the prompts' own means, since the responses to one prompt are no independent
+    draws (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640, section 2.2), and the interval assumes a normal
     distribution.
 
     Example:
