@@ -44,7 +44,7 @@ def never(index: int) -> bool:
 
 
 class StepRun(Generic[O]):
-    """A step that is alive; ``scope`` cancels it, and not who waits for it."""
+    """A step that is alive; ``scope`` cancels the step, and not the tasks that wait for it."""
 
     def __init__(self, step: Step, link: StepLink, execution: Execution[O]) -> None:
         self.step = step
@@ -241,7 +241,7 @@ class Run(Generic[O]):
 
         Args:
             remaining: how many steps the caller will run, this one included; passed on to the stages. By default they
-                work ahead without a known end, and closing the run discards what they hold.
+                work ahead without a known end, and closing the run discards their work.
 
         Raises:
             GraphError: a step is running, has failed or was cancelled, or the run is closed.
@@ -289,7 +289,7 @@ class Run(Generic[O]):
             notify(self._observers, lambda observer: observer.on_step(step.index, results[0], channels))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run: the number of completed steps, and what each stage holds between steps.
+        """Return the state of the run: the number of completed steps, and each stage's state between steps.
 
         Raises:
             GraphError: a step is running, has failed or was cancelled, or the run is closed.

@@ -164,7 +164,7 @@ class Step:
         started: loop time, in seconds.
         stage: name of the stage it is passed to.
         ahead: number of earlier steps that had not ended when it began; 0 without lookahead.
-        runtime: what the run gives to it; its stages use the methods.
+        runtime: the run's side of the step; stages use its methods.
 
     Example:
         >>> step = Step(0, 10, started=0.0)

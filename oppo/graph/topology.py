@@ -172,7 +172,7 @@ class Topology:
         return [node for node in self.nodes if name in node.reads]
 
     def read(self, name: str) -> Mapping[tuple[type, ...], str]:
-        """Return what the readers of node ``name`` are annotated to read: the first reader, by classes."""
+        """Return the item classes that readers of node ``name`` are annotated to read, each with its first reader."""
         readers: dict[tuple[type, ...], str] = {}
         for reader in self.readers(name):
             port = self.ports[reader.name]
