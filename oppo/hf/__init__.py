@@ -4,7 +4,7 @@
 
 from oppo.libraries import warn_of_untested
 
-warn_of_untested()  # first: what is imported below may fail for it
+warn_of_untested()  # first: the imports below may fail for lack of it
 
 from oppo.hf.as_text.streamed import Bridge, BridgedReward, BridgedTeacher
 from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward, load_encoder

@@ -1,4 +1,4 @@
-"""Chat by a tokenizer's own template: what a policy said as a message, and what is said after a turn as exact tokens.
+"""Chat by a tokenizer's own template: the policy's turns as messages, and the messages after a turn as exact tokens.
 
 What a response reads after a turn is never found by rendering the conversation again, since templates rewrite what was
 said before: they drop reasoning, trim texts, put calls into another order. Instead a stand-in for the turn is rendered
@@ -101,7 +101,7 @@ def chatting(
 
 
 class ChatFormat:
-    """Reads what a policy said by its chat template, and tokenizes what is said after that.
+    """Parses the policy's turns by its chat template, and tokenizes the messages after a turn.
 
     Args:
         tokenizer: the policy's, with its chat template, the template's variables, and the tools that it shows.
@@ -110,7 +110,7 @@ class ChatFormat:
     Attributes:
         roles: those.
         tools: the JSON schemas of arguments, by the names of the tools that the tokenizer shows.
-        ends: the tokens with which a policy ends what it says, where it follows the template.
+        ends: the tokens with which a policy ends its turn, where it follows the template.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or with this one it cannot be told what is said after a turn,
@@ -224,7 +224,7 @@ class ChatFormat:
 
     def _shared(self, ending: str, following: str, role: str) -> str:
         end = str(self._tokenizer.inner.eos_token or "")
-        for each in (ending, ending.removesuffix(end)):  # some end the whole text with it, whoever spoke last
+        for each in (ending, ending.removesuffix(end)):  # some end the whole text with it, after any role
             if following.startswith(each):
                 return each
         raise ConfigError(
@@ -288,7 +288,7 @@ class ChatFormat:
         return found
 
     def _written(self, calls: Sequence[ToolCall]) -> str:
-        # What a template writes for calls.
+        # The marks of a template around tool calls.
         plain, text = (self._render([_USER, each]).text for each in (_ANSWERED, self._calling(calls)))
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, text, strict=False)))
         start = len(re.sub(r"[<\[][^<>\[\]]*$", "", text[:same]))  # not within a mark
@@ -300,7 +300,7 @@ class ChatFormat:
 
     @cached_property
     def _thinking(self) -> tuple[str, str] | None:
-        # What begins and ends reasoning.
+        # The marks that begin and end reasoning.
         try:
             text = self._render([_USER, {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT}]).text
         except ConfigError:

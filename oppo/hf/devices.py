@@ -193,7 +193,7 @@ Home: TypeAlias = Literal["thread", "process"]
 Scorers: TypeAlias = Literal["auto"] | Home
 
 SCORED: Final = ("reference", "reward", "critic", "teacher", "proximal")
-"""The models that read what the policy has written."""
+"""The models that read the policy's responses."""
 
 OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")  # the models that have one device each
 
@@ -271,7 +271,7 @@ class Devices:
 
     @property
     def weights(self) -> torch.device:
-        """Where the whole trained weights are: those of several ranks are gathered on the CPU."""
+        """Where the whole trained weights are; several ranks gather theirs on the CPU."""
         return self.trainer[0] if len(self.trainer) == 1 else CPU
 
     @property
@@ -364,7 +364,7 @@ class DeviceLayout:
             return Process(f"policy {number}", setup=setup, time_slice=slice_)
 
         def home(model: str, device: torch.device) -> Home:
-            if device.type == "cuda":  # what reads the actor's own weights is where these are
+            if device.type == "cuda":  # a model that reads the actor's own weights is on the actor's device
                 return "process" if scorers == "process" and model != "proximal" else "thread"
             return ("process" if cores > 1 else "thread") if scorers == "auto" else scorers
 

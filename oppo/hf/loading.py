@@ -331,7 +331,7 @@ def auto_of(kind: Kind, directory: Path, tensors: Sequence[str], *, trusted: boo
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
     auto = kind.auto(config)
     depth = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if 0 < len(tensors) < depth:  # first: building so many layers may take hours, even without memory
+    if 0 < len(tensors) < depth:  # first: building that many layers may take hours, even without memory
         raise ConfigError(
             f"{directory / 'config.json'} describes {depth} layers, but there are {len(tensors)} tensors in all: "
             "expected the weights of that model"
@@ -402,7 +402,7 @@ def outline(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Return the model of a directory or hub name without its weights."""
-    with routed():  # a model that is loaded after this says what there is to say
+    with routed():  # loading the weights later logs the messages
         directory = located(path, weights=False, trust_remote_code=trust_remote_code)
         adapter = require_adapter(directory, allow_pickle=True)
         if adapter is not None:

@@ -1,4 +1,4 @@
-"""The memory that the models of a run will need, before any of them is loaded, and what devices have.
+"""The memory that the models of a run will need, before any of them is loaded, and the memory of devices.
 
 The code that serves and trains the models runs on tensors without data (PyTorch's fake tensors), which have shapes,
 dtypes and devices, and the bytes of those that are alive are counted. So an estimate knows the architecture, the
@@ -257,7 +257,7 @@ def without_data() -> Iterator[LiveBytes]:
 
 @contextmanager
 def planned_on(device: torch.device) -> Iterator[None]:
-    """Count what is counted inside as it will be on a device: with its chunks of logits."""
+    """Count passes inside the body as on a device: with its chunks of logits."""
     token = planned_device.set(device)
     try:
         yield
@@ -301,12 +301,12 @@ class Load:
         return self.prompt + self.response
 
     def within(self, positions: int) -> Self:
-        """Return the same with prompts that leave room for the response in so many positions."""
+        """Return the same load with prompts that leave room for the response within that many positions."""
         return replace(self, prompt=max(1, min(self.prompt, positions - self.response)))
 
 
 def at_rest(make: Callable[[], nn.Module]) -> Bytes:
-    """Return the memory of an idle model: its weights, and what their training keeps if some are trained."""
+    """Return the memory of an idle model: weights and, if some are trained, gradients and optimizer states."""
     tensors = {id(each): each for model in [_bare(make)] for each in (*model.parameters(), *model.buffers())}.values()
     trained = [each for each in tensors if each.requires_grad]
     steps_on = sum(each.numel() * max(4, each.element_size()) for each in trained)
@@ -449,7 +449,7 @@ def _micro_batch(
     *,
     periods: int,
 ) -> tuple[dict[str, int], int]:
-    # What is alive at most, by part of the passes, in models of so many periods of layers, and how many there are.
+    # The peak of live memory, by part of the passes, in models cut to ``periods`` periods of layers, and their number.
     models = _bare(make)
     load = load.within(longest(models.actor))
     budget = settings.micro_batch_tokens or CPU_TOKENS
@@ -565,7 +565,7 @@ def _scoring(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The layers of a model that stand for all: of ``periods`` periods of so many layers, the first ones."""
+    """The first layers of a model, ``periods`` periods of ``period`` layers, which stand for all layers."""
 
     layers: Sequence[nn.Module]
     period: int
@@ -573,7 +573,7 @@ class _Stack:
 
 
 def _shorten(models: Iterable[PreTrainedModel], periods: int, every: int = 1) -> list[_Stack]:
-    """Leave so many periods of layers in each model, so that counting is quick; all where the models differ in that.
+    """Leave a few periods of layers in each model, so that counting is quick; all if the models' periods differ.
 
     A period is a multiple of ``every`` layers, after which the same kinds and shapes come again.
     """

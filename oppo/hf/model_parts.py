@@ -110,7 +110,7 @@ _PAIRED: Final = ("full_attention", "attention", "hybrid")
 
 
 def passes_at(speed: float, model: PreTrainedModel, *, epochs: float = 0) -> Passes:
-    """Return the costs of a forward pass, or of so many forward and backward passes, at FLOP/s."""
+    """Return the costs of a forward pass or, with ``epochs``, of that many forward and backward passes, at FLOP/s."""
     # A matrix takes two FLOP a number and token, as many for the gradient of its input and, where trained, for its own.
     # Of experts those that a token has count. Tables, norms, attention within a window and recomputation do not.
     text, tables = model.config.get_text_config(), (nn.Embedding, nn.EmbeddingBag)

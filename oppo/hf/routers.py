@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: what they answer, their choices replayed, how evenly they spread, their loss."""
+"""The routers of a mixture of experts: their outputs, router replay, load metrics and the load-balancing loss."""
 
 from __future__ import annotations
 

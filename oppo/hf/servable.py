@@ -2,8 +2,8 @@
 
 ::
 
-    in pieces    while sequences grow: what decodes, and what reads beside it
-    whole        each sequence once, when it has ended: what scores, and what is trained
+    in pieces    while sequences grow: a policy, and scorers that read while it decodes
+    whole        each sequence once, when it has ended: scorers and trained models
     refused      it is not causal, or padding behind a sequence changes its outputs
 """
 
@@ -236,7 +236,7 @@ def _compare(model: PreTrainedModel, limit: float) -> None:
 
 
 def _compare_after_padding(model: PreTrainedModel, limit: float) -> None:
-    # What padding adds to a state fades, so that the median position hides it. It is in all tokens right after padding.
+    # The effect of padding on a state fades, so the median position hides it; the tokens right after padding show it.
     rows = {row: _tokens(model, row, 10 + 4 * row) for row in range(5)}
     together = Incremental(model, classes=CLASSES)
     together.extend(list(rows), [tokens[:8] for tokens in rows.values()])

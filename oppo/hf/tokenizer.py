@@ -100,7 +100,7 @@ def _bounded() -> Iterator[None]:
 
 def _check_products(template: str) -> None:
     # Jinja works out products of constants when it compiles, in one call each that nothing interrupts.
-    with suppress(TemplateSyntaxError):  # whoever compiles it says so, or knows more tags
+    with suppress(TemplateSyntaxError):  # the caller that compiles the template reports it, or knows more tags
         _bits(_parsed(template), {})
 
 
@@ -204,7 +204,7 @@ class HfTokenizer:
         tokenizer ends texts with. Special tokens that the text spells are special tokens.
 
         Args:
-            last: only so many characters, the last ones, are read; ``None``: all.
+            last: read only this many characters, from the end; ``None``: all.
         """
         before, _ = self.around
         ids = self.encode_whole(text if last is None else text[-last:])
@@ -237,7 +237,7 @@ class HfTokenizer:
 
         Args:
             messages: with all of their fields.
-            last: only so many characters, the last ones, are tokenized; ``None``: all.
+            last: tokenize only this many characters, from the end; ``None``: all.
         """
         rendered = self.rendered(messages, answered=False)
         start = 0 if last is None else max(0, len(rendered.text) - last)

@@ -99,7 +99,7 @@ _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = (
     | dict.fromkeys(("number", "float"), (int, float))
     | {each.__name__: each for each in (str, bool, int, list, dict)}
 )
-"""What JSON schemas call the types of values, and what those call them that were written by hand."""
+"""The names of types in JSON schemas, and the usual names in schemas written by hand."""
 
 
 def _is_kind(value: object, name: object) -> bool:

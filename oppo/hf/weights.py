@@ -59,7 +59,7 @@ def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
 
 
 def changing(weights: Mapping[str, T]) -> Mapping[str, T]:
-    """Return what updates change of a model's weights: its adapters, or all if it has none."""
+    """Return the weights of a model that updates change: its adapters, or all if it has none."""
     return {name: each for name, each in weights.items() if ".lora_" in name} or weights
 
 
@@ -114,7 +114,7 @@ def _received(
     parts: Mapping[str, tuple[torch.dtype, tuple[int, ...], bytes]], others: Mapping[str, object]
 ) -> SentWeights:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # what was sent is only read
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # received tensors are only read
         return SentWeights(
             {
                 name: torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)

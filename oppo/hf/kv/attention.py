@@ -86,7 +86,7 @@ def attends_eagerly(model: PreTrainedModel) -> bool:
 def kinds_of(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
     if attends_eagerly(model):
         return ("eager",)
-    if INDEXED in layer_kinds(model.config):  # transformers attends to what was picked under its own names only
+    if INDEXED in layer_kinds(model.config):  # transformers honours a choice only under its own names
         return ("padded",)
     return ("segmented", "padded") if model._supports_attention_backend else ("padded",)  # noqa: SLF001
 

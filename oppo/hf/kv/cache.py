@@ -31,10 +31,10 @@ from oppo.hf.kv.attention import Segments, overhead_of, packed_rows, segmented
 ALIGNMENT = 8
 """Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
 
-SLACK = 8  # a slab that holds rows and gets more reserves one spare slot for every so many live ones
+SLACK = 8  # live rows per spare slot that a growing slab reserves
 
 HEADROOM = 5
-"""A slab that grows reserves columns for sequences longer by one part in so many, and so is copied less often."""
+"""A growing slab reserves ``1 / HEADROOM`` more columns than its sequences need, and so is copied less often."""
 
 SPARE = 1.125  # a slab larger than its rows need by this factor gives memory back when a row leaves
 
@@ -323,7 +323,7 @@ class Rows:
         return max(slab.bytes_per_token() for slab in self._slabs)
 
     def by_class(self, rows: Sequence[int], added: Sequence[int]) -> dict[Slab, list[int]]:
-        """Return rows that get so many tokens by the slab of their length class, where they have room now."""
+        """Return ``rows``, with ``added`` tokens each, by the slab of their length class, where they have room now."""
         lengths = self._lengths_after(rows, added)
         by_slab: dict[Slab, list[int]] = {}
         for row, length in lengths.items():

@@ -38,7 +38,7 @@ class Capture:
         self._pool: Any = None  # torch exports no name for its type
 
     def once(self, work: Callable[[], Tensor]) -> Tensor:
-        """Return the outputs of a pass that is made as it is, and with it what libraries make at their first call."""
+        """Return the outputs of an eager pass, in which libraries also allocate their workspaces."""
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(stream := self._waiting()):
             result = work()
@@ -46,7 +46,7 @@ class Capture:
         return result
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Return what launches a pass, and its outputs, which have values once it is launched."""
+        """Return a function that launches the pass, and its outputs, which have values once it is launched."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._waiting()):
             graph.capture_begin(self._pool, capture_error_mode="thread_local")  # other threads work in their streams

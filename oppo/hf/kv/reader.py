@@ -170,7 +170,7 @@ class Incremental:
         self._decode_batch = self._batched(rows, overhead=0)
 
     def rewind(self, row: int, length: int) -> int:
-        """Keep the first ``length`` tokens of a row, which holds at least so many; return how many stay."""
+        """Keep the first ``length`` tokens of a row, which holds at least ``length``; return how many stay."""
         # The KV cache of the others stays, behind the mask, until others are written over it. States are kept whole or
         # not.
         if length >= self.length(row):
@@ -204,7 +204,7 @@ class Incremental:
         return allocated + self._states.bytes_allocated(), needed + states
 
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
-        """Return the indices of ``rows``, which so many tokens are to extend, in groups for :meth:`extend`."""
+        """Return the indices of ``rows``, by their numbers of new tokens, in groups for :meth:`extend`."""
         # Rows without a token so far are packed where the model reads packed rows, if that costs less. A group has at
         # most `budget` tokens, padding included, or one row.
         overhead, new = overhead_on(self.device), [at for at, row in enumerate(rows) if not self.length(row)]

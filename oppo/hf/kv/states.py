@@ -36,7 +36,7 @@ from oppo.errors import ModelRefused
 from oppo.hf.kv.cache import SLACK, KVView, SlabLayer, Slots, as_slice, sent
 
 NEUTRAL: Final = -1e4
-"""What gates get at padding: its softplus and sigmoid are exactly 0 in every dtype; infinity times 0 would be NaN."""
+"""The input of gates at padding: its softplus and sigmoid are exactly 0 in every dtype; infinity times 0 is NaN."""
 
 GATES: Final = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "f_b_proj", "f_proj")
 """Projections all of whose outputs feed gates, by their names in transformers' gated delta nets."""
@@ -286,7 +286,7 @@ class _Hook:
 
     def __call__(self, module: nn.Module, arguments: object, output: Tensor) -> Tensor | None:
         del arguments
-        # an adapter may have been put around the projection since: what it gives counts
+        # an adapter may wrap the projection by now: its output counts
         return self._change(output) if _PASS.reads and getattr(self._owner, self._name) is module else None
 
 

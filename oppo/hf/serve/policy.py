@@ -1,6 +1,6 @@
 """The policy on transformers: a handle on the event loop to the core that decodes where the model lives.
 
-A call to the core decodes what is ready. It returns, with its rows paused, when a turn was answered, a rollout joins or
+A call to the core decodes the ready rows. It returns, its rows paused, when a turn was answered, a rollout joins or
 weights come, and the next call has the row too, or the new weights. Where every rollout waits for an answer there is
 no call, so the model's place is free. In deterministic mode decoding waits with each turn, weights wait for its end,
 and no rollout joins.
@@ -272,7 +272,7 @@ class DecodeCalls:
         self._signals: Signals | None = None
         self._steps: DecodeSteps[DecodeRow | None] | None = None
         self._news = anyio.Event()
-        self._call = anyio.Lock(fast_acquire=True)  # fair: who waits comes before the next call
+        self._call = anyio.Lock(fast_acquire=True)  # fair: waiting tasks come before the next call
         self._ended = anyio.Event()
         for decode in decodes:
             decode.begin()

@@ -474,7 +474,7 @@ class ProcessRewardModel(StreamedScorer[TokenRewards]):
     The reward is the probability of one label of a token-classification model at that token, as in "Let's Verify Step
     by Step" (Lightman et al. 2023, arXiv 2305.20050); of a model with one label it is the logit. All other tokens have
     reward 0. The score of a response is the sum of its rewards, so a response of more steps has a higher one, unless
-    ``baseline`` is what a step is worth on average.
+    ``baseline`` is the average reward of a step.
 
     Args:
         model: ``AutoModelForTokenClassification`` of a decoder, which shares the policy's tokenizer; or its recipe.

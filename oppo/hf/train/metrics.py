@@ -86,7 +86,7 @@ class StalenessMetrics:
 
 
 class Sums:
-    """The loss of a minibatch and what it measures, added up over micro-batches, here and in other ranks."""
+    """The loss of a minibatch and its metrics, added up over micro-batches and ranks."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()

@@ -236,7 +236,7 @@ class Replicas:
         return numbered(self.devices[rank]) if self.devices and not self.loaded else models.actor.device
 
     def of(self, whole: ActorCritic, team: Ranked) -> ActorCritic:
-        """Return what a rank trains: ``whole`` itself, or a copy of it on the rank's device; its own shard of it."""
+        """Return the models that a rank trains: ``whole``, or a copy on the rank's device, or its shard of one."""
         models = whole
         if not self.loaded and (team.rank or self.shard or team.device != whole.actor.device):
             models = whole.copied(team.device)

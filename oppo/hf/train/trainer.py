@@ -88,7 +88,7 @@ class PartialGradient:
 
 
 def _contents(batch: Batch) -> dict[int, tuple[object, ...]]:
-    # What an update may read of each row, by rollout.
+    # The inputs of each row that an update may read, by rollout.
     columns: list[NDArray[Any] | None] = [getattr(batch, name) for name in _COMPARED]
     whole = [None if column is None else column.astype(np.float64) for column in columns]
     rows = zip(batch.responses, batch.scores.tolist(), batch.shares().tolist(), batch.rows(), strict=True)
