@@ -59,7 +59,7 @@ GRACE_SECONDS = 30.0
 
 
 ANSWER_SECONDS = 1.0
-"""Seconds in which an event loop that is not blocked runs what it is given."""
+"""Seconds in which an event loop that is not blocked runs a scheduled callback."""
 
 PART_SECONDS = 10.0
 """Seconds in which a part of the watchdog returns, such as a listener."""
@@ -117,7 +117,7 @@ class Parts:
         self._hanging: dict[str, threading.Thread] = {}
 
     def call(self, name: str, part: Callable[[], T], default: T) -> T:
-        """Return what a part returns, or ``default`` if it has failed or hangs, now or still from an earlier call."""
+        """Return the result of a part, or ``default`` if it has failed or hangs, now or still from an earlier call."""
         found = [default]
 
         def answer() -> None:
