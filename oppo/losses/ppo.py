@@ -72,12 +72,12 @@ class ClippedLoss:
 
     @property
     def unit(self) -> Unit:
-        """A token; a row if a token's weight is that of its sequence, or responses are averaged first."""
+        """A token; a row if a token has the weight of its sequence, or responses are averaged first."""
         return "row" if self.correction.by_row or self.aggregation == "responses" else "token"
 
     @property
     def divisor(self) -> Divisor | None:
-        """That of the aggregation, unless there is an entropy bonus, which is a mean over tokens."""
+        """The divisor of the aggregation, unless there is an entropy bonus, which is a mean over tokens."""
         if self.aggregation == "tokens":
             return "tokens"
         return None if self.entropy_coefficient else "rows"
@@ -222,7 +222,7 @@ def importance_weights(correction: ImportanceCorrection, inputs: Inputs, *, of_r
     difference = inputs["proximal"].double() - inputs["behaviour"].double()
     log = torch.where(inputs.mask, difference, torch.zeros_like(difference))
     k3 = log.new_zeros(()) if correction.k3 is None else inputs.row_means(torch.expm1(log) - log)[inputs.rows]
-    own = log  # of what the ratio over the behaviour policy holds already
+    own = log  # that the ratio over the behaviour policy contains already
     if correction.level == "sequence" or of_rows:
         own = inputs.row_means(log)[inputs.rows]
     if correction.level == "sequence":
