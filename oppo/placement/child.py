@@ -1,4 +1,4 @@
-"""A child process: what it is sent, and how it executes that, answers, and calls back.
+"""A child process: the messages that it receives, and how it executes them, answers, and calls back.
 
 Each order has one outcome, in order. Before the outcome of a call the child may send requests for its callbacks; each
 has a reply, unless it is one-way. Messages are pickled, which is safe here and nowhere else: the socket has no name,
@@ -53,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What an order returned or raised, and when the child began and ended it.
+    """The result or error of an order, and when the child began and ended it.
 
     ``report``: the traceback of the error, empty if a callback raised it in this process.
     """
@@ -132,7 +132,7 @@ class Bulk:
 
 
 class Packet(NamedTuple):
-    """A pickled message, and what goes beside it: shared memory, or large things or references to them in a store."""
+    """A pickled message, and beside it shared memory, or large objects or references to them in a store."""
 
     data: bytes
     parts: Sequence[object] = ()

@@ -366,7 +366,7 @@ def in_thread(name: str, work: Callable[[], R]) -> Future[R]:
     def run() -> None:
         try:
             outcome.set_result(context.run(work))
-        except BaseException as error:  # noqa: BLE001 - who waits for it raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the task that waits for it
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -46,7 +46,7 @@ from oppo.turns import MultiTurnPolicy
 from oppo.weight_sync import ServesByReference
 
 RESUMES: Final[tuple[Resumes, ...]] = ("refused", "with other tokens", "with the same tokens")
-"""What an engine can do with half-written responses, the least first."""
+"""How an engine can continue half-written responses, the least capable first."""
 
 LOADS: Final[tuple[Loads, ...]] = ("refused", "when decoding ends", "between decode steps")
 """When it can take weights, the least first."""
@@ -515,7 +515,7 @@ class PolicyPool:
         await self._members.settled()
 
     async def starved(self) -> None:
-        """Wait until no member serves, and those that were started again need weights of a later :meth:`load`."""
+        """Wait until no member serves, and the restarted members need the weights of a later :meth:`load`."""
         await self._members.starved()
 
     def serves(self, weights: Weights) -> bool:

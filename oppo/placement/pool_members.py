@@ -379,7 +379,7 @@ class PooledDecode:
 
     @property
     def opens_turns(self) -> bool:
-        # Nobody would answer the turns of one that is owed.
+        # No conversation would answer the turns of a rollout that is owed.
         return self.turns and (self._ending or not self.owed)
 
     def response(self) -> Prompt | Response:
@@ -468,7 +468,7 @@ class PooledDecode:
             self._calls.add(scope)
             try:
                 return await call()
-            except Exception as error:  # noqa: BLE001 - what a member raises costs it its place
+            except Exception as error:  # noqa: BLE001 - a member that raises leaves the pool
                 if self.member is not None:
                     self._members.lose(self.member, error)
             finally:
@@ -509,7 +509,7 @@ class PooledDecode:
             self._members.tokens += self.length
 
     def _refuse(self, member: Member, words: str) -> None:
-        self._astray = True  # what its seat hands over next does not follow what is known
+        self._astray = True  # the next tokens of its seat do not follow the known ones
         self._members.lose(member, ProtocolError(words))
 
     def _append(self, event: Chunk | ToolTokens) -> None:
@@ -632,5 +632,5 @@ class PooledDecode:
             try:
                 with limited(self._members.timeout, f"closing rollout {self.prompt.rollout}"):
                     await seat.aclose()
-            except Exception as error:  # noqa: BLE001 - what a member raises costs it its place
+            except Exception as error:  # noqa: BLE001 - a member that raises leaves the pool
                 self._members.lose(member, error)

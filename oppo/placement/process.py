@@ -61,7 +61,7 @@ Setup: TypeAlias = Callable[[], object] | None
 
 
 class Gone(Exception):  # noqa: N818 - it says what happened; caught in this package, never seen outside
-    """The child is dead; ``how``, as in ``was killed by SIGKILL``; ``sequel``: what became of others."""
+    """The child is dead; ``how``, as in ``was killed by SIGKILL``; ``sequel``: the consequences for other processes."""
 
     def __init__(self, how: str, *, who: str = "", sequel: str = "") -> None:
         super().__init__(how)

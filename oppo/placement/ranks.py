@@ -178,7 +178,7 @@ class Ranks(Process):
     """Several child processes, the ranks, for an instance that shares its work out among its copies.
 
     Each rank makes the instance at its first call, and the copies meet (:class:`~oppo.placement.Member`). All ranks
-    make every call, with the same arguments; its result, its error and its span are those of rank 0. The ranks ignore
+    make every call, with the same arguments; its result, error and span come from rank 0. The ranks ignore
     Ctrl-C and die with their parent.
 
     A rank that dies, or fails alone, ends the others, which would wait for it forever: the call in progress and every

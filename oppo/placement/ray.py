@@ -81,7 +81,7 @@ REACH: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What an actor takes of its machine, as Ray counts it.
+    """The resources of its machine that an actor takes, as Ray counts them.
 
     Attributes:
         cpus: cores; what computes there does so in as many threads, unless the setup says otherwise.
@@ -185,7 +185,7 @@ def listed(amounts: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Where an actor has started; ``versions``: of what must be the same there and here."""
+    """Where an actor has started; ``versions``: of the packages that must be equal there and here."""
 
     pid: int
     address: str
@@ -273,7 +273,7 @@ class Conversation(Caller):
 
 
 class Servant:
-    """Answers orders in one thread, one at a time; what belongs to an order in progress comes and goes in others."""
+    """Answers orders in one thread, one at a time; messages of an order in progress use other threads."""
 
     def __init__(self) -> None:
         self._instances: dict[int, object] = {}
@@ -310,7 +310,7 @@ class Servant:
         self._of(number).note(notice, content)
 
     def _of(self, number: int) -> Conversation:
-        # What comes too late is of a conversation that nobody reads.
+        # A late answer belongs to a conversation that was closed.
         with self._turn:
             if number > self._number:
                 self._number, self._conversation = number, Conversation()
@@ -329,7 +329,7 @@ class Servant:
 
 
 GROUPS: Final = {"listen": 1, "talk": 1}
-"""The threads of an actor beside the one that answers orders: what comes to each is done in order."""
+"""The threads of an actor beside the one that answers orders; each does its work in order."""
 
 
 PATIENCE: Final = 300.0
@@ -493,7 +493,7 @@ class RayChild(Child):
                 raise
             except BaseException:
                 if callbacks:
-                    self.kill()  # or what it still waits for would keep every later order waiting
+                    self.kill()  # or its pending wait would block every later order
                 raise
         return callbacks.over(outcome)
 

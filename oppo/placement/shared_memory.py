@@ -1,4 +1,4 @@
-"""Memory that several processes share, and what lies in it: bytes with one writer, counts.
+"""Memory that several processes share: bytes with one writer, and counts.
 
 ::
 
