@@ -1,8 +1,8 @@
 """The metrics of a step, as ``metrics.toml`` beside this module declares them, and the summary of a run.
 
 Within the package, as in :class:`oppo.StepReport`, a metric has one name. :class:`Renamed` gives observers the name of
-TRL's GRPO or of verl; readers of files take any (:func:`in_own_names`). A trainer or a loss of one's own adds others;
-those are what it says they are.
+TRL's GRPO or of verl; readers of files take any (:func:`in_own_names`). A custom trainer or loss adds others, whose
+meaning it defines.
 """
 
 from __future__ import annotations

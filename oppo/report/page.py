@@ -88,7 +88,7 @@ def _utilisation(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]
     wrong = [kind for kind, shares in found.items() if any((share or 0.0) > 1 for share in shares)]
     yield lines(_MFU, {kind: shares for kind, shares in found.items() if kind not in wrong}, within=(0,))
     if wrong:
-        # That of a CPU is measured when a run begins, beside whatever else the machine does then.
+        # The peak of a CPU is measured when a run begins, beside any other load of the machine.
         yield f"<p>{_MFU}: not drawn for {' and '.join(wrong)}, which were faster than the peak that was measured.</p>"
     elif records and not any(share is not None for shares in found.values() for share in shares):
         yield f"<p>{_MFU}: not drawn, since the peak of the device is not known.</p>"

@@ -203,7 +203,7 @@ def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
     later: list[Record] = []  # of the repeated steps, which are few
     for record in records:
         step = cast("int", record["step"])
-        if record.get("event") == DRAINED:  # what came after it before is another run's
+        if record.get("event") == DRAINED:  # the records after it belong to another run
             later = [each for each in later if cast("int", each["step"]) <= step]
         if step < steps:
             yield record
