@@ -112,7 +112,7 @@ class HttpReward(Shared):
 
     @property
     def __name__(self) -> str:
-        """The URL without what may be secret in it."""
+        """The URL without parts that may be secret."""
         parts = urlsplit(self.url)
         port = "" if parts.port is None else f":{parts.port}"
         return f"{parts.scheme}://{parts.hostname}{port}{parts.path}"

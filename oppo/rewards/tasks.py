@@ -270,7 +270,7 @@ class CodeChecker:
         return scores
 
     def _passes(self, code: str, test: str | tuple[str, str]) -> bool:
-        nonce = secrets.token_hex(16)  # what exits before the last test, with success, does not write it
+        nonce = secrets.token_hex(16)  # a program that exits with success before the last test does not write it
         if isinstance(test, str):
             source, stdin, expected = f"{code}\n{test}\nprint('\\n{nonce}')\n", "", None
         else:
@@ -287,7 +287,7 @@ class CodeChecker:
         read.write_text(stdin, encoding="utf-8", errors="replace")
         limits = [str(self.seconds), str(self.megabytes << 20)]
         with read.open("rb") as given, written.open("wb") as said:
-            child = subprocess.Popen(  # noqa: S603 - that is what it is for
+            child = subprocess.Popen(  # noqa: S603 - running code is its purpose
                 [sys.executable, "-I", "-c", _LIMITED, str(file), *limits],
                 stdin=given,
                 stdout=said,
@@ -301,7 +301,7 @@ class CodeChecker:
             except subprocess.TimeoutExpired:
                 code = -1
             finally:
-                with suppress(ProcessLookupError):  # what it has started, too
+                with suppress(ProcessLookupError):  # its child processes, too
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         return code == 0, written.read_text(encoding="utf-8", errors="replace")
