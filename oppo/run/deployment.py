@@ -73,7 +73,7 @@ class Deployment:
         return replace(self, settings=settings, trainer=settings.trainer)
 
     def load(self, prompt: int) -> Load:
-        """Return what the models hold at once, with prompts of so many tokens."""
+        """Return the load of the models, with prompts of ``prompt`` tokens."""
         step, response = self.settings.step, self.settings.sampling.max_new_tokens
         # a stage has one step at a time, however many are alive: a model holds the rollouts of one, and the deferred
         rollouts = (step.batch + step.most_overcommit) * self.settings.algorithm.responses

@@ -1,4 +1,4 @@
-"""What can be known of a run before it begins.
+"""Checks of a run before it begins.
 
 ``oppo doctor`` says where each model goes, what memory it will need there, and whether that is enough. ``oppo doctor
 --trial`` makes one step as long as the settings allow, so that memory runs out now if it ever does. ``oppo train

@@ -1,4 +1,4 @@
-"""The engines of a run: what decodes for the policy, and vLLM where it scores. Only this module tells them apart."""
+"""The engines of a run: the policy's, and vLLM for scorers. Only this module distinguishes them."""
 
 from __future__ import annotations
 

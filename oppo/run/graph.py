@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 CHECKPOINTED: Final = ("has_learned", "progress", "write", "save", "restore")
-"""What a :class:`ResumableTrainer` has besides what every trainer has."""
+"""The members of a :class:`ResumableTrainer` besides those of every trainer."""
 
 MakeGraph: TypeAlias = Callable[[Roles], Graph[StepReport]]
 """Makes the graph of a step of the models and the schedule of a run."""

@@ -58,7 +58,7 @@ ALONE: Final = 0.92
 """The share that vLLM takes of a GPU by itself."""
 
 BESIDE: Final = 1.1
-"""What models take beside an engine, by what they need: allocators keep blocks that are free."""
+"""Memory reserved for models beside an engine, as a multiple of their need: allocators keep free blocks."""
 
 LEAST_CACHE: Final = GIB
 """Bytes of a KV cache and of work space without which no engine starts."""
@@ -184,18 +184,18 @@ class Outlines:
 
 
 def fitted(deployment: Deployment) -> Deployment:
-    """Check that the models fit, and choose what memory decides: tokens of a micro-batch, the share of an engine."""
+    """Check that the models fit, and choose the tokens of a micro-batch and the memory share of an engine."""
     _require_memory(deployment)
     load = deployment.load(deployment.settings.data.max_prompt_tokens)
     if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
         logger.info("counting memory, for trainer.micro_batch_tokens")
-    with routed(), suppress(ConfigError, ModelError):  # loading says what is wrong
+    with routed(), suppress(ConfigError, ModelError):  # loading reports the error
         deployment = with_micro_batches(deployment, replace(load, chunk=load.response))
     return _with_share(deployment, load)
 
 
 def expected(deployment: Deployment, load: Load | None) -> list[Expected]:
-    """Return what each model needs under a load; ``None``: weights, optimizer states, states of rollouts."""
+    """Return the memory of each model under a load; ``None``: weights, optimizer states, states of rollouts."""
     return _planned(deployment, load)[1]
 
 
@@ -316,7 +316,7 @@ def _on_engine(
     arguments = placed(of.vllm, on)
     share, dtype = float(str(arguments.get(SHARE) or ALONE)), str(arguments.get("dtype", "auto"))
     for need in _workers(name, make, arguments, dtype=dtype, on=on, share=share, assumed=assumed):
-        yield replace(need, share=None)  # which is that of the policy's engine
+        yield replace(need, share=None)  # which is the share of the policy's engine
 
 
 def _workers(

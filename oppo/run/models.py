@@ -133,7 +133,7 @@ class Assembly:
         return replace(self, trainer=trainer, environment=environment, saving=self.saving.of(trainer))
 
     def abort(self) -> None:
-        """Kill processes whose calls may hang, so that what was learned can be saved; safe to call from any thread."""
+        """Kill processes whose calls may hang, so that trained weights can be saved; safe to call from any thread."""
         self.serving.abort()
         for scorer in self.scoring:
             scorer.engine.abort()

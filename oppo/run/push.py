@@ -34,7 +34,7 @@ SHOWN: Final[Mapping[str, str]] = {
     "eval_score_best": "Best held-out score",
     "kl_last": "KL to the reference in the last ten steps, nats a response",
 }
-"""What of the summary is in the card."""
+"""The keys of the summary that the model card shows."""
 
 LOG: Final = "log.jsonl"
 

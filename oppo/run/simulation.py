@@ -164,7 +164,7 @@ def refusal(document: Mapping[str, Any], schedule: Schedule) -> str:
 
 
 def _admission(config: Path) -> Admission:
-    with routed():  # the process that simulates has said what there is to say of the file
+    with routed():  # the simulating process has logged the warnings about the file
         settings = load_settings(config)
     return settings.own_admission() or admission_of(settings.step)
 
