@@ -202,7 +202,7 @@ class Device:
         return done
 
     async def work(self, kind: str, seconds: float) -> None:
-        """Do so many seconds of work."""
+        """Do this many seconds of work."""
         with self.job(kind) as job:
             await job.reach(job.position + seconds)
 
@@ -422,7 +422,7 @@ class Lane(Generic[RowT]):
                 self._change()
 
     async def _advance(self, job: Job) -> None:
-        # Until the next event, or until the rows or what they are waited for have changed.
+        # Until the next event, or until the rows or their readers' waits have changed.
         while self._agenda[0][-1] not in self._seats:
             heappop(self._agenda)
         self.settle()

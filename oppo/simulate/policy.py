@@ -352,7 +352,7 @@ class FakeDecode:
         return self.made >= self.length and not self.waiting
 
     def due(self) -> int:
-        """Return the number of tokens at which it ends, reaches a turn, or has what its reader waits for."""
+        """Return the number of tokens at which it ends, reaches a turn, or satisfies its reader."""
         made, due = self.made, self.length
         for end in (*self.ends, self._wanted):
             if made < end < due:

@@ -1,4 +1,4 @@
-"""Schedules of one workload beside each other: each run with the same seeds, and what to make of it, in words."""
+"""Compares schedules of one workload, each run with the same seeds, and recommends one in words."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _begin() -> None:
 
 
 def _follow_parent() -> None:
-    # Nothing else tells a process that waits for work that its parent was killed.
+    # Only this signals to a process that waits for work that its parent was killed.
     parent = parent_process()
     if parent is not None:
         parent.join()
