@@ -63,7 +63,7 @@ class Objective:
     earned: FloatArray | None = None
 
     def rewards(self, batch: Batch) -> FloatArray:
-        """Return the reward of each token, float32 [T]: what it earned, less the KL penalty.
+        """Return the reward of each token, float32 [T]: its share of the score, less the KL penalty.
 
         The last sampled token of a response earns the rest of the score: all of it, unless the scorer said more.
         """
@@ -418,7 +418,7 @@ class GroupRelative(AdaptiveObjective):
             )
 
     def unfit(self, batch: Batch) -> Sequence[Drop]:
-        """Return the drops of what float32 might not hold, and of rollouts that are then alone in their group."""
+        """Return the drops of rollouts whose values may overflow float32, and of those then alone in their group."""
         drops = list(super().unfit(batch))
         gone = {drop.rollout for drop in drops}
         prompts = [response.prompt for response in batch.responses if response.prompt.rollout not in gone]
@@ -580,7 +580,7 @@ class InParts:
         return copy.copy(self.estimator).batch(sorted(members, key=lambda each: each.rollout))
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return what the estimator finds wrong."""
+        """Return the faults that the estimator finds."""
         return self.estimator.faults(stages, named)
 
     def state_dict(self) -> Mapping[str, Any]:

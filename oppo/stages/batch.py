@@ -343,7 +343,7 @@ class BatchStage(ABC):
 
     @abstractmethod
     def estimated(self, batch: Batch) -> Batch:
-        """Return a batch of scored rollouts, any number of them, with what this stage estimates, and metrics."""
+        """Return a batch of scored rollouts, any number of them, with this stage's estimates and metrics."""
 
 
 @dataclass(eq=False)

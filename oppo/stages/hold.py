@@ -36,7 +36,7 @@ class Hold:
 
 
 def held(graph: Graph[StepReport], readers: Collection[str] | None = None) -> Graph[StepReport]:
-    """Return a graph without overlap: ``readers``, or all, read what is generated through a :class:`Hold`."""
+    """Return a graph without overlap: ``readers``, or all, read the generated events through a :class:`Hold`."""
     generating = [node for node in graph.nodes.values() if isinstance(node.stage, Generate)]
     if len(generating) != 1:
         names = ", ".join(repr(node.name) for node in generating) or "none"

@@ -22,7 +22,7 @@ from oppo.observe import Interval, Span, occupation, seconds, union
 from oppo.stages.ledger import InFlightRollout
 
 MOST: Final = 8
-"""The most stretches of a phase: enough to tell what a decode step costs from what its rows cost."""
+"""The most stretches of a phase: enough to fit the cost of a decode step apart from the cost of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Grown:
 
     @property
     def read(self) -> tuple[int, int]:
-        """The positions that the model had to read: not the last token, nor what was read before it was deferred."""
+        """The positions that the model had to read: not the last token, nor tokens read before it was deferred."""
         return (self.context - 1 if self.start else 0, self.context + self.gain - 1) if self.gain else (0, 0)
 
 
@@ -154,7 +154,7 @@ def _together(name: str, values: Sequence[float]) -> float:
 
 
 class DecodeMeter:
-    """Measures what rollouts in flight gain by decoding; complete ones count only as part of an incomplete unit."""
+    """Measures the progress of rollouts in flight; complete ones count only as part of an incomplete unit."""
 
     def __init__(self, rollouts: Iterable[InFlightRollout], chunk: int = 0) -> None:
         self._chunk = chunk

@@ -130,7 +130,7 @@ class Score(Generic[T]):
     _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
     _sessions: dict[int, RolloutSession] = field(default_factory=dict, init=False, repr=False)
     _kept: dict[int, list[Growth]] = field(default_factory=dict, init=False, repr=False)
-    """What sessions of a scorer that follows the trainer read or, of older weights, passed over; by rollout."""
+    """Tokens that sessions of a synced scorer read or, with older weights, skipped; by rollout."""
     _deferred: list[Growth] = field(default_factory=list, init=False, repr=False)
     _seconds_per_token: float = field(default=0.0, init=False, repr=False)
     """Of the fastest call, inflated by the slice's ``rise`` for each call since; 0 before the first call."""
@@ -148,7 +148,7 @@ class Score(Generic[T]):
 
     @property
     def synced(self) -> ScorerWeights | None:
-        """What the trainer's weights are synced to, for a scorer that follows them; ``None`` for a frozen one."""
+        """The synced model of a scorer that follows the trainer; ``None`` for a frozen one."""
         return self._following
 
     async def __aenter__(self) -> Self:
@@ -289,7 +289,7 @@ class Score(Generic[T]):
 
     async def _replay(self, finished: Sequence[Finish], step: Step, priority: Priority) -> None:
         lost = True
-        while lost:  # once, unless what was just read is lost too
+        while lost:  # once, unless the sessions just read are lost too
             stale = [event.response for event in finished if not self._valid(event)]
             await self._forget([response.prompt.rollout for response in stale], priority)
             events = [event for response in stale for event in (response.prompt, *response.pieces())]
@@ -325,6 +325,6 @@ def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Itera
 
 
 def synced_models(*served: object) -> tuple[SyncedModel, ...]:
-    """Return what the trainer's weights are synced to: the models that follow them, or their ``Score`` stages."""
+    """Return the synced models of a trainer: models that follow its weights, or their ``Score`` stages."""
     models = (each.synced if isinstance(each, Score) else each for each in served)
     return tuple(model for model in models if isinstance(model, SyncedModel))

@@ -1,4 +1,4 @@
-"""Weight sync in a graph: when the synced models of a trainer get the weights of an update, and what rules that out.
+"""Weight sync in a graph: when the synced models of a trainer get the weights of an update, and when they cannot.
 
 A scorer that follows the trainer takes its weights between two of its steps::
 
@@ -67,7 +67,7 @@ class ScorerWeights:
         return self._waiting[-1].weights.version if self._waiting else self.scorer.version
 
     def reading(self) -> AbstractAsyncContextManager[object]:
-        """Return a context in which the weights stay as they are: from what is accepted until it is read or scored."""
+        """Return a context in which the weights do not change: from accepting events until they are read or scored."""
         return self._reading
 
     def serves(self, weights: Weights) -> bool:
@@ -232,10 +232,10 @@ class WeightSync:
         return anyio.current_time() - start
 
     async def _feed(self, model: BorrowsWeights) -> None:
-        # What is waited for may wait for the model, and the weights that it had no longer exist.
+        # The stages waited for may need the model, and the weights that it had no longer exist.
         while True:
             await model.starved()
-            with anyio.CancelScope(shield=True):  # what is waited for may end first: never half a load
+            with anyio.CancelScope(shield=True):  # the wait may end first: never half a load
                 await self._trainer.sync_weights(cast("SyncedModel", model))
 
 
