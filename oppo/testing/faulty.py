@@ -1,4 +1,4 @@
-"""Scripted faults: what goes wrong, in which call of which model, and wrappers that play it around any model.
+"""Scripted faults: the fault, the model and its call; and wrappers that inject them into any model.
 
 A script is a tuple of :class:`Fault`, plain values that can be printed and generated. A wrapper keeps the protocol of
 its model, and changes nothing outside of its faults. Nothing in a script is random, nor is anything else in virtual

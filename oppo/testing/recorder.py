@@ -1,4 +1,4 @@
-"""An observer for tests: it keeps all that a run tells, answers questions about it, and checks its invariants."""
+"""An observer for tests: it records all events of a run, answers queries, and checks the run's invariants."""
 
 from __future__ import annotations
 
