@@ -54,7 +54,7 @@ class Collected:
             ]
             new = NewTokens(list(map(int, completion.token_ids)), logprobs, completion.finish_reason)
             new.routed = getattr(completion, "routed_experts", None)
-            # What is there of a request that goes on; one that has ended names all its versions.
+            # The tokens so far of a request that goes on; one that has ended names all its versions.
             if state := self._llm.output_processor.request_states.get(self._collector.request_id):
                 new.starts, new.steps = state.weight_version_starts, getattr(state, "routed_experts_chunks", ())
             if spans := getattr(completion, "weight_versions", None):
@@ -191,7 +191,7 @@ class VllmEngine(Engine):
         await self.llm.abort(requests)
 
     async def answers(self, prompts: Sequence[Mapping[str, object]], params: object) -> list[Any]:
-        """Return vLLM's output for each prompt; requests that nobody waits for any more are discarded."""
+        """Return vLLM's output for each prompt; requests whose caller was cancelled are discarded."""
         names = list(islice(self._names, len(prompts)))
         try:
             async with self.answered():
@@ -258,7 +258,7 @@ class VllmEngine(Engine):
 
     @staticmethod
     def sampling(keywords: Mapping[str, Any], *, new: bool = False) -> object:
-        """Return vLLM's ``SamplingParams``; with ``new`` outputs hold what is new."""
+        """Return vLLM's ``SamplingParams``; with ``new`` outputs hold the new tokens only."""
         from vllm import SamplingParams  # noqa: PLC0415 - takes seconds to import
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 

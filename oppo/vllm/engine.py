@@ -1,4 +1,4 @@
-"""The engine that a policy decodes on, in this process tree or over HTTP, and what it makes of rollouts: requests."""
+"""The engine that a policy decodes on, in this process tree or over HTTP, and its requests for rollouts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHOWN: Final = 3  # names that an error lists
 
 @dataclass(slots=True)
 class NewTokens:
-    """What is new of a request."""
+    """The new tokens of a request."""
 
     tokens: list[int]
     logprobs: list[Mapping[int, float]]  # of each token, by id, its own among them
@@ -61,7 +61,7 @@ class NewTokens:
 
 class Collector(Protocol):
     def get_nowait(self) -> NewTokens | None:
-        """Take what is new of a request, if anything."""
+        """Take the new tokens of a request, if any."""
 
     async def get(self) -> NewTokens:
         """Wait for something, and take it; safe to cancel."""
@@ -140,7 +140,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 class Engine(Closing):
-    """What a policy decodes on. Between two decodings it is paused; paused, it takes weights."""
+    """The engine that a policy decodes on. Between two decodings it is paused; paused, it takes weights."""
 
     sleeps: bool = False  # while nothing is decoded, so that others have its GPUs' memory
     asleep: tuple[str, ...] = ()  # the parts without memory, in the order in which they wake
@@ -170,7 +170,7 @@ class Engine(Closing):
     @property
     @abstractmethod
     def advice(self) -> str:
-        """What to do when it is lost."""
+        """The advice when the engine is lost."""
 
     @property
     @abstractmethod
@@ -289,7 +289,7 @@ class Engine(Closing):
 
 @asynccontextmanager
 async def cancelled_after(seconds: float) -> AsyncIterator[None]:
-    """Give the body so many more seconds when it is cancelled from outside."""
+    """Give the body this many more seconds when it is cancelled from outside."""
 
     async def outside() -> None:
         try:
@@ -334,7 +334,7 @@ class RequestRoutes:
 
 
 class Request:
-    """What the engine makes of a rollout: one request, and another one after each turn and each time it is resumed."""
+    """A rollout on the engine: one request, and another one after each turn and each time it is resumed."""
 
     def __init__(
         self,
@@ -408,7 +408,7 @@ class Request:
             self.routes.restart()
 
     def answered(self) -> None:
-        self.collector = None  # what the engine made after a turn is not of the response
+        self.collector = None  # tokens that the engine made after a turn are not part of the response
         self._tokens += self.rollout.pop_answer()
 
     def take(self, new: NewTokens, version_at: Callable[[int], int]) -> bool:

@@ -11,7 +11,7 @@
 In a decoding a pump for each rollout takes tokens as they come, until a response or a turn of it ends; an answer, or a
 rollout that joins, starts another. The umpire waits until a response has ended, lets the other pumps of the same decode
 step run, and calls the cut with all of them, in admission order. Where the cut returns true, the engine is paused and
-drained; what ended by then is withheld. No task outlives the context.
+drained; rollouts that ended by then are withheld. No task outlives the context.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from oppo.turns import StopCriteria
 from oppo.vllm.engine import GRACE, Engine, NewTokens, Request, VllmDecode, cancelled_after, reports_supports
 from oppo.vllm.sync import untied
 
-TOLERATED: Final = 0.01  # the share of what adapters add that rounding may take away without a warning
+TOLERATED: Final = 0.01  # the share of the adapters' change that rounding may lose without a warning
 
 
 class VllmPolicy:
@@ -148,7 +148,7 @@ class VllmPolicy:
     async def open_turns(self, rollouts: Sequence[Prompt | Response]) -> list[VllmDecode]:
         """Return a decode for each whose response has turns; otherwise as :meth:`open`.
 
-        What follows an answer is a new request, which finds the turn in the prefix cache.
+        After an answer comes a new request, which finds the turn in the prefix cache.
         """
         return [self.opened(rollout, self.sampling, self._stopping, turns=True) for rollout in rollouts]
 

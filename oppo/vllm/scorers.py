@@ -49,7 +49,7 @@ A = TypeVar("A")
 SCALAR: Final[Mapping[str, object]] = MappingProxyType({"runner": "pooling", "convert": "classify"})
 LOGPROBS: Final[Mapping[str, object]] = MappingProxyType({"worker_extension_cls": "oppo.vllm.plugin.LogitsOfPrompts"})
 
-# What is asked of vLLM: the logit of a sequence; the log-probs of a prompt.
+# The request to vLLM: the logit of a sequence; the log-probs of a prompt.
 QUESTION: Final = {"task": "classify", "use_activation": False}
 READING: Final[Mapping[str, object]] = {
     "max_tokens": 1,
@@ -264,7 +264,7 @@ class ScoringServer(ABC):
 
     @abstractmethod
     def _scores(self, answer: Any) -> object:
-        """Return what an answer says of each sequence; raises ``LookupError``, ``TypeError`` or ``ValueError``."""
+        """Return an answer's numbers for each sequence; raises ``LookupError``, ``TypeError`` or ``ValueError``."""
 
     def abort(self) -> None:  # noqa: B027 - a request ends by its timeout
         """Do nothing."""
@@ -548,7 +548,7 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
         self._tempered = self._tempers == (1.0, size)
 
     async def _rows(self, asked: Sequence[Asked]) -> list[tuple[Rows, int | None]]:
-        # What others have left in the cache would give no log-probs, so each session has a cache of its own.
+        # Prefix-cache hits on other sessions' tokens give no log-probs, so each session has a cache of its own.
         engine: Any = self.engine
         if not self._tempered:
             await engine.call_workers("oppo_temper", *self._tempers)

@@ -57,10 +57,10 @@ COMPARED: Final = (
 
 LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 
-UNSYNCED: Final = "default"  # what a server calls the weights that it was started with
+UNSYNCED: Final = "default"  # a server's name for the weights that it was started with
 GENERATE: Final = "/inference/v1/generate"
 LOAD: Final = "/v1/load_lora_adapter"
-NO_LOGPROB: Final = -9999.0  # what a server says in the place of minus infinity, or of a log-prob that is no number
+NO_LOGPROB: Final = -9999.0  # a server's number for minus infinity, or for a log-prob that is NaN
 HEALTH: Final = 5.0  # seconds between two looks at whether a server is there that streams tokens
 DRAIN: Final = 5.0  # seconds that streams have to end at a pause; then they are given up, and their last tokens
 
@@ -370,7 +370,7 @@ class VllmServer(Engine):
         if model is not None and trained is not None:
             self.weights = ServedWeights.known(model, trained, trust_remote_code)
         self._model = str(served[0].get("id", ""))
-        self._synced = version == UNSYNCED  # nobody has synced others since it was started
+        self._synced = version == UNSYNCED  # no other weights were synced since it was started
         self._version = ""
         self._open: dict[str, Stream] = {}
         self._tasks: TaskGroup | None = None

@@ -196,7 +196,7 @@ SAMPLED: Final = 256  # elements of a tensor that its fingerprint is of, at most
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what tells each tensor from another of its name: dtype, shape, and a checksum of elements all over it."""
+    """Return the fingerprint of each tensor: dtype, shape, and a checksum of elements sampled all over it."""
     found = {}
     for name, tensor in tensors.items():
         step = max(1, -(-tensor.numel() // SAMPLED))
@@ -312,7 +312,7 @@ class BlockingClient:
 
 _TYPES: Final = (torch.Tensor, torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
-_NAMED: Final[Mapping[str, object]] = {  # what the handle of a GPU's memory holds besides numbers and bytes
+_NAMED: Final[Mapping[str, object]] = {  # types in the handle of a GPU's memory besides numbers and bytes
     **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in _TYPES},
     **{str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
 }

@@ -176,7 +176,7 @@ class FileTransfer(WeightTransferEngine[FileInit, FileUpdate]):
             head.quant_method.process_weights_after_loading(head)
         for layer in self.model.modules() if self.device.type == "cpu" else ():
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-            if kernel is not None:  # vLLM packs experts for it once, and goes on with what a reload has not packed
+            if kernel is not None:  # vLLM packs experts once: after a reload the packed copy is stale
                 kernel.fused_experts.process_weights_after_loading(layer)
 
     def _tied_heads(self) -> list[ParallelLMHead]:
