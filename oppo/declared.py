@@ -273,7 +273,7 @@ _WORDS: Final = {
     "callable_type": "a function",
     "dict_type": "a section",
 }
-"""What was expected in a settings file, by the kind of fault."""
+"""The expectation that an error of a settings file names, by the kind of fault."""
 
 _IN_PYTHON: Final = {**_WORDS, "tuple_type": "a tuple"}
 

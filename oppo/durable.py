@@ -1,4 +1,4 @@
-"""Files that outlive kills: what is written is there as a whole or not at all, what is temporary is removed.
+"""Files that outlive kills: writes are atomic, and temporary files are removed.
 
 ::
 

@@ -45,7 +45,7 @@ _NO_IDS: Final = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ragged:
-    # What some tokens have, token after token; |counts| says how much of it belongs to each token.
+    # Values of some tokens, token after token; |counts| is how many belong to each token.
     ids: NDArray[Any] = field(default_factory=lambda: _NO_IDS)
     counts: IntArray = field(default_factory=lambda: _NO_IDS)
 
@@ -155,7 +155,7 @@ class RoutedExperts(_Ragged):
         return np.arange(len(self.ids)) - np.repeat(after, self.counts)
 
 
-# Shared, since the garbage collector visits what every chunk holds, and most chunks have neither.
+# Shared, since the garbage collector visits the fields of every chunk, and most chunks have neither.
 UNTRUNCATED: Final = Support()
 """The support of tokens that were sampled from the whole vocabulary."""
 
@@ -431,7 +431,7 @@ class Drop:
 
     @classmethod
     def because(cls, reason: str) -> Drop:
-        """Return a drop by a function that does not know the rollout's number; who calls the function fills it in.
+        """Return a drop by a function that does not know the rollout's number; its caller fills it in.
 
         Example:
             >>> def score(prompts, completions):

@@ -63,7 +63,7 @@ _CONTEXT: Final[ContextVar[WorkContext]] = ContextVar("oppo.work_context", defau
 
 
 def work_context() -> WorkContext:
-    """Return what the current task works for. Threads do not inherit it: who hands work to one asks before."""
+    """Return what the current task works for. Threads do not inherit it: read it before handing work to one."""
     return _CONTEXT.get()
 
 

@@ -1,4 +1,4 @@
-"""Returns: from scores to rewards, from rewards and values to advantages, and what stale tokens weigh; numpy only.
+"""Returns: scores to rewards, rewards and values to advantages, and importance weights of stale tokens; numpy only.
 
 Arrays are of one response, one-dimensional, float32 in and out; sums are taken in float64. What takes ``sampled`` or a
 mask is given all tokens of a response: tool tokens, where it is false, get no reward and count nowhere. What takes none
@@ -94,7 +94,7 @@ def kl_estimate(logprobs: FloatArray, reference: FloatArray, estimator: KLEstima
     """
     _require_aligned(logprobs=logprobs, reference=reference)
     difference = reference.astype(np.float64) - logprobs
-    with np.errstate(over="ignore"):  # what is not finite is dropped by name, with its rollout
+    with np.errstate(over="ignore"):  # a rollout with a value that is not finite is dropped by name
         if estimator == "k1":
             return (-difference).astype(np.float32)
         if estimator == "k2":
@@ -423,7 +423,7 @@ def weighted_sum(scores: Iterable[tuple[float, float]]) -> float:
 
 
 _LEAST_DEVIATION: Final = float(np.finfo(np.float32).tiny)
-"""What divides scores must not make infinities of them in float32."""
+"""The least divisor of scores: a smaller one would make them infinite in float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,10 @@ class DecodeStep:
 
 
 class DecodeEngine(Protocol[R]):
-    """What the buffer of a rollout asks of the engine that decodes it, on the event loop."""
+    """The engine that decodes a rollout, as its buffer calls it, on the event loop."""
 
     def collect(self) -> None:
-        """Put what has arrived of any rollout; called before a reader waits."""
+        """Put the tokens that have arrived, of any rollout; called before a reader waits."""
 
     def note_answer(self, rollout: RolloutBuffer[R]) -> None:
         """Let a rollout go on after its turn with ``pop_answer()``, or end if it is ``ending``."""
@@ -82,7 +82,7 @@ class RolloutBuffer(Generic[R]):
 
     Args:
         key: by which the engine names the rollout.
-        row: what the engine keeps of the rollout.
+        row: the engine's state of the rollout.
         response: so far; it is not read again.
         limit: length in tokens at which the response ends.
         turns: whether a token that would end the response ends a turn.

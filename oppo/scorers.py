@@ -1,4 +1,4 @@
-"""What scorers have in common: their capabilities, and the sessions of the rollouts that they read."""
+"""The capabilities of scorers, and the sessions of the rollouts that they read."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ScorerCapabilities:
-    """What a scorer can do beside its protocol; a scorer has it as its attribute ``capabilities``.
+    """The optional abilities of a scorer, as its attribute ``capabilities``.
 
     Whether a scorer takes priorities (:class:`~oppo.models.PrioritisedScorer`) is known from its signatures.
 
@@ -109,7 +109,7 @@ class ScorerCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a scorer noted of rollouts, for the observers of a run: JSON values by name, by rollout."""
+    """Notes of a scorer on rollouts, for the observers of a run: JSON values by name, by rollout."""
 
     values: Mapping[int, Mapping[str, object]]
 

@@ -199,7 +199,7 @@ TrainStep: TypeAlias = Callable[[Batch], Mapping[str, float] | None]
 
 
 class Module(Protocol):
-    """What has weights: a ``torch.nn.Module``, for example."""
+    """An object with weights: a ``torch.nn.Module``, for example."""
 
     def state_dict(self) -> Mapping[str, object]:
         """Return the tensors by name; they lie in the module's own memory."""

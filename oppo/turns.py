@@ -18,7 +18,7 @@ from oppo.events import Chunk, Drop, Finish, FinishReason, IntArray, Prompt, Res
 from oppo.models import Decode, Detokenize, Policy, Sampling
 
 EnvironmentState: TypeAlias = object
-"""What an environment remembers of a conversation: JSON values, since checkpoints hold it."""
+"""An environment's state of a conversation: JSON values, since checkpoints hold it."""
 
 
 async def _unread() -> Sequence[Chunk]:
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What the policy reads after a turn before it goes on.
+    """The tool tokens that the policy reads after a turn before it goes on.
 
     Attributes:
         tokens: int32 [n], at least one.
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What came of a turn, for the observers of a run.
+    """The outcome of a turn, for the observers of a run.
 
     Attributes:
         rollout: whose turn it was.

@@ -51,7 +51,7 @@ PROCESSES: Final = 4
 UNBLOCK: Final = "let what blocks it await what takes long, or make it sync"
 
 START_SECONDS: Final = 600.0
-"""In which a process of a function must start: it imports what the function's file does."""
+"""Seconds in which a process of a function must start: it imports all that the function's file imports."""
 
 NOTICE_SECONDS: Final = 30.0
 """Seconds of a call while rows are read after which it is logged."""
@@ -175,7 +175,7 @@ def _module(path: Path, refuse: Callable[[str], Exception]) -> ModuleType:
 
 
 _folders: Final[set[str]] = set()
-"""Those of files that were run."""
+"""The modules of files that were run."""
 
 
 def _importable(folder: str) -> None:

@@ -1,6 +1,6 @@
 """Weight sync: the weights that a trainer holds, given to the models that serve them.
 
-What a model knows of its tensors, beside being a :class:`oppo.models.SyncedModel`, is found by its members:
+The optional abilities of a :class:`oppo.models.SyncedModel` are found by its members:
 :class:`ServesByReference`, :class:`CopiesWeights` and :class:`BorrowsWeights`. One that stands for another has that
 as ``stands_for``.
 """
@@ -18,7 +18,7 @@ from oppo.models import SyncedModel, TrainerCapabilities, Weights
 
 @runtime_checkable
 class ServesByReference(Protocol):
-    """A synced model that may serve the very tensors that are trained, so that an update changes what it serves."""
+    """A synced model that may serve the very tensors that are trained, so that an update changes its weights."""
 
     def serves(self, weights: Weights) -> bool:
         """Return whether a tensor of ``weights`` is one that it serves."""
@@ -32,7 +32,7 @@ class CopiesWeights(Protocol):
     """A synced model that can copy weights which it will serve later, when the trainer's own have changed."""
 
     async def copied(self, weights: Weights) -> Weights:
-        """Return what it serves of these weights, in memory of its own."""
+        """Return a copy of the weights that it serves of these, in memory of its own."""
 
 
 @runtime_checkable
