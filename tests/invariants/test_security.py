@@ -245,7 +245,7 @@ def test_a_fault_of_the_program_itself_leaks_nothing(
     def fail(*_: object) -> None:
         raise RuntimeError("no way to https://me:canary@host\x1b[31m")
 
-    monkeypatch.setattr("oppo.config.load.load", fail)
+    monkeypatch.setattr("oppo.config.load.load_settings", fail)
     assert main(["train", str(workplace / "config.toml")]) == 1
     said = capsys.readouterr().err
     assert "Traceback" in said
