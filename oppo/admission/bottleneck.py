@@ -13,8 +13,8 @@ decoding. Five parts follow::
     train   = R                                    the update, and everything else
 
 The tail is called ``cap`` if a response was decoded from its first token to the length cap: deferring stragglers has
-then shortened nothing. The largest part is the bottleneck. The trainer was busy for U seconds: R, and what it
-accumulated of a streamed update before. Each kind of schedule has a least time of a step::
+then shortened nothing. The largest part is the bottleneck. The trainer was busy for U seconds: R, and the gradient
+accumulation of a streamed update before it. Each kind of schedule has a least time of a step::
 
     stream      max(D, S) + R                      scores are computed while responses are decoded
     defer       max(D * full, S) + R               and no row is ever empty: overcommit, tail batching
@@ -27,9 +27,9 @@ scoring and training have hardware of their own. They leave out more rows at a t
 batch, a larger batch) and other models or devices.
 
 With lookahead the three phases of neighbouring steps overlap. The longest of D, S and U sets the pace, and its part is
-all of its seconds, those of decoding divided by ``full`` as above. In what is left of T it waited for the two others:
-theirs by their seconds, U and the scorer's after decoding, or D. To stream or to defer removes what it waited for
-scores, or what the longest phase is shortened by.
+all of its seconds; decode seconds are divided by ``full`` as above. For the rest of T it waited for the two others, in
+proportion to their seconds: U and the scorers' after decoding, or D. To stream removes the wait for scores; to defer
+removes the time by which it shortens the longest phase.
 """
 
 from __future__ import annotations
