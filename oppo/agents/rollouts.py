@@ -7,8 +7,8 @@
     agent  -> the messages behind it    -> tokens after the turn -> the policy
     agent  -> a number, at its end                               -> the reward of the response      Agents.reward
 
-The key of an agent names its conversations. What it says after a turn becomes tokens by
-:meth:`oppo.hf.chat.ChatFormat.answer`: nothing that was said before is rendered again. A request that continues none of
+An API key identifies an agent and its conversations. Its messages after a turn are tokenized by
+:meth:`oppo.hf.chat.ChatFormat.answer`; earlier messages are not rendered again. A request that continues none of
 its conversations begins another one, a branch: a further response of the rollout's unit, with the same reward.
 """
 
