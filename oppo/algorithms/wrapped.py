@@ -31,9 +31,9 @@ def wrap(
 ) -> Graph[StepReport]:
     """Return a loop that exists already as a graph: responses are scored while they are written, and deferred.
 
-    What stays is the training step. It is given a :class:`oppo.Batch` with tokens, behaviour log-probs, scores and the
-    results of the other scorers, and without rewards, advantages and returns. What goes is the call that generates,
-    since a call that returns when all responses have ended cannot be streamed: the policy takes its place.
+    The loop keeps its training step, which takes a :class:`oppo.Batch` with tokens, behaviour log-probs, scores and the
+    results of the other scorers, and without rewards, advantages and returns. The policy replaces the loop's call that
+    generates, since a call that returns when all responses have ended cannot be streamed.
 
     Args:
         step: trains ``actor`` on a batch, in place, and returns metrics or nothing.
