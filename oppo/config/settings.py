@@ -679,5 +679,5 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
         lambda s: s.algorithm.responses > 1 and s.sampling.temperature == 0
     ),
 }
-"""Combinations that are refused, the first that applies: what clashes and what to do, formatted with the settings ``s``
-and what the condition has ``found``; and the condition."""
+"""Refused combinations, the first that applies: the message, formatted with the settings ``s`` and the ``found`` result
+of the condition; and the condition."""
