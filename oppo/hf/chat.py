@@ -1,8 +1,8 @@
 """Chat by a tokenizer's own template: the policy's turns as messages, and the messages after a turn as exact tokens.
 
-What a response reads after a turn is never found by rendering the conversation again, since templates rewrite what was
-said before: they drop reasoning, trim texts, put calls into another order. Instead a stand-in for the turn is rendered
-alone and with the answer behind it. What the second has after the stand-in, and the first has not, is the answer.
+The tokens after a turn are never found by rendering the conversation again, since templates rewrite earlier messages:
+they drop reasoning, trim texts, put calls into another order. Instead a stand-in for the turn is rendered alone and
+with the answer behind it. The answer is the text after the stand-in that only the second rendering has.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ChatFormat:
         ends: the tokens with which a policy ends its turn, where it follows the template.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or with this one it cannot be told what is said after a turn,
+        ConfigError: the tokenizer has no chat template, or this one does not show where the answer to a turn begins,
             or how a call is written.
     """
 

@@ -202,10 +202,10 @@ OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")  # the mo
 class Devices:
     """The device of each model of a run."""
 
-    # actor: of the policy as transformers loads it here. trainer: of each rank. remote: on other machines; of the
-    # trainer all ranks but the first. apart: loaded where they are served: remote ones, those of a process on a GPU,
-    # whose memory is not shared, and a policy with replicas, which have a GPU each from that of `policy` on, or the
-    # CPU.
+    # actor: of the policy as transformers loads it here. trainer: of each rank. remote: models on other machines; of
+    # the trainer all ranks but the first. apart: models that are loaded where they are served: remote models, models
+    # of a process on a GPU, whose memory is not shared, and a policy with replicas, which have a GPU each, beginning
+    # with `policy`, or the CPU.
 
     policy: torch.device
     actor: torch.device

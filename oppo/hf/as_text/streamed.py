@@ -510,10 +510,10 @@ class BridgedTeacher(Bridged[Spans]):
     """Log-probs of a teacher with another tokenizer, streamed as text: float32 [n] for a response of n tokens.
 
     The teacher reads prompt and response as its own chat template renders them, or one after the other if it has none,
-    tokenized at once in the end. A span ends where a token of either ends. What the teacher's log-prob of a span is
-    more than the policy's is shared evenly among the policy's tokens in it, so that the sum over the response is that
-    of the teacher's own call, over the ids that its tokenizer has. Where a response has stopped, the token that ended
-    it stands for the one that ends the teacher's turn. A rollout whose text the template changes, or that is longer
+    tokenized at once in the end. A span ends where a token of either ends. The difference between the teacher's and the
+    policy's log-prob of a span is spread evenly over the policy's tokens in it, so that the log-probs of the response
+    sum to those of the teacher's own call, over the ids that its tokenizer has. Where a response has stopped, the token
+    that ended it stands for the one that ends the teacher's turn. A rollout whose text the template changes, or longer
     than the teacher reads, is dropped.
 
     Args:
