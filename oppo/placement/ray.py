@@ -6,9 +6,9 @@
                                         another machine; or the policy, with restarts=0, as rollouts are lost with it
     RayRanks    an actor for each rank  a trainer, given by a recipe; each rank in a bundle of one placement group
 
-An order, what it asks of its caller, its answer and the weights that a model is given cross by Ray; what ranks
-exchange crosses by ``torch.distributed``. No code does: oppo, and what calls name, must be installed on each machine,
-in one version.
+Orders, their callbacks, answers and the weights of a sync travel by Ray; tensors between ranks travel by
+``torch.distributed``. No code is sent: oppo, and the modules that calls name, must be installed on each machine, in
+one version.
 
 In a call that calls back, requests wait until the driver fetches them, and replies until the work reads them::
 
@@ -17,7 +17,7 @@ In a call that calls back, requests wait until the driver fetches them, and repl
 """
 
 
-# ruff: noqa: E402 - what is imported below needs Ray
+# ruff: noqa: E402 - the imports below need Ray
 
 from __future__ import annotations
 
