@@ -11,7 +11,7 @@ The journal: the events of every rollout and the controllers' observation of eve
 A rollout's lines are ``admitted``, any number of ``answered`` (a turn, by its environment) and ``deferred``,
 ``finished``, and ``trained`` or ``dropped``. A step's line is ``observed``, with a line ``round`` before it for each
 round in which its groups were selected. Where a signal ended a run with steps in flight, ``drained`` names the last of
-them: no later one began before it had ended, which is part of what the run computed. Lines are in order of time: an
+them: no later step began before it had ended, which affects the run's results. Lines are in order of time: an
 observation comes before every decision made from it, so a journal that ends anywhere explains every decision in it.
 Only in a resumed run do the observations of repeated steps come before these steps.
 """
