@@ -2,8 +2,8 @@
 
 Decode steps are fitted to the stretches of the steps' decode phases, which differ in how many rows are live, how long
 they are and how many end; reading to the scorers' calls and tokens; the update to its tokens. The actor reads a prompt
-as the reference does, which is the same model: a phase reads its prompts at once, which says little of what they cost.
-Work slows down other work beside it. One run cannot tell that apart from the work's own cost: :class:`Contention`
+at the reference's cost, as it is the same model: a phase reads its prompts at once, which shows little of their cost.
+Concurrent work slows each other down. One run cannot separate this from the work's own cost: :class:`Contention`
 states it.
 """
 
@@ -41,8 +41,8 @@ SPREAD: Final = 1e-3
 def fitted(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Return the cost of each kind of work: ``seconds = sum over kinds of cost * amount``, no cost below 0.
 
-    A kind of which there was nothing costs nothing. Deviations are weighed by the square root of the seconds, as those
-    of a sum of independent ones are; disturbed measurements count less; half of the time exceeds what the costs say.
+    A kind with no work costs nothing. Deviations are weighed by the square root of the seconds, as for a sum of
+    independent ones; outliers count less; half of the measurements exceed the fit.
 
     Example:
         >>> [round(cost, 6) for cost in fitted([[1, 0], [1, 2], [1, 5]], [1.0, 2.0, 3.5])]

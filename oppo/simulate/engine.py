@@ -13,15 +13,15 @@ Threads are refused: their work has no virtual duration.
 
 Virtual hardware: fake models that share a device slow each other down.
 
-A piece of work is a :class:`Job`. Its *position* is what it has got done, in seconds: it moves with the clock where
-nothing interferes, and slower beside work of other kinds. So a job's end is known as a position, whatever else begins
-and ends until then.
+A piece of work is a :class:`Job`. Its *position* is its progress, in seconds of work alone: it moves with the clock
+where nothing interferes, and slower beside work of other kinds. So the position of a job's end is known, whatever else
+begins and ends until then.
 
 Rows that a fake engine decodes together, a token of each in every decode step.
 
 Time passes from event to event, not from token to token: between two decode steps in which a row ends, reaches a turn,
-or has what its reader waits for, the steps are only counted. So a lane costs what its events cost, however long the
-rows are and however many.
+or satisfies its reader, the steps are only counted. So the cost of a lane grows with its events, and not with the
+number or length of its rows.
 """
 
 from __future__ import annotations
