@@ -3,8 +3,8 @@
 ::
 
     decoding            one request a rollout; the engine is paused between two decodings
-    cut                 the engine is paused, what it had made by then is drained, and requests stay as they are
-    overrun             what finished between the cut and the pause: reported first at the next decoding
+    cut                 the engine is paused, its tokens until then are drained, and requests stay as they are
+    overrun             rollouts that finished between the cut and the pause: reported first at the next decoding
     load                paused, drained, new weights, resumed: between two decode steps
     sleep               after a decoding; weights wake to be loaded, the KV cache wakes for the next decoding
 

@@ -1,11 +1,11 @@
 """A vLLM server by its URL, in development mode, as the engine of a policy.
 
-A request of the policy is a stream of tokens. The server ends it at each pause, and what follows is a new request that
-reads the tokens so far: a server names the weights that made a token only when a request ends, and a stream that went
-on over a weight sync could not tell, token by token, which weights it comes from.
+A request of the policy is a stream of tokens. The server ends it at each pause, and a new request with the tokens so
+far continues it: a server names the version of the weights only when a request ends, so the tokens of a stream that
+spans a weight sync would have no known version.
 
-All that a run needs of a server is asked for when the two connect. What is missing is an error that names what was
-expected and what came, with the command that starts the server right.
+All abilities that a run needs of a server are checked at the connection. The error for a missing one names the
+expected and the received answer, and the command that starts the server right.
 """
 
 from __future__ import annotations
