@@ -184,7 +184,7 @@ class contained(_Boundary):  # noqa: N801 - it is used as a function
     """Raise ``refuse(words)`` instead of anything that the body raises: the boundary to user code.
 
     ``sys.exit()``, in :func:`exits_told` ``os._exit()``, an ``exit`` of a test framework and cancellations of its own
-    are included. What comes from outside passes: a cancellation, Ctrl-C, which becomes the cancellation if there is
+    are included. Interruptions from outside pass: a cancellation, Ctrl-C, which becomes the cancellation if there is
     one, and the end of a coroutine that is closed.
 
     Args:
@@ -203,7 +203,7 @@ class contained(_Boundary):  # noqa: N801 - it is used as a function
 
 
 class errors_only(_Boundary):  # noqa: N801 - likewise
-    """Raise a ``ProtocolError`` in place of what the body raises that is no ``Exception``; see :class:`contained`.
+    """Raise a ``ProtocolError`` in place of an error of the body that is no ``Exception``; see :class:`contained`.
 
     Args:
         whose: how its message begins.
@@ -225,8 +225,8 @@ class noted(errors_only):  # noqa: N801 - likewise
     """Add ``message`` as a note to an error of the body, after :class:`errors_only`.
 
     Raises:
-        ProtocolError: the body raised what is no ``Exception``, or was cancelled, though neither its scopes nor its
-            task were.
+        ProtocolError: the body raised a ``BaseException`` that is no ``Exception``, or a cancellation, though neither
+            its scopes nor its task were cancelled.
     """
 
     __slots__ = ("_message",)

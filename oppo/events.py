@@ -6,8 +6,8 @@ Over its life a rollout's events follow one grammar, in this order on every stre
 
 A ``Defer`` with ``restart`` voids everything before it: the rollout begins again with its ``Prompt``, or is deferred
 until it does. ``start`` is contiguous, and versions never decrease. ``Finish`` means that
-the response is complete and that the rollout belongs to the batch of the step that sends it. What is not known yet is
-another type here, never an ``Optional`` field.
+the response is complete and that the rollout belongs to the batch of the step that sends it. Values that are known
+later have a type of their own, never an ``Optional`` field.
 """
 
 from __future__ import annotations

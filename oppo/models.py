@@ -395,17 +395,17 @@ class Trainer(Protocol):
 class StreamingTrainer(Trainer, Protocol):
     """A trainer with the capability ``accumulates``: it takes a batch in parts, while the rest is being written.
 
-    Its weights are its own: what serves is never trained meanwhile.
+    Its weights are its own: no served tensor is trained in place.
     """
 
     async def accumulate(self, part: Batch) -> None:
-        """Add the gradient of some rows of the coming batch; weights and version stay as they are."""
+        """Add the gradient of some rows of the coming batch; weights and version do not change."""
 
     async def commit(self, batch: Batch) -> Trained:
         """Train on the batch, as :meth:`Trainer.update` does, with what was accumulated of it.
 
-        What is not of its rows as they are, or not finite, is discarded, and the batch is trained whole. The next
-        :meth:`Trainer.update` discards what was accumulated too.
+        A gradient of other rows than the batch's, or one that is not finite, is discarded, and the batch is trained
+        whole. The next :meth:`Trainer.update` discards an accumulated gradient too.
         """
 
 

@@ -1,8 +1,8 @@
 """Returns: scores to rewards, rewards and values to advantages, and importance weights of stale tokens; numpy only.
 
-Arrays are of one response, one-dimensional, float32 in and out; sums are taken in float64. What takes ``sampled`` or a
-mask is given all tokens of a response: tool tokens, where it is false, get no reward and count nowhere. What takes none
-is given the sampled tokens alone.
+Arrays are of one response, one-dimensional, float32 in and out; sums are taken in float64. A function with a parameter
+``sampled`` or a mask takes all tokens of a response: tool tokens, where it is false, get no reward and count nowhere.
+A function without one takes the sampled tokens alone.
 
 Scores are shaped in this order: running normalisation, clip, scale, and penalties for responses that did not end by
 themselves, and for long ones. The penalties come last, so they are in the unit of the reward, not of the scores.
