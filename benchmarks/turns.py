@@ -31,7 +31,7 @@ from oppo.hf import HfPolicy
 from oppo.hf.devices import use_cores
 from oppo.hf.model_parts import vocabulary as vocabulary_of
 from oppo.hf.serve.decoder import DecodeRow
-from oppo.hf.serve.policy import DecodeLoop, HfDecode
+from oppo.hf.serve.policy import DecodeCalls, HfDecode
 from oppo.models import Sampling
 from oppo.placement import Place, Process, Thread
 from oppo.rollout_buffer import DecodeStep, DecodeSteps
@@ -114,7 +114,7 @@ async def course(policy: HfPolicy, *, rows: int, first: int, vocabulary: int) ->
                 seen = 0
                 while True:
                     await anyio.sleep(0.001)
-                    if len(found.ends) - seen >= EVERY and decodes[0].live and isinstance(loop, DecodeLoop):
+                    if len(found.ends) - seen >= EVERY and decodes[0].live and isinstance(loop, DecodeCalls):
                         seen = len(found.ends)
                         loop.note_answer()
 

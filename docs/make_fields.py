@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from oppo.config.peers import peers
+from oppo.config.foreign import foreign_fields
 
 PAGE: Final = Path(__file__).with_name("coming-from-trl.md")
 
@@ -29,7 +29,7 @@ def _filled(kind: str, table: re.Match[str]) -> str:
 
 def rows(kind: str) -> str:
     """Return the lines of a table."""
-    found = peers()["scripts" if kind == "TRL's scripts" else kind]
+    found = foreign_fields()["scripts" if kind == "TRL's scripts" else kind]
     return "".join(f"| `{name}` | {_settings(key)} | {remark} |\n" for name, (key, remark, *_) in found.items())
 
 

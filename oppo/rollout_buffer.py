@@ -6,8 +6,8 @@
     engine  -> DecodeSteps.push(step)   -> put            from the thread or the process in which the model decodes
     engine  <- answer                   <- proceed(given) <- turn()                     a conversation
 
-An engine makes tokens, and calls the cut before it pushes a response's last one. It keeps what it needs of a rollout as
-the buffer's ``row``.
+An engine samples tokens. Before it pushes the last token of a response, it calls the cut with that response, so the cut
+counts it before a reader can. The engine's own state of a rollout is the buffer's ``row``.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ class BorrowsWeights(Protocol):
     """A synced model that may go on to read the trainer's own tensors when it has loaded them."""
 
     async def settled(self) -> None:
-        """Wait until it reads none of these tensors, and read none before the next load: they may change."""
+        """Wait until it reads none of the trainer's tensors; it reads none until the next load, so they may change."""
 
     async def starved(self) -> None:
-        """Wait until it can serve nothing before the next load, so that nobody waits for what it does before that."""
+        """Return once it serves nothing until the next load, so that waiting for its output would never end."""
 
 
 def model_behind(model: SyncedModel) -> SyncedModel:

@@ -13,8 +13,8 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from oppo.algorithms import ALGORITHMS
+from oppo.config.foreign import Computed, Function, Kind, Rows, foreign_fields, read
 from oppo.config.load import overridden, resolve
-from oppo.config.peers import Computed, Function, Kind, Rows, peers, read
 from oppo.config.sections import Tracker
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import STRICT, expectation
@@ -157,7 +157,7 @@ class Draft:
             elif refusal := _refusal(known[section][name].kind, value):
                 del self.values[key]
                 self.lose(f"{key}: {refusal}", why)
-        rows = peers()["verl"] if self.kind == "verl" else _rows_of_trl(self.kind)
+        rows = foreign_fields()["verl"] if self.kind == "verl" else _rows_of_trl(self.kind)
         for name, value in self.given.items():
             if name not in self.seen and value not in (None, False, "", [], {}):
                 self._unread(name, rows)
@@ -243,7 +243,7 @@ def _moved(source: object, file: str) -> str:
 
 def _rows_of_trl(kind: Kind) -> dict[str, Sequence[Any]]:
     tables = ("PPOConfig" if kind == "ppo" else "GRPOConfig", "TrainingArguments", "scripts")
-    return {name: row for table in tables for name, row in peers()[table].items()}
+    return {name: row for table in tables for name, row in foreign_fields()[table].items()}
 
 
 def _of_trl(draft: Draft) -> None:
@@ -295,7 +295,7 @@ def _loss_of_trl(draft: Draft) -> None:
         if theirs in more:
             draft.put(f"sampling.{theirs}", more.pop(theirs), note="generation_kwargs")
     if more:
-        draft.lose(peers()["GRPOConfig"]["generation_kwargs"][1], f"generation_kwargs = {more}")
+        draft.lose(foreign_fields()["GRPOConfig"]["generation_kwargs"][1], f"generation_kwargs = {more}")
 
 
 def _engine_of_trl(draft: Draft) -> None:
@@ -459,7 +459,7 @@ def _of_verl(draft: Draft) -> None:
         scaled = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
         algorithm = "dapo" if dynamic else "grpo" if scaled else "dr_grpo"
     draft.put("step.algorithm", algorithm, "algorithm.adv_estimator")
-    draft.same(peers()["verl"])
+    draft.same(foreign_fields()["verl"])
     if not long:
         draft.put("algorithm.long_buffer", 0, "reward_model.overlong_buffer.enable")
     draft.put("trainer.eps", 1e-8)

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
-from oppo.config.own import NAMED, algorithm_of
-from oppo.config.peers import flattened, ours
+from oppo.config.extensions import NAMED, algorithm_of
+from oppo.config.foreign import flattened, ours
 from oppo.config.rewards import REWARD_KINDS, SOURCE, ScorerSection, is_name, reward_kind_of
 from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings, keys_of
@@ -337,11 +337,11 @@ class Faults:
         kind, home, known = "key", f"[{place[0]}]", list(self._declared(place[0]))
         if len(place) == 1:
             kind, home, known = "section", "a configuration", list(self.sections)
-        near, peer = did_you_mean(place[-1], known), self._of_a_peer(place, given)
-        guess = self._home_of(place) or (near or peer if kind == "section" else peer or near)
+        near, foreign = did_you_mean(place[-1], known), self._foreign(place, given)
+        guess = self._home_of(place) or (near or foreign if kind == "section" else foreign or near)
         return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
 
-    def _of_a_peer(self, place: tuple[str, ...], given: object) -> str:
+    def _foreign(self, place: tuple[str, ...], given: object) -> str:
         del place, given
         return ""
 
@@ -379,7 +379,7 @@ class SettingsFaults(Faults):
             return f"tables [[rewards]], each with a source: {SOURCE}"
         return super(SettingsFaults, self)._wanted(place)
 
-    def _of_a_peer(self, place: tuple[str, ...], given: object) -> str:
+    def _foreign(self, place: tuple[str, ...], given: object) -> str:
         name = ".".join(place)
         inside = dict(flattened(f"{name}.", given)) if isinstance(given, Mapping) else {}
         return "".join(dict.fromkeys(map(ours, inside or [name])))

@@ -1,8 +1,9 @@
 """The settings of a training run: the tables of its file, what follows from them, and the rules between them.
 
 ``[trainer]`` is :class:`oppo.TrainerSettings`; ``[algorithm]`` is the class that ``step.algorithm`` names
-(:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of your own parts (:mod:`oppo.config.own`);
-``[vllm]`` holds arguments of vLLM's engine, by its own names, or the URLs of its servers.
+(:mod:`oppo.algorithms`); ``[admission]`` and ``[loss]`` hold the settings of user extensions
+(:mod:`oppo.config.extensions`); ``[vllm]`` holds arguments of vLLM's engine, by its own names, or the URLs of its
+servers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from oppo.admission import Admission
 from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.environment import AgentsSection, EnvironmentSection
-from oppo.config.own import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_of
+from oppo.config.extensions import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_of
 from oppo.config.rewards import (
     ENVIRONMENT,
     REWARD_KINDS,

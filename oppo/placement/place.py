@@ -35,7 +35,7 @@ Make: TypeAlias = Callable[[], T]
 """Makes an instance where it will live: a class, or a ``functools.partial`` of one, importable by name."""
 
 Loaded: TypeAlias = Callable[[], object] | None
-"""What is called when weights are loaded, before the next call."""
+"""A function called after weights were loaded, before any later call to the instance."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

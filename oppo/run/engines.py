@@ -44,6 +44,7 @@ from oppo.vllm.arguments import (
     ServerSettings,
     check_arguments,
     check_on_cpu,
+    check_routed_experts,
     computes_on_cpu,
     gpus_of,
     placed,
@@ -155,6 +156,8 @@ def require_engines(deployment: Deployment) -> None:
     sleeps = settings.placement.share == "sleep"
     if on_cpu:
         check_on_cpu(settings.vllm, sleeps=sleeps, routed_experts=replays)
+    if replays:
+        check_routed_experts(settings.vllm)
     arguments = placed(settings.vllm, devices.policy)
     if sleeps:
         used, trained = gpus_of(arguments, gpus), [str(device) for device in devices.ranks_here]

@@ -13,7 +13,7 @@ from oppo.admission import Admission, Continuous, Observation, Overcommit, Slope
 from oppo.admission.adaptive import SlopeRule
 from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
 from oppo.algorithms.base import Roles
-from oppo.config.own import graph_of
+from oppo.config.extensions import graph_of
 from oppo.config.sections import DataSection, EvalSection, RunSection, StepSection
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, ConfigError, noted

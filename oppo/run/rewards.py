@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from oppo.agents import Agents
 from oppo.config.environment import AgentsSection, EnvironmentSection
-from oppo.config.own import naming
+from oppo.config.extensions import naming
 from oppo.config.rewards import (
     EnvironmentRewardSection,
     FunctionRewardSection,

@@ -17,8 +17,8 @@ import anyio
 import anyio.to_thread
 from rich.console import Console
 
+from oppo.config.extensions import with_name
 from oppo.config.load import load_settings, overridden, resolve
-from oppo.config.own import with_name
 from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, behind, exits_told
@@ -496,7 +496,7 @@ def evaluate(
         settings = load_settings(Path(config) / "config.toml", [*_trained(Path(config)), *overrides, *named])
     else:
         settings = _settings(config, [*overrides, *named])
-    if not settings.eval.prompts:
+    if not settings.eval.prompts or (held_out is None and settings.eval.prompts == ROWS):
         raise ConfigError("nothing is evaluated without held-out prompts: give eval.prompts, or rows as eval_prompts")
     by_program = settings.data.prompts == ROWS
     if by_program:  # the prompts of training are not needed
@@ -507,13 +507,14 @@ def evaluate(
 
 
 def _trained(directory: Path) -> Sequence[str]:
-    actor = directory / FINAL / "actor"
+    actor = (directory / FINAL / "actor").absolute()  # the settings' own paths are relative to their file
     if not actor.is_dir():
         raise ConfigError(f"{directory} has no trained policy in {actor}: name a run that has ended, or a file")
+    named = json.dumps(str(actor), ensure_ascii=False)
     if not (actor / "adapter_config.json").exists():
-        return [f"models.policy={json.dumps(str(actor))}"]
+        return [f"models.policy={named}"]
     anew = ["models.lora_rank=0", "models.lora_alpha=32", "models.lora_experts=false", "models.lora={}"]
-    return [f"models.adapter={json.dumps(str(actor))}", *anew]
+    return [f"models.adapter={named}", *anew]
 
 
 async def _evaluated(session: PreparedRun) -> Evaluated:

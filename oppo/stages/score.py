@@ -21,7 +21,7 @@ from oppo.models import PrioritisedScorer, Scorer, SyncedModel, entered, require
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
 from oppo.scorers import Extras, Growth, RolloutSession, capabilities_of, prioritised
 from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
-from oppo.stages.sync import SyncedScorer
+from oppo.stages.sync import ScorerWeights
 
 
 @dataclass(eq=False)
@@ -142,12 +142,12 @@ class Score(Generic[T]):
         can = capabilities_of(self.scorer)
         self._slice = can.time_slice
         self._following = (
-            SyncedScorer(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, SyncedModel) else None
+            ScorerWeights(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, SyncedModel) else None
         )
         self._concurrent = can.concurrent and self._following is None
 
     @property
-    def synced(self) -> SyncedScorer | None:
+    def synced(self) -> ScorerWeights | None:
         """What the trainer's weights are synced to, for a scorer that follows them; ``None`` for a frozen one."""
         return self._following
 

@@ -35,8 +35,8 @@ class _Waiting:
     borrowed: bool
 
 
-class SyncedScorer:
-    """A scorer that follows the trainer: its weights change only while its stage neither reads nor scores.
+class ScorerWeights:
+    """The weights of a scorer that the trainer syncs; they change only while its stage neither reads nor scores.
 
     Args:
         scorer: the model behind a :class:`~oppo.stages.Score`.
@@ -151,19 +151,19 @@ class SyncedScorer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SyncedIn:
-    following: SyncedScorer
+    weights: ScorerWeights
     step: Step
 
     @property
     def stands_for(self) -> SyncedModel:
-        return self.following.scorer
+        return self.weights.scorer
 
     @property
     def version(self) -> int:
-        return self.following.version
+        return self.weights.version
 
     async def load(self, weights: Weights) -> None:
-        await self.following.give(weights, self.step)
+        await self.weights.give(weights, self.step)
 
 
 _AT_THE_CUT = "name the stages that use them in Update.after (step.weight_sync = 'cut')"
@@ -179,7 +179,7 @@ class WeightSync:
         self._synced = synced
         self._after = tuple(after)
         self._held = tuple(held)
-        self._scorers = [each for each in synced if isinstance(each, SyncedScorer)]
+        self._scorers = [each for each in synced if isinstance(each, ScorerWeights)]
         self._checked = False
 
     def require_possible(self, step: Step) -> None:
@@ -225,7 +225,7 @@ class WeightSync:
                 await step.later(*self._after, *filter(None, (each.awaited(step) for each in self._scorers)))
                 feeding.cancel_scope.cancel()
         start = anyio.current_time()
-        given = [each.given_in(step) if isinstance(each, SyncedScorer) else each for each in self._synced]
+        given = [each.given_in(step) if isinstance(each, ScorerWeights) else each for each in self._synced]
         with step.working("update", "weight_sync"):
             await self._trainer.sync_weights(*given)
         require_synced(self._trainer, given)
@@ -246,7 +246,7 @@ def _require_in_flight(model: SyncedModel) -> None:
             f"weights are synced in flight, and {name} cannot adopt them between decode steps, by its "
             f"capabilities.loads_while_decoding = {capabilities.loads_while_decoding!r}: {_AT_THE_CUT}"
         )
-    if isinstance(model, SyncedScorer) and model.together:
+    if isinstance(model, ScorerWeights) and model.together:
         raise ConfigError(
             f"weights are synced in flight, and {name} reads with tensors that another synced model serves too, which "
             f"would change meanwhile: give it tensors of its own, or {_AT_THE_CUT}"

@@ -95,6 +95,14 @@ VALUES: Final[Mapping[str, tuple[tuple[str | None, ...], str]]] = {
     "data_parallel_backend": (("mp",), _MACHINE),
 }
 
+# With these vLLM gives no routed experts: with the first if it is false, with a size if it is above 1.
+NOT_ROUTED: Final = (
+    "enable_prefix_caching",
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+
 GIB: Final = 1 << 30
 
 ON_CPU: Final[Mapping[str, object]] = {  # defaults there
@@ -198,12 +206,28 @@ def check_on_cpu(given: Mapping[str, object], *, sleeps: bool, routed_experts: b
         )
 
 
+def check_routed_experts(given: Mapping[str, object]) -> None:
+    faults = [
+        f"vllm.{name} = {in_toml(value)}"
+        for name in NOT_ROUTED
+        if isinstance(value := given.get(name), int) and (value > 1 if name.endswith("_size") else not value)
+    ]
+    if faults:
+        raise ConfigError(
+            f"trainer.router_replay = true needs routed experts, which vLLM does not give with {', '.join(faults)}: "
+            "leave that out, or set trainer.router_replay = false"
+        )
+
+
 def engine_arguments(
     model: str, given: Mapping[str, object], *, on_cpu: bool, backend: str, sleeps: bool = False
 ) -> dict[str, Any]:
     """Return all arguments of an engine; those that were chosen come before the defaults."""
+    routed_experts = bool(given.get("enable_return_routed_experts"))
     if on_cpu:
-        check_on_cpu(given, sleeps=sleeps, routed_experts=bool(given.get("enable_return_routed_experts")))
+        check_on_cpu(given, sleeps=sleeps, routed_experts=routed_experts)
+    if routed_experts:
+        check_routed_experts(given)
     from transformers import AutoConfig  # noqa: PLC0415 - takes seconds to import
     from vllm.config import WeightTransferConfig  # noqa: PLC0415
 

@@ -219,7 +219,7 @@ class VllmEngine(Engine):
     async def recompute(self) -> bool:
         return bool(await self.llm.reset_prefix_cache(reset_running_requests=True))
 
-    async def agree(self, info: dict[str, Any]) -> None:
+    async def init_transfer(self, info: dict[str, Any]) -> None:
         await self.llm.init_weight_transfer_engine(SimpleNamespace(init_info=info))
 
     async def start_update(self) -> None:

@@ -209,8 +209,13 @@ class Engine(Closing):
         """Forget the KV cache, and return whether it has; requests compute theirs again."""
 
     @abstractmethod
-    async def agree(self, info: dict[str, Any]) -> None:
-        """Agree with the workers on how weights travel."""
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        """Initialise the weight transfer in the workers."""
+
+    async def check_adapter(self, file: str, prints: Mapping[str, str]) -> None:
+        """Have the workers compare the adapter that they serve with ``file`` and the fingerprints of its tensors."""
+        # vLLM offers no other call that reaches the transfer engine without an update, which would unload the adapter.
+        await self.init_transfer({"adapter": file, "prints": prints})
 
     @abstractmethod
     async def start_update(self) -> None:
@@ -407,9 +412,10 @@ class Request:
         self._tokens += self.rollout.pop_answer()
 
     def take(self, new: NewTokens, version_at: Callable[[int], int]) -> bool:
-        """Take what is new, maybe late, after a deferral, and return whether the engine has ended the request.
+        """Take new tokens, also after a deferral, and return whether the engine has ended the request.
 
-        All that is new of a response that ends is withheld until :meth:`release`. ``version_at``: of an index in it.
+        The new tokens of a response that ends are held back until :meth:`release`. ``version_at`` returns the version
+        of the weights that sampled the token at an index of the request.
         """
         if self.routes is not None:
             self.routes.receive(new.steps, new.routed)

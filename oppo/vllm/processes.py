@@ -337,12 +337,13 @@ class ServerProcess:
 
     def end(self) -> None:
         """End the server and its processes, and remove what was written for it; idempotent."""
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-        if self._process is not None:
-            kill_group(self._process.pid)  # the engine's processes, which may not watch it yet
-            self._process.wait()
+        lifeline, process = self._lifeline, self._process
         self._lifeline = self._process = self._written = None
+        if lifeline is not None:
+            os.close(lifeline)
+        if process is not None:
+            kill_group(process.pid)  # the engine's processes, which may not watch it yet
+            process.wait()
         self._kept.close()
 
 

@@ -188,7 +188,7 @@ class Inspection:
             self.faults.append(f"/inference/v1/generate should tell its vocabulary, and says {_message(refusal)}")
         return 0 if found is None else int(found[1])
 
-    def agree(self, path: Path, trained: Any) -> None:
+    def require_transfer(self, path: Path, trained: Any) -> None:
         text = None if trained is None else trained.get_text_config()
         wanted = {name: value for name in COMPARED if (value := getattr(text, name, None)) is not None}
         self.asked("POST", "/init_weight_transfer_engine", {"init_info": {"path": str(path), "model": wanted}})
@@ -357,7 +357,7 @@ class VllmServer(Engine):
                 self.sender: WeightSender = DeviceSender(_route(self.url, device, workers))
             else:
                 files = files or _weight_files(self.url, weights_directory, adapters=self.adapts)
-                found.agree(files.probe, trained)
+                found.require_transfer(files.probe, trained)
                 self.sender = FileSender(files, adapts=self.adapts)
             found.settle()
         described = config["model_config"]
@@ -505,7 +505,7 @@ class VllmServer(Engine):
         parameters = {"reset_running_requests": True}
         return bool((await self._call("POST", "/reset_prefix_cache", parameters)).get("success"))
 
-    async def agree(self, info: dict[str, Any]) -> None:
+    async def init_transfer(self, info: dict[str, Any]) -> None:
         await self._call("POST", "/init_weight_transfer_engine", body={"init_info": info}, seconds=DEADLINE)
 
     async def load_adapter(self, version: str, path: str) -> None:

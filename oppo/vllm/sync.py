@@ -153,9 +153,8 @@ class WeightFiles:
                 f"the weights could not be written to {path}, and vLLM goes on serving the old ones ({one_line(error)})"
             ) from error
         self._versions[path] = memory
-        for old in list(self._versions)[
-            : -2 if self._adapters else -1
-        ]:  # an adapter is served until the next is loaded
+        # An adapter is served until the next one is loaded.
+        for old in list(self._versions)[: -2 if self._adapters else -1]:
             rmtree(old, ignore_errors=True)
             del self._versions[old]
         return path
@@ -235,7 +234,7 @@ class FileSender:
         self._files = files or WeightFiles(adapters=adapts)
         self._adapts = adapts
         self._deadline = deadline
-        self._agreed = False
+        self._initialised = False
 
     async def send(self, engine: Engine, tensors: Mapping[str, Tensor], version: str) -> None:
         path = await anyio.to_thread.run_sync(self._files.write, tensors, version)
@@ -244,13 +243,12 @@ class FileSender:
         async with in_time(self._deadline, version):
             if self._adapts:
                 await engine.load_adapter(version, str(path))
-                # an update of the weights would unload it
-                await engine.agree({"adapter": file, "prints": prints})
+                await engine.check_adapter(file, prints)
                 await engine.name_version(version)
                 return
-            if not self._agreed:
-                await engine.agree({})
-                self._agreed = True
+            if not self._initialised:
+                await engine.init_transfer({})
+                self._initialised = True
             await engine.start_update()
             await engine.update({"path": file, "prints": prints})
             await engine.finish_update(version)
@@ -298,7 +296,7 @@ class BlockingClient:
         self._engine = engine
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.portal.call(self._engine.agree, init_info)
+        self.portal.call(self._engine.init_transfer, init_info)
 
     def start_weight_update(self) -> None:
         self.portal.call(self._engine.start_update)

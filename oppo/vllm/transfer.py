@@ -37,12 +37,14 @@ class Unpacked(UnquantizedEmbeddingMethod):
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """What is agreed on."""
+    """What the workers check when the transfer is initialised; an empty field is not checked."""
 
-    path: str = ""  # has to be there, if any
-    model: dict[str, Any] = field(default_factory=dict)  # what the config of the served model has to say
-    adapter: str = ""  # the file of an adapter that vLLM has loaded
-    prints: dict[str, str] = field(default_factory=dict)  # of it, as the trainer sent them
+    path: str = ""  # a file or directory that the worker must be able to read
+    model: dict[str, Any] = field(
+        default_factory=dict
+    )  # config fields of the trained model; the served one's must be equal
+    adapter: str = ""  # the file of the adapter that vLLM must serve
+    prints: dict[str, str] = field(default_factory=dict)  # fingerprints of the adapter's tensors, made by the trainer
 
 
 @dataclass

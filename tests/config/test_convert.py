@@ -11,8 +11,8 @@ import pytest
 
 from oppo.cli import UNUSABLE, main
 from oppo.config.convert import Converted, convert
+from oppo.config.foreign import Kind, foreign_fields, ours
 from oppo.config.load import resolve
-from oppo.config.peers import Kind, ours, peers
 from oppo.errors import ConfigError
 from tests.kit.workplace import furnish
 
@@ -305,7 +305,7 @@ def test_every_default_of_theirs_is_one_that_a_setting_takes(kind: str, tmp_path
 
 
 def test_a_value_that_is_taken_as_it_is_goes_to_one_setting() -> None:
-    for rows in peers().values():
+    for rows in foreign_fields().values():
         for name, (key, remark, *more) in rows.items():
             assert key or remark, name
             assert not more or key.count(".") == 1, name
@@ -321,16 +321,16 @@ def test_a_value_that_is_taken_as_it_is_goes_to_one_setting() -> None:
 )
 def test_whatever_a_field_holds_is_converted_lost_or_refused(kind: Kind, tables: Sequence[str], tmp_path: Path) -> None:
     file, began = tmp_path / "c.yaml", "trainer.total_epochs: 1" if kind == "verl" else "learning_rate: 1e-6"
-    for name in (name for table in tables for name in peers()[table]):
+    for name in (name for table in tables for name in foreign_fields()[table]):
         for value in ("[a]", "text", "0", ".nan"):
             file.write_text(f"{began}\n{name}: {value}\n")
             with suppress(ConfigError):
                 assert tomllib.loads(convert(file, kind=kind).text)
 
 
-@pytest.mark.parametrize("kind", peers())
+@pytest.mark.parametrize("kind", foreign_fields())
 def test_every_field_that_is_converted_is_known_by_its_name_where_it_is_given_here(kind: str) -> None:
-    tables = [table for name, table in peers().items() if (name == "verl") == (kind == "verl")]
-    for field in peers()[kind]:
+    tables = [table for name, table in foreign_fields().items() if (name == "verl") == (kind == "verl")]
+    for field in foreign_fields()[kind]:
         found = ours(field)
         assert any(field in table and (table[field][0] or table[field][1]) in found for table in tables), field

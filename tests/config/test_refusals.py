@@ -13,7 +13,7 @@ import pytest
 from oppo.config.load import overridden, resolve
 from oppo.config.settings import RULES, Settings
 from oppo.errors import ConfigError
-from tests.config.test_own_code import MINE, OWN
+from tests.config.test_extensions import MINE, OWN
 
 MINIMAL: dict[str, Any] = {
     "models": {"policy": "actor"},

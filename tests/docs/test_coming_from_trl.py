@@ -10,8 +10,8 @@ import pytest
 
 from docs.make_fields import KINDS, page
 from docs.make_settings import NAMES, tables
+from oppo.config.foreign import foreign_fields
 from oppo.config.load import load_settings
-from oppo.config.peers import peers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
 FIELDS = json.loads((Path(__file__).parents[1] / "golden" / "trl_fields.json").read_text(encoding="utf-8"))
@@ -77,14 +77,14 @@ def test_a_key_of_verl_goes_where_the_page_says() -> None:
         ours, theirs = row.split(" | ")[:2]
         for short in re.findall(r"`(\w+(?:\.\w+)+)`", theirs):
             key = re.sub(r"^(actor|model)\.", r"actor_rollout_ref.\1.", short)
-            goes, _, *_ = peers()["verl"][key]
+            goes, _, *_ = foreign_fields()["verl"][key]
             assert not goes or set(goes.split(", ")) & set(re.findall(r"`([\w.]+)`", ours)), key
             checked += 1
     assert checked > 30
 
 
 def test_every_setting_of_the_converter_is_there() -> None:
-    for rows_of in peers().values():
+    for rows_of in foreign_fields().values():
         for name, (settings, *_) in rows_of.items():
             assert {each for each in settings.split(", ") if each} <= SETTINGS | OF_VLLM, name
 

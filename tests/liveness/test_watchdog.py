@@ -28,8 +28,8 @@ from oppo.environments import EnvironmentClass, FunctionEnvironment
 from oppo.errors import HangError
 from oppo.events import Finish, Prompt, StepReport
 from oppo.graph import Graph, Run, Snapshot, Wait
-from oppo.hf.calls import ToolCall
 from oppo.hf.chat import ChatFormat, ParsedTurn
+from oppo.hf.tool_calls import ToolCall
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
 from oppo.liveness.watchdog import GAP, Parts, _threads
 from oppo.observe import Span

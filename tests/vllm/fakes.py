@@ -192,7 +192,7 @@ class FakeAsyncLLM:
     tempers: list[tuple[Any, ...]] = field(default_factory=list)  # what its workers were told of logits
     rows: list[int] = field(default_factory=list)  # the requests of each decode step
     adapters: list[Any] = field(default_factory=list)  # vLLM's requests for them, as they were loaded
-    agreed: list[Any] = field(default_factory=list)  # what was said of how weights travel
+    transfers: list[Any] = field(default_factory=list)  # the requests that initialised a weight transfer
     # what it has no memory for; with the last part that wakes it goes on, as vLLM does
     asleep: list[str] = field(default_factory=list)
     slept: int = 0  # how often it fell asleep
@@ -286,7 +286,7 @@ class FakeAsyncLLM:
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self._require_alive()
-        self.agreed.append(request)
+        self.transfers.append(request)
 
     async def start_weight_update(self) -> None:
         self._require_alive()

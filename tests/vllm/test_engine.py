@@ -37,6 +37,7 @@ from oppo.vllm.arguments import (
     SETTINGS,
     VALUES,
     check_arguments,
+    check_routed_experts,
     engine_arguments,
 )
 from oppo.vllm.async_llm import heeded
@@ -94,6 +95,23 @@ def test_values_that_cannot_work_are_refused() -> None:
         engine_arguments("model", {"enable_chunked_prefill": True}, on_cpu=True, backend="oppo-file")
     with pytest.raises(ConfigError, match=r"no routed experts on a CPU.*trainer\.router_replay = false"):
         engine_arguments("model", {"enable_return_routed_experts": True}, on_cpu=True, backend="oppo-file")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("enable_prefix_caching", False, "false"),
+        ("pipeline_parallel_size", 2, "2"),
+        ("decode_context_parallel_size", 2, "2"),
+        ("prefill_context_parallel_size", 2, "2"),
+    ],
+)
+def test_experts_are_not_replayed_where_vllm_gives_none(name: str, value: int, shown: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.router_replay = true .*vllm\.{name} = {shown}:"):
+        check_routed_experts({name: value})
+    with pytest.raises(ConfigError, match=rf"vllm\.{name} = {shown}"):
+        engine_arguments("model", {"enable_return_routed_experts": True, name: value}, on_cpu=False, backend="nccl")
+    check_routed_experts({name: 1})
 
 
 @pytest.mark.usefixtures("vllm")

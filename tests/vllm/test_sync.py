@@ -188,7 +188,7 @@ class Receiving:
     seconds: float = 0.0
     handles: Any = None
 
-    async def agree(self, info: Any) -> None:
+    async def init_transfer(self, info: Any) -> None:
         self.calls.append("init")
 
     async def start_update(self) -> None:
@@ -640,7 +640,7 @@ def test_adapters_alone_are_sent_each_version_by_a_path_of_its_own(tmp_path: Pat
     (folder,) = tmp_path.iterdir()
     assert {each.name for each in folder.iterdir()} == {*labels[1:]}, "older ones are gone"
     assert json.loads((folder / labels[2] / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
-    checked = bench.llm.agreed[-1].init_info
+    checked = bench.llm.transfers[-1].init_info
     assert checked == {
         "adapter": str(folder / labels[2] / FILES[True]),
         "prints": fingerprints(seen[-1]),

@@ -32,7 +32,7 @@ PREFILL_TOKENS: Final = 2048  # tokens that are prefilled between two decode ste
 
 
 HfDecode: TypeAlias = RolloutBuffer[DecodeRow | None]
-"""One rollout of an :class:`HfPolicy`, with its row until the decode loop has it."""
+"""One rollout of an :class:`HfPolicy`, with its row until the decoder has it."""
 
 
 class HfPolicy:
@@ -99,7 +99,7 @@ class HfPolicy:
         self.vocabulary = vocabulary_of(model)
         self._keys = itertools.count()
         self._deterministic = deterministic
-        self._loop: DecodeLoop | None = None
+        self._calls: DecodeCalls | None = None
         self._stopping = StopCriteria(sampling, decode)
         self.counters = counters or Counters.new()
         decoder = partial(
@@ -152,7 +152,7 @@ class HfPolicy:
         Raises:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
         """
-        async with nullcontext() if self._loop is None else self._loop.between_steps():
+        async with nullcontext() if self._calls is None else self._calls.between_steps():
             actor = changing(weights.actor) if isinstance(self._model, ModelRecipe) else weights.actor
             await self._core.load(PolicyCore.load, Weights(weights.version, actor=SentWeights(actor)))
             await self._core.call("refresh", PolicyCore.refresh)
@@ -191,36 +191,36 @@ class HfPolicy:
             ProtocolError: a decode is of another policy, was closed or has failed; or the policy decodes already.
             Exception: the error of the decode loop, with a note that names the rollouts.
         """
-        if self._loop is not None:
+        if self._calls is not None:
             raise ProtocolError("the policy is decoding already: leave that context before opening another")
         decodes = unfinished(live, self)
         errors = list[Exception]()
-        loop = DecodeLoop(self, self._core, decodes, cut, deterministic=self._deterministic)
+        calls = DecodeCalls(self, self._core, decodes, cut, deterministic=self._deterministic)
         async with anyio.create_task_group() as tasks:
             if decodes or not self._deterministic:
-                self._loop = loop
-                tasks.start_soon(self._decode, loop, errors, name="decode")
+                self._calls = calls
+                tasks.start_soon(self._decode, calls, errors, name="decode")
             try:
-                yield FixedDecoding(self._name) if self._deterministic else loop
+                yield FixedDecoding(self._name) if self._deterministic else calls
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
-                loop.stop()
+                calls.stop()
         raise_first(errors)
 
-    async def _decode(self, loop: DecodeLoop, errors: list[Exception]) -> None:
+    async def _decode(self, calls: DecodeCalls, errors: list[Exception]) -> None:
         failure: Exception | None = None
         try:
-            await loop.run()
+            await calls.run()
         except Exception as error:  # noqa: BLE001 - the boundary to the readers: each of them, and the context, raises it
             failure = error
-            error.add_note(f"while decoding rollouts {[decode.prompt.rollout for decode in loop.decodes]}")
+            error.add_note(f"while decoding rollouts {[decode.prompt.rollout for decode in calls.decodes]}")
             errors.append(error)
         finally:
-            for decode in loop.decodes:
+            for decode in calls.decodes:
                 decode.defer(failure)
-            self._loop = None
-            closed = [decode.key for decode in loop.decodes if decode.closed]
+            self._calls = None
+            closed = [decode.key for decode in calls.decodes if decode.closed]
             if closed:
                 await self._forget(closed)
 
@@ -229,17 +229,17 @@ class HfPolicy:
             await self._core.call("forget", PolicyCore.forget, keys)
 
     def collect(self) -> None:
-        if self._loop is not None:
-            self._loop.collect()
+        if self._calls is not None:
+            self._calls.collect()
 
     def note_answer(self, rollout: HfDecode) -> None:
         del rollout
-        if self._loop is not None:
-            self._loop.note_answer()
+        if self._calls is not None:
+            self._calls.note_answer()
 
     async def discard(self, rollout: HfDecode) -> None:
-        if self._loop is not None and rollout.live:
-            self._loop.drop(rollout)
+        if self._calls is not None and rollout.live:
+            self._calls.drop(rollout)
         elif rollout.deferred:
             await self._forget([rollout.key])
 
@@ -253,8 +253,11 @@ class HfPolicy:
         return RolloutBuffer(self, row.key, row, response, limit, turns=turns, ended=ended)
 
 
-class DecodeLoop:
-    """Decodes until the cut returns true or :meth:`stop` is called; in deterministic mode, until each has ended."""
+class DecodeCalls:
+    """Calls the core until the cut returns true or :meth:`stop` is called; in deterministic mode, until each has ended.
+
+    The loop over decode steps is ``Decoder._decode``, in the place of the model.
+    """
 
     def __init__(
         self, policy: HfPolicy, core: Hosted[PolicyCore], decodes: Sequence[HfDecode], cut: Cut, *, deterministic: bool
@@ -374,7 +377,7 @@ class DecodeLoop:
             self._ready, self._signals, self._steps = (), None, None
 
     def _cutting(self, finished: Sequence[int]) -> bool:
-        # Called on the event loop, in the model's thread, or by who waits for the model's child.
+        # Called on the event loop, in the model's thread, or in the thread that waits for the model's process.
         cutting = self._cut(finished)
         self._over = self._over or cutting
         return cutting

@@ -211,15 +211,15 @@ class HfTrainerCore:
         self._partial.note(part)
 
     def commit(self, batch: Batch) -> Trained:
-        partial, self._partial = self._partial, None
-        if partial is None or not partial.is_of(batch, self.counts.version):
+        gradient, self._partial = self._partial, None
+        if gradient is None or not gradient.is_of(batch, self.counts.version):
             return self.update(batch)
-        rest = [unit for unit in units(batch, self.loss.unit) if not partial.holds(batch.rollouts[unit[0]])]
+        rest = [unit for unit in units(batch, self.loss.unit) if not gradient.holds(batch.rollouts[unit[0]])]
         if rest:
-            self._accumulate(batch, rest, partial)
-        if not partial.finite:
+            self._accumulate(batch, rest, gradient)
+        if not gradient.finite:
             return self.update(batch)
-        return self._learned(batch, lambda update: self._commit(batch, partial, update))
+        return self._learned(batch, lambda update: self._commit(batch, gradient, update))
 
     def _require_known(self, batch: Batch) -> None:
         require_inputs(self.loss, batch)
@@ -247,7 +247,7 @@ class HfTrainerCore:
                 "trainer.router_aux_loss = 0, or do not stream updates"
             )
 
-    def _accumulate(self, batch: Batch, rows: list[list[int]], partial: PartialGradient) -> None:
+    def _accumulate(self, batch: Batch, rows: list[list[int]], gradient: PartialGradient) -> None:
         # Accumulates the gradient of the sum of these units' losses, if it is finite.
         self.optimisation.require_every_step()
         one = Whole(1.0, 1.0, 1.0, float(self._sampling.max_new_tokens))
@@ -257,25 +257,25 @@ class HfTrainerCore:
                 outputs = self.outputs(part)
             losses.append(self.backward(part, outputs, one).loss.detach())
             detached = {name: tensor.detach() for name, tensor in outputs.items()}
-            partial.parts.append((part, detached, expert_loads(routes, part.read) if routes else None))
+            gradient.parts.append((part, detached, expert_loads(routes, part.read) if routes else None))
             self.counts.micro_batches += 1
         finite = torch.tensor([float(torch.stack(losses).isfinite().all() and self.optimisation.is_finite())])
         if self._team.sum(finite) == self._team.size:
             self.optimisation.hold()
         else:
-            partial.finite = False
+            gradient.finite = False
         self.optimisation.clear()
 
-    def _commit(self, batch: Batch, partial: PartialGradient, update: UpdateMetrics) -> None:
+    def _commit(self, batch: Batch, gradient: PartialGradient, update: UpdateMetrics) -> None:
         rows = list(chain.from_iterable(units(batch, self.loss.unit)))
         size, loss = Whole.of(batch, rows, self._sampling.max_new_tokens), cast("Divided", self.loss)
         self.optimisation.release(1 / getattr(size, str(loss.divisor)))
         found = Sums()
         with torch.no_grad():
-            for part, outputs, loads in partial.parts:
-                evaluated = self._evaluated(part, outputs, size)
-                update.add(part, outputs["logprobs"], evaluated, loads)
-                found.add(evaluated)
+            for part, outputs, loads in gradient.parts:
+                value = self._evaluated(part, outputs, size)
+                update.add(part, outputs["logprobs"], value, loads)
+                found.add(value)
         self._apply(batch, rows, found, update)
 
     def _discard(self) -> None:
@@ -320,9 +320,9 @@ class HfTrainerCore:
             with recorded_routes() as routes:
                 outputs = self.outputs(part)
             balance = None if choices is None else self._balancing.loss(routes, part.read, choices)
-            evaluated = self.backward(part, outputs, size, balance)
-            update.add(part, outputs["logprobs"], evaluated, expert_loads(routes, part.read) if routes else None)
-            found.add(evaluated)
+            value = self.backward(part, outputs, size, balance)
+            update.add(part, outputs["logprobs"], value, expert_loads(routes, part.read) if routes else None)
+            found.add(value)
             self.counts.micro_batches += 1
         self._apply(batch, rows, found, update)
 
@@ -387,12 +387,12 @@ class HfTrainerCore:
     def backward(
         self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole, balance: Tensor | None = None
     ) -> LossValue:
-        evaluated = self._evaluated(part, outputs, size)
+        value = self._evaluated(part, outputs, size)
         if balance is not None:
-            loss = evaluated.loss + self._balancing.weight * balance
-            evaluated = replace(evaluated, loss=loss, measured={**evaluated.measured, AUX: balance})
-        self.optimisation.backward(evaluated.loss)
-        return evaluated
+            loss = value.loss + self._balancing.weight * balance
+            value = replace(value, loss=loss, measured={**value.measured, AUX: balance})
+        self.optimisation.backward(value.loss)
+        return value
 
     def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
         inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}

@@ -1,6 +1,6 @@
 """What a configuration of TRL or verl says, by field: of a script, a YAML file or a command; nothing is executed.
 
-``peers.toml`` beside this module says where each field went.
+``foreign.toml`` beside this module says where each field went.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Rows: TypeAlias = Mapping[str, Sequence[Any]]
 
 
 @cache
-def peers() -> Mapping[str, Rows]:
-    return tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
+def foreign_fields() -> Mapping[str, Rows]:
+    return tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
 
 
 def ours(name: str) -> str:
     """Return what setting a field of TRL or verl is, in words, by its name or the end of a longer one; maybe empty."""
     last = name.rpartition(".")[2]
-    verl = {key: row for key, row in peers()["verl"].items() if f".{key}".endswith(f".{last}")}
+    verl = {key: row for key, row in foreign_fields()["verl"].items() if f".{key}".endswith(f".{last}")}
     exact = {key: row for key, row in verl.items() if "." in name and f".{key}".endswith(f".{name}")}
     alike = verl if len({row[0] for row in verl.values()}) == 1 else {}
-    trl = [("TRL", last, table[last]) for kind, table in peers().items() if kind != "verl" and last in table]
+    trl = [("TRL", last, table[last]) for kind, table in foreign_fields().items() if kind != "verl" and last in table]
     of_verl = [("verl", key, row) for key, row in (exact or alike).items()]
-    for peer, key, (settings, remark, *_) in of_verl if exact else [*trl, *of_verl]:
-        return f" ({key} of {peer} is {settings} here)" if settings else f" ({key} of {peer}: {remark})"
+    for library, key, (settings, remark, *_) in of_verl if exact else [*trl, *of_verl]:
+        return f" ({key} of {library} is {settings} here)" if settings else f" ({key} of {library}: {remark})"
     return ""
 
 
@@ -90,7 +90,7 @@ def read(path: Path, kind: Kind | None = None) -> Found:
 def _kind_of(path: Path, text: str, given: Mapping[str, object]) -> Kind:
     if any("." in name for name in given):
         return "verl"
-    fields = {name: peers()[name].keys() for name in ("PPOConfig", "GRPOConfig")}
+    fields = {name: foreign_fields()[name].keys() for name in ("PPOConfig", "GRPOConfig")}
     both = fields["PPOConfig"] & fields["GRPOConfig"]
     ppo, grpo = (len((fields[name] - both) & given.keys()) for name in fields)
     if not ppo and not grpo and not {"reward_funcs", "reward_model_name_or_path"} & given.keys():
@@ -111,7 +111,7 @@ def _of_yaml(path: Path, text: str) -> dict[str, object]:
         raise ConfigError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds no fields but {shortened(repr(document), 80)}: expected `field: value`")
-    roots = {name.partition(".")[0] for name in peers()["verl"]}
+    roots = {name.partition(".")[0] for name in foreign_fields()["verl"]}
     given = {str(name): value for name, value in document.items()}
     if not roots & {name.partition(".")[0] for name in given}:
         return {name: _value(each) if isinstance(each, str) else each for name, each in given.items()}
@@ -160,7 +160,7 @@ def _of_command(path: Path, text: str) -> dict[str, object]:
         )
 
     given: dict[str, object] = {}
-    known = {name for table, rows in peers().items() if table != "verl" for name in rows} | {
+    known = {name for table, rows in foreign_fields().items() if table != "verl" for name in rows} | {
         "warmup_ratio",
         "torch_dtype",
     }

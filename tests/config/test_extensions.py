@@ -12,8 +12,8 @@ from oppo.algorithms.base import Roles
 from oppo.algorithms.group import GRPO, RLOO
 from oppo.algorithms.ppo import ppo
 from oppo.cli import DONE, UNUSABLE, main
+from oppo.config.extensions import with_name
 from oppo.config.load import load_settings, resolve
-from oppo.config.own import with_name
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError, GraphError
 from oppo.events import StepReport
