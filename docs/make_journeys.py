@@ -15,6 +15,7 @@ import inspect
 import re
 import sys
 import tempfile
+import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,11 +68,9 @@ class Journey:
     def text(self) -> str:
         """Return its lines of the page."""
         held = f" It is held by {', '.join(f'`{name}`' for name in self.containers)}." if self.containers else ""
-        return f"{self.title}: {len(self.modules)} modules.{held}\n\n{_wrapped(self.modules)}\n"
-
-
-def _wrapped(modules: Sequence[str]) -> str:
-    return "\n".join(f"{number}. `{module}`" for number, module in enumerate(modules, 1))
+        head = textwrap.fill(f"{self.title}: {len(self.modules)} modules.{held}", 120, break_on_hyphens=False)
+        listed = "\n".join(f"{number}. `{module}`" for number, module in enumerate(self.modules, 1))
+        return f"{head}\n\n{listed}\n"
 
 
 class Tracer:
