@@ -1,34 +1,43 @@
-"""Writes the three journeys of ``docs/architecture.md``, as a small run makes them: ``python -m docs.make_journeys``.
+"""Writes the journeys of ``docs/architecture.md``, as a small run makes them: ``python -m docs.make_journeys``.
 
 A token is followed by its behaviour log-prob and a setting by its value, which nothing else has, through the arguments
 and results of the package's functions; weights by the functions that run while they are synced. A function whose
-arguments hold the value counts, whether it looks at it or not; what an object keeps to itself does not.
+arguments hold the value counts, whether it looks at it or not. An object is looked into once its method has had the
+value; a stage never is. A function that holds a setting in the ``Settings`` or the ``Deployment`` alone does not count.
 
 The page is written anew only where the modules differ: two threads may reach two modules in either order.
 """  # noqa: INP001 - a script beside its page
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import sys
 import tempfile
+import textwrap
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, Final
+from unittest.mock import patch
 
 import anyio
 import numpy as np
 import torch
+from pydantic import BaseModel
 
 import oppo
+from oppo.config.settings import Settings
 from oppo.events import Batch
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling
 from oppo.placement import Inline
+from oppo.run.deployment import Deployment
 from oppo.vllm import VllmPolicy
 from oppo.vllm.sync import FileSender
 from tests.hf import tiny
@@ -38,10 +47,14 @@ from tests.vllm.fakes import FakeAsyncLLM, engine_of, running
 PAGE: Final = Path(__file__).with_name("architecture.md")
 BEGIN, END = "<!-- made by docs/make_journeys.py -->", "<!-- until here -->"
 PACKAGE: Final = Path(oppo.__file__).parent
-OBSERVERS: Final = ("oppo/report/", "oppo/liveness/", "oppo/observe.py")
+ASIDE: Final = ("oppo/report/", "oppo/liveness/", "oppo/observe.py", "oppo/errors.py", "oppo/log.py")
+"""No stations: the observers of a run, and what calls functions with errors or messages told apart."""
+SCORING: Final = ("oppo/stages/score.py", "oppo/scorers.py", "oppo/hf/serve/scorers.py")
+"""What these call with a token is a branch of its way."""
 DEEPEST: Final = 5
 """Containers in containers that are looked into."""
 RATE: Final = 1.2345e-3
+LOSS: Final = ("oppo/losses/ppo.py", "__call__")
 
 
 @dataclass(frozen=True)
@@ -55,72 +68,132 @@ class Journey:
     def text(self) -> str:
         """Return its lines of the page."""
         held = f" It is held by {', '.join(f'`{name}`' for name in self.containers)}." if self.containers else ""
-        return f"{self.title}: {len(self.modules)} modules.{held}\n\n{_wrapped(self.modules)}\n"
-
-
-def _wrapped(modules: Sequence[str]) -> str:
-    return "\n".join(f"{number}. `{module}`" for number, module in enumerate(modules, 1))
+        head = textwrap.fill(f"{self.title}: {len(self.modules)} modules.{held}", 120, break_on_hyphens=False)
+        listed = "\n".join(f"{number}. `{module}`" for number, module in enumerate(self.modules, 1))
+        return f"{head}\n\n{listed}\n"
 
 
 class Tracer:
-    """Follows a value through the package's functions, in this thread and in those that start meanwhile.
+    """Follows a value through the package's functions.
 
     Args:
         is_it: whether a value that is no container is the followed one, or an array that has it.
-        until: beginning of the names of the modules with which the journey ends.
+        until: the module and the function with which the journey ends, as it returns.
+        branch: modules whose calls, and the calls that these make, are beside the way.
+        closed: types that are looked into only where they are made; who passes on what they hold counts too.
     """
 
-    def __init__(self, is_it: Callable[[object], bool], until: str = "") -> None:
+    def __init__(
+        self,
+        is_it: Callable[[object], bool],
+        until: Callable[[str, str], bool] = lambda module, function: False,
+        *,
+        branch: Sequence[str] = (),
+        closed: tuple[type, ...] = (),
+    ) -> None:
         self.modules: dict[str, None] = {}
+        self.beside: dict[str, None] = {}
         self.containers: dict[str, None] = {}
         self._is_it = is_it
         self._until = until
+        self._branch = tuple(branch)
+        self._closed = closed
         self._arrived = False
 
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Trace the body."""
-        threading.setprofile(self._profile)
-        sys.setprofile(self._profile)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
-
-    def _profile(self, frame: FrameType, event: str, result: Any) -> None:
-        module = _module_of(frame.f_code.co_filename)
-        if module is None or self._arrived or event not in {"call", "return"} or module.startswith(OBSERVERS):
+    def look(self, module: str, frame: FrameType, event: str, result: object) -> None:
+        """See a call of a function, or its return."""
+        if self._arrived:
             return
-        code = frame.f_code
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        given = [frame.f_locals[name] for name in names if name != "self" and name in frame.f_locals]
-        if any(self._holds(value, DEEPEST) for value in ([result] if event == "return" else given)):
-            self.modules.setdefault(module)
-            self._arrived = bool(self._until) and module.startswith(self._until)
+        values = inspect.getargvalues(frame)
+        names = [*values.args, *filter(None, (values.varargs, values.keywords))]
+        given = [values.locals[name] for name in names if name != "self" and name in values.locals]
+        taken = any(self._holds(value, DEEPEST) for value in given)
+        made = _attributes(result) if isinstance(result, self._closed) else [result]
+        if taken or any(self._holds(value, DEEPEST) for value in made):
+            caller = frame.f_back if taken and self._closed else None
+            if caller is not None and (passing := _module_of(caller.f_code.co_filename)):
+                self.modules.setdefault(passing)
+            branch = bool(self._branch) and _is_within(frame, self._branch)
+            (self.beside if branch else self.modules).setdefault(module)
+            if event == "return":
+                self._name(values.locals.get("self"))
+                self._arrived = self._until(module, frame.f_code.co_name)
 
     def _holds(self, value: object, depth: int) -> bool:
         if self._is_it(value):
             return True
-        found = depth > 0 and any(self._holds(each, depth - 1) for each in _inside(value))
-        if found and is_dataclass(value):
+        found = depth > 0 and not isinstance(value, self._closed)
+        found = found and any(self._holds(each, depth - 1) for each in _inside(value))
+        if found and (is_dataclass(value) or isinstance(value, BaseModel)):
             self.containers.setdefault(type(value).__qualname__)
         return found
 
+    def _name(self, owner: object) -> None:
+        if _is_open(owner) and any(self._holds(each, DEEPEST) for each in _attributes(owner)):
+            self.containers.setdefault(type(owner).__qualname__)
+
+
+@contextmanager
+def tracing(*tracers: Tracer) -> Iterator[None]:
+    """Trace the body, in this thread and in those that start meanwhile."""
+
+    def profile(frame: FrameType, event: str, result: Any) -> None:
+        if event in {"call", "return"} and (module := _module_of(frame.f_code.co_filename)):
+            for tracer in tracers:
+                tracer.look(module, frame, event, result)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def _is_within(frame: FrameType | None, modules: tuple[str, ...]) -> bool:
+    while frame is not None:
+        if _module_of(frame.f_code.co_filename) in modules:
+            return True
+        frame = frame.f_back
+    return False
+
 
 def _inside(value: object) -> Sequence[object]:
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(value)
     if isinstance(value, Mapping):
         return list(value.values())
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, each.name, None) for each in fields(value)]
+    if isinstance(value, functools.partial):
+        return [*value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        return [each for cell in value.__closure__ or () for each in _content(cell)]
+    if _is_open(value) and (is_dataclass(value) or isinstance(value, BaseModel)):
+        return _attributes(value)
     return ()
 
 
+def _content(cell: Any) -> Sequence[object]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return ()
+
+
+def _is_open(value: object) -> bool:
+    return type(value).__module__.startswith("oppo.") and not isinstance(value, type) and not hasattr(value, "run")
+
+
+def _attributes(value: object) -> Sequence[object]:
+    slots = [name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+@functools.cache
 def _module_of(file: str) -> str | None:
     path = Path(file)
-    return f"oppo/{path.relative_to(PACKAGE).as_posix()}" if path.is_relative_to(PACKAGE) else None
+    module = f"oppo/{path.relative_to(PACKAGE).as_posix()}" if path.is_relative_to(PACKAGE) else ""
+    return None if module.startswith(ASIDE) else module or None
 
 
 def _equal(number: float) -> Callable[[object], bool]:
@@ -134,7 +207,7 @@ def _equal(number: float) -> Callable[[object], bool]:
     return holds
 
 
-def _step(folder: Path, name: str, tracer: Tracer) -> Tracer:
+def _step(folder: Path, name: str) -> None:
     settings = (
         f"run.name={name}",
         "run.steps=1",
@@ -142,26 +215,31 @@ def _step(folder: Path, name: str, tracer: Tracer) -> Tracer:
         "run.panel=off",
         f"trainer.learning_rate={RATE}",
     )
-    with tracer.tracing():
-        if code := run(folder, "", *settings):
-            raise RuntimeError(f"the run ended with exit code {code}")
-    return tracer
+    if code := run(folder, "", *settings):
+        raise RuntimeError(f"the run ended with exit code {code}")
 
 
 def _token_and_setting() -> Iterator[Journey]:
     found: list[float] = []
+    update = HfTrainer.update
 
-    def noted(value: object) -> bool:
-        if isinstance(value, Batch) and not found:
-            found.append(float(value.logprobs[0]))
-        return False
+    def noted(self: HfTrainer, batch: Batch) -> Any:
+        found.append(float(batch.logprobs[0]))
+        return update(self, batch)
 
     with tempfile.TemporaryDirectory() as where:
         folder = furnish(Path(where))
-        _step(folder, "noted", Tracer(noted))
-        token = _step(folder, "token", Tracer(_equal(found[0]), "oppo/losses/"))
-        setting = _step(folder, "setting", Tracer(_equal(RATE), "oppo/hf/train/optim"))
+        with patch.object(HfTrainer, "update", noted):
+            _step(folder, "noted")
+        token = Tracer(_equal(found[0]), lambda module, name: (module, name) == LOSS, branch=SCORING)
+        setting = Tracer(
+            _equal(RATE), lambda module, _: module == "oppo/hf/train/optim.py", closed=(Settings, Deployment)
+        )
+        with tracing(token, setting):
+            _step(folder, "traced")
+    beside = [each for each in token.beside if each not in token.modules]
     yield Journey("A token, from the decode loop to the loss", list(token.modules), list(token.containers))
+    yield Journey("Beside it, the scorers read the token", beside)
     yield Journey("A setting, `trainer.learning_rate`, from the file to its use", list(setting.modules))
 
 
@@ -176,15 +254,15 @@ def _weights() -> Journey:
         engine.sender = FileSender()
         async with running(llm):
             policy = VllmPolicy(engine, sampling=sampling)
-            with tracer.tracing():
+            with tracing(tracer):
                 await trainer.sync_weights(policy)
 
     anyio.run(main)
-    return Journey("Weights, from the trainer to vLLM", list(tracer.modules))
+    return Journey("Weights, from the trainer to an `AsyncLLM` in its process, a fake one", list(tracer.modules))
 
 
 def journeys() -> list[Journey]:
-    """Return the three."""
+    """Return the three, and the branch of the first."""
     return [*_token_and_setting(), _weights()]
 
 

@@ -1,4 +1,4 @@
-"""Admission that learns nothing: overcommit of a fixed number of units, tail batching, and continuous batching."""
+"""Overcommit, fixed or as a controller sets it (:class:`AdaptiveOvercommit`), tail batching, continuous batching."""
 
 from __future__ import annotations
 

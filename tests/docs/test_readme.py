@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import oppo.algorithms
-from docs.make_journeys import PAGE as ARCHITECTURE, Journey, Tracer, written
 from oppo import GAE, Graph, Overcommit, Score, grpo, ppo
 from oppo.admission.chunking import Fixed
 from oppo.config.load import load_settings
@@ -29,8 +28,6 @@ from oppo.errors import GraphError
 from oppo.events import Chunk, Finish, FloatArray, Prompt, Response
 from oppo.hf import BridgedReward, ClassifierReward, ProcessRewardModel, SimilarityReward
 from oppo.placement import Thread
-from oppo.returns import whiten
-from oppo.stages.ledger import require_prompt
 from oppo.testing import (
     FakeCritic,
     FakePolicy,
@@ -480,20 +477,3 @@ def test_every_report_has_a_test_and_is_named_once() -> None:
     reports = [re.findall(r"https://github\.com/([\w./-]+/(?:issues|pull)/\d+)", row) for row in rows]
     assert [row for row, found in zip(rows, reports, strict=True) if len(found) != 1 or "::test_" not in row] == []
     assert len({found[0] for found in reports}) == len(rows) >= 25
-
-
-def test_a_value_is_followed_into_functions_whose_arguments_hold_it() -> None:
-    tracer = Tracer(lambda value: isinstance(value, np.ndarray) and value.dtype == np.int32)
-    with tracer.tracing():
-        whiten(np.ones(3, np.float32), np.ones(3, np.bool_))
-        assert not tracer.modules
-        require_prompt(Prompt(0, 0, np.array([1], np.int32)))
-    assert list(tracer.modules) == ["oppo/stages/ledger.py"]
-    assert list(tracer.containers) == ["Prompt"]
-
-
-def test_a_page_is_read_as_it_was_written() -> None:
-    found = Journey("a title", ["oppo/events.py", "oppo/models.py"], ["Chunk"])
-    page = f"<!-- made by docs/make_journeys.py -->\n{found.text()}<!-- until here -->"
-    assert written(page) == [{"oppo/events.py", "oppo/models.py"}]
-    assert len(written(ARCHITECTURE.read_text(encoding="utf-8"))) == 3
