@@ -62,7 +62,7 @@ class Conversation:
     def __init__(self, requests: ChatRequests, rollout: str) -> None:
         self.branch = 0  # of a further one a hash of its prompt, so that it does not depend on timing
         self.told = 0  # turns that the agent was told
-        self.given = ""  # a digest of what was read after them
+        self.given = ""  # a digest of the tokens read after them
         self.full: Refusal | None = None  # refuses whatever continues it
         self.telling = anyio.Lock()  # held while turns of a rollout are added
         self.last: Request | None = None
@@ -290,7 +290,7 @@ class Session:
         self.conversations = {0: Conversation(requests, rollout)}
         self.open = {0}  # those whose responses have no reward yet
         self.unopened: list[Conversation] = []  # those for which no response was begun
-        self.changes = 0  # requests that changed what was said
+        self.changes = 0  # requests that changed earlier messages
         self.change = ""  # how the first of them did
         self.rollout = rollout
         self._requests = requests

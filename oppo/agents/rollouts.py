@@ -366,7 +366,7 @@ class Agents(RunningAgents, Branching):
     async def _having_told(
         self, session: Session, prompt: Prompt, number: int, said: _Said, *, cut: bool = False
     ) -> Conversation:
-        # The conversation of a rollout, in which so many turns were told; ``cut``: the last one was not whole.
+        # The conversation of a rollout, once its first ``number`` turns were sent; ``cut``: the last one was not whole.
         talk = await session.held(prompt.branch)
         if talk is None:
             raise _Astray(f"the agent of rollout {prompt.rollout} ended earlier than before the run was resumed")
