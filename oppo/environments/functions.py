@@ -249,7 +249,7 @@ class Tools(Shared):
         timeout: seconds after which a call has failed; ``None``: never.
         concurrency: calls of each tool that may overlap; by default 64, or 4 in processes.
         process: call sync tools in processes of their own.
-        max_turns: after so many answers a turn that calls ends the response; ``None``: no limit.
+        max_turns: after this many answers a turn that calls a tool ends the response; ``None``: no limit.
 
     Raises:
         ConfigError: the policy is not shown a tool, two have one name, or a number is out of range.

@@ -72,7 +72,7 @@ class OpenEnvSession:
         from websockets.exceptions import WebSocketException  # noqa: PLC0415 - an extra
 
         connection = self._connection
-        if connection is None or self._waiting:  # another answer would be taken for that of this
+        if connection is None or self._waiting:  # this request would read the late answer to another
             raise ConnectionError(self._ended or _UNANSWERED)
         message = json.dumps({"type": kind, "data": data})
         self._waiting = True
