@@ -234,7 +234,7 @@ class Step:
     def work(self) -> Sequence[Span]:
         """The work that stages recorded in this step and in those alive beside it so far, in the order of its ends.
 
-        That of this step alone is ``recorded(Span)``.
+        The work of this step alone is ``recorded(Span)``.
         """
         return tuple(self.runtime.work.spans)
 
