@@ -181,7 +181,7 @@ class ChatFormat:
         return tokens[tokens.index(ended) + 1 :] if ended in tokens[:closing] else tokens
 
     def conversation(self, finish: Finish) -> list[ChatMessage]:
-        """Return a response as messages: each turn with its reasoning and calls, and between them what was answered.
+        """Return a response as messages: each turn with its reasoning and calls, and between them the answers.
 
         An answer that does not say its messages is one message of a tool, with all of its text.
         """
@@ -361,5 +361,5 @@ _WHOSE: Final = "the chat template of the policy's tokenizer"
 
 
 def _behind(text: str, count: int) -> str:
-    # What stands behind the stand-in, which occurs so many times; what comes later may spell it, too.
+    # The text after the stand-in, which occurs ``count`` times; later text may spell it, too.
     return text.split(_SAID, count)[-1]

@@ -601,7 +601,7 @@ def _stacks(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.ModuleL
 
 
 def _period(layers: nn.ModuleList, every: int, most: int) -> int:
-    # 0 if there is none of at most so many layers.
+    # 0 if there is none of at most that many layers.
     forms = [(layer.kind, *((key, each.shape) for key, each in layer.named_parameters())) for layer in layers]
     fit = (size for size in range(every, most + 1, every) if len(forms) % size == 0)
     return next((size for size in fit if forms == forms[:size] * (len(forms) // size)), 0)

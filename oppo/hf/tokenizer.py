@@ -110,7 +110,7 @@ def _parsed(template: str) -> nodes.Template:
 
 
 def _bits(node: nodes.Node, known: dict[str, float]) -> float:
-    # The logarithm of a length or value, to base 2; what is not known counts as 1.
+    # The logarithm of a length or value, to base 2; an unknown one counts as 1.
     match node:
         case nodes.Name(name=name):
             return known.get(name, 0.0)

@@ -270,7 +270,7 @@ class BridgeWorker(ScorerWorker[Found[V]]):
 
     @abstractmethod
     def _value(self, retokenizer: Retokenizer, kept: FloatArray) -> V:
-        # Of what was kept of a rollout; raises ``Unaligned``.
+        # The result of the kept tokens of a rollout; raises ``Unaligned``.
         ...
 
     def extend(self, inputs: ScorerInput) -> None:
@@ -383,7 +383,7 @@ class Bridged(ScorerHandle[Found[V]]):
 class BridgedReward(Bridged[float]):
     """Scores each rollout with a reward model that has another tokenizer or chat template, streamed as text.
 
-    The score is that of the model's own call on the whole text: prompt and response, rendered in one of the forms of
+    The score is the model's own, of the whole text: prompt and response, rendered in one of the forms of
     :class:`~oppo.hf.as_text.rendering.Rendering` and tokenized at once. While the rollout grows, the model reads the
     tokens that its end can hardly change; where it does change them, the model goes back. Metrics count the tokens read
     in vain (``bridge/reread_tokens``), and at the end (``bridge/tail_tokens``). ``ToolTokens`` are part of the text.

@@ -272,7 +272,7 @@ def score_reader(model: PreTrainedModel) -> Reader:
 
 
 def read_back(states: Sequence[ReadState]) -> list[Any]:
-    """Return what was kept of each rollout, float32 [n], or int32 as it is; the host waits once for all of them."""
+    """Return the kept values of each rollout, float32 [n], or int32 unchanged; the host waits once for all of them."""
     pieces = [piece for state in states for piece in state.kept]
     joined = torch.cat(pieces) if pieces else torch.zeros(0)
     kept = (joined if joined.dtype == torch.int32 else joined.float()).cpu().numpy()
