@@ -406,7 +406,7 @@ class PooledDecode:
 
     @property
     def _ahead(self) -> bool:
-        # What is to be read next was made by weights that other members have not got yet.
+        # The next unread tokens were sampled with weights that other members do not have yet.
         first = self._unread[0] if self._unread else None
         return isinstance(first, Chunk) and bool((first.versions[-1:] > self._members.version).any())
 
@@ -575,7 +575,7 @@ class PooledDecode:
         if not self._issued and self._over:
             self._answer, self._ending = None, False
             return False
-        self._unanswered = False  # the next engine gets what is not issued yet
+        self._unanswered = False  # the next engine gets the answer that is not issued yet
         return True
 
     def _issue(self) -> None:
