@@ -91,7 +91,7 @@ class Checkpoints:
     @contextmanager
     def writing(self, step: int, score: float = math.nan, measure: str = "score") -> Iterator[Path]:
         """Yield a directory that becomes the checkpoint of ``step`` if no error ends the context."""
-        # Then those beyond what is kept are deleted, and those of later steps, which a resumed run gave up.
+        # Then checkpoints beyond the number to keep are deleted, and checkpoints of later steps than a resumed run's.
         path = self._directory / _named(step)
         try:
             if os.path.lexists(path):

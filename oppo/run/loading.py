@@ -189,7 +189,7 @@ class RoleLoader:
 
     @contextmanager
     def attributed(self, name: str, key: str = "") -> Iterator[None]:
-        """Name the setting of a model in the errors of loading it: ``key``, or that of ``[models]``."""
+        """Name the setting of a model in the errors of loading it: ``key``, or its key in ``[models]``."""
         try:
             with attributed(name, "it was loaded", _LOADING):
                 yield

@@ -211,7 +211,7 @@ def _with_tokens(deployment: Deployment, count: int) -> Deployment:
 
 
 def _planned(deployment: Deployment, load: Load | None) -> tuple[int, list[Expected]]:
-    # The tokens of a micro-batch, and what is needed with these: activations grow in proportion to them, at most.
+    # The tokens of a micro-batch, and the memory needed with them: activations grow in proportion to them, at most.
     given, on_cpu = deployment.trainer.micro_batch_tokens, deployment.devices.trainer[0].type == "cpu"
     tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)
     needs = _needs(_with_tokens(deployment, tokens), load)
@@ -330,7 +330,7 @@ def _workers(
     assumed: Hardware | None,
     remote: bool = False,
 ) -> list[Expected]:
-    # Of each worker; a type that torch does not know leaves that of the weights.
+    # For each worker; a dtype that torch does not know counts as the weights' own.
     stored = make().dtype
     served = getattr(torch, dtype, stored)
     replicas = int(str(arguments.get("data_parallel_size") or 1))

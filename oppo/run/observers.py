@@ -71,11 +71,11 @@ def watching(
     first: int,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> Iterator[RunObservers]:
-    """Open the observers of a run, those of the program (``own``) last, and close them at its end."""
+    """Open the observers of a run, the program's (``own``) last, and close them at its end."""
     with ExitStack() as stack:
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
         panel = panel_of(chosen, console, assembly.tokenizer.decode)
-        # A live panel would be drawn over what is written to the terminal beside it, so it shows the messages itself.
+        # A live panel would be drawn over other output to the terminal, so it shows the messages itself.
         shown = (panel.on_notice,) if panel.is_live else ()
         stack.enter_context(routed(log.notice, *shown, onward=not panel.is_live))
         decode = assembly.tokenizer.decode

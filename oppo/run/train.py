@@ -178,7 +178,7 @@ def prepare(
             before its first. Otherwise the directory must be unused.
         dry_run: prepare only, so the run directory may be in use.
         accept_changed_code: resume with another content of a file of code than the run began with.
-        graph: makes the graph of a step, in place of that of ``step.algorithm``.
+        graph: makes the graph of a step, in place of ``step.algorithm``'s.
         rows: of a program, in place of what settings name.
 
     Raises:
@@ -420,7 +420,7 @@ def train(
         graph: makes the graph of a step of the run's models and schedule, in place of that of ``step.algorithm``, whose
             loss and settings stay. Its stages ``generate`` and ``update`` are a ``Generate`` and an ``Update``. A
             trainer of its own is a :class:`oppo.models.ResumableTrainer`; the run saves and restores it.
-        observers: see every item and step, beside those of the run, with the names of ``run.metric_names``.
+        observers: see every item and step, beside the run's own observers, with the names of ``run.metric_names``.
 
     Raises:
         OppoError: settings, data or models cannot be used, or the run failed.
