@@ -168,7 +168,7 @@ TRACKS: Final[Mapping[ScorerName, str]] = MappingProxyType(
     {"reference": "reference", "reward": "reward model", "critic": "critic", "teacher": "teacher"}
 )
 
-GRAINS = 1024  # the longest response has about so many fake tokens at most, each of which stands for several
+GRAINS = 1024  # the longest response has about this many fake tokens at most, each of which stands for several
 
 
 class Longest(Observer):

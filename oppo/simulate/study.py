@@ -21,7 +21,7 @@ from oppo.log import logger
 from oppo.simulate.costs import System, Workload
 from oppo.simulate.run import LAST, Schedule, ScheduleOutcome, SimulatedRun
 
-WORTHWHILE: Final = 1.05  # A schedule that is less than so many times as fast as the present one is not worth a change
+WORTHWHILE: Final = 1.05  # the least speed-up over the present schedule that is worth a change
 
 ALIKE: Final = 0.97  # of schedules within 3 % of the fastest, the one with the least staleness is recommended
 
