@@ -328,7 +328,7 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
         prompts: at least three, with rollout numbers in admission order.
 
     Raises:
-        ProtocolError: what was expected and what came.
+        ProtocolError: names the expected and the received value.
     """
     whole = await _trial(make, prompts)
     await whole.decode(limit=3)
@@ -541,7 +541,7 @@ async def check_admission(make: Make[Admission]) -> None:
 
     Raises:
         AdmissionError: it decided what no step can do.
-        ProtocolError: what was expected and what came.
+        ProtocolError: names the expected and the received value.
     """
     for lengths in _LENGTHS:
         admission = await _made(make)
@@ -614,7 +614,7 @@ async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close:
         close: whether two values are equal, up to the backend's rounding: ``1e-5 * (1 + |x|)`` for oppo's own.
 
     Raises:
-        ProtocolError: what was expected and what came.
+        ProtocolError: names the expected and the received value.
     """
     whole = await _made(make)
     for event in finished:
@@ -650,7 +650,7 @@ async def check_trainer(make: Make[Trainer], batch: Batch, synced: Sequence[Sync
     """Check that a trainer counts its updates and syncs every model.
 
     Raises:
-        ProtocolError: what was expected and what came.
+        ProtocolError: names the expected and the received value.
     """
     trainer = await _made(make)
     before = trainer.version
