@@ -316,7 +316,7 @@ class RequestRoutes:
         self._steps = self._received = 0
 
     def receive(self, steps: Sequence[NDArray[Any]], whole: NDArray[Any] | None) -> None:
-        # Those of the steps of a request that goes on, or of the whole that ends it.
+        # The routed experts of the steps of a request that goes on, or of the whole request when it ends.
         new = list(steps[self._steps :]) if whole is None else [whole[self._received :]]
         self._steps = len(steps)
         self._received += sum(map(len, new))

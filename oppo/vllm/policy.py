@@ -336,7 +336,7 @@ class VllmPolicy:
                     await self.resume()
 
     def _adapted(self, weights: Weights) -> Mapping[str, object]:
-        # What is sent of weights with adapters; transformers takes seconds to import.
+        # The part of weights with adapters that is sent; transformers takes seconds to import.
         from oppo.hf.lora import adapter_rounding_loss, rounding_loss  # noqa: PLC0415
 
         engine = self.engine

@@ -336,7 +336,7 @@ class ServerProcess:
             self._written.write(tensors, version)
 
     def end(self) -> None:
-        """End the server and its processes, and remove what was written for it; idempotent."""
+        """End the server and its processes, and remove the files written for it; idempotent."""
         lifeline, process = self._lifeline, self._process
         self._lifeline = self._process = self._written = None
         if lifeline is not None:

@@ -511,7 +511,7 @@ class VllmLogprobs(VllmScorer[FloatArray | TopLogprobs, Rows]):
     Args:
         engine: serves a causal LM that shares the policy's tokenizer; or a server that does.
         sampling: the policy's; only the temperature and the ids that may be sampled count.
-        top_k: of the likeliest ids at each token, so many are listed; 0: a float for each token and nothing else.
+        top_k: the number of likeliest ids that are listed at each token; 0: a float for each token and nothing else.
         key: what names it in errors, ``scorers.reference``.
 
     Raises:

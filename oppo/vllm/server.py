@@ -260,7 +260,7 @@ class Stream:
     params: Mapping[str, Any]
     inbox: Inbox
     made: list[int] = field(default_factory=list)
-    starts: list[tuple[str, int]] = field(default_factory=list)  # versions of what is made, with their first tokens
+    starts: list[tuple[str, int]] = field(default_factory=list)  # versions of tokens, with the first token of each
     parts: int = 0  # requests that the server has had for it
     part: anyio.CancelScope | None = None  # the one that is open, if any; cancelling it gives it up
     over: anyio.Event = field(default_factory=anyio.Event)  # set when there is none
