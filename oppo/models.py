@@ -402,7 +402,7 @@ class StreamingTrainer(Trainer, Protocol):
         """Add the gradient of some rows of the coming batch; weights and version do not change."""
 
     async def commit(self, batch: Batch) -> Trained:
-        """Train on the batch, as :meth:`Trainer.update` does, with what was accumulated of it.
+        """Train on the batch, as :meth:`Trainer.update` does, with its accumulated gradient.
 
         A gradient of other rows than the batch's, or one that is not finite, is discarded, and the batch is trained
         whole. The next :meth:`Trainer.update` discards an accumulated gradient too.

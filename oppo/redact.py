@@ -76,7 +76,7 @@ def redacted(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Return ``text`` with every secret replaced by ``***``; not for a file that is read back.
 
     Args:
-        environment: variables whose values may be secrets; ``None``: those of the process.
+        environment: variables whose values may be secrets; ``None``: the process's.
 
     Example:
         >>> redacted("https://me:pw@host/x?token=abc&n=1", {})

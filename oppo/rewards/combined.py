@@ -93,7 +93,7 @@ class Rewards(Shared, Scorer["float | Drop"]):
 
     @property
     def capabilities(self) -> ScorerCapabilities:
-        # Calls may overlap if those of some part may; the time slice is the shortest of the parts that read.
+        # Calls may overlap if the calls of some part may; the time slice is the shortest of the parts that read.
         parts = [part.capabilities for part in self._parts]
         slices = [part.capabilities.time_slice for part in self._readers]
         return ScorerCapabilities(
