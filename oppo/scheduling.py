@@ -12,7 +12,9 @@ there applies it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Protocol, Self
@@ -35,12 +37,12 @@ class Holdable(Protocol):
 
 
 class Priority:
-    """The priority of calls that are made in the order of arrival."""
+    """The priority of calls that are made in the order of arrival; inside :func:`urged`, that of its caller."""
 
     def claim(self, queue: Holdable) -> bool:
         """Return whether a call that is about to join ``queue`` is urgent, and hold the queue if so."""
-        del queue
-        return False
+        urgent = _urgent.get()
+        return urgent is not None and urgent.claim(queue)
 
     def preemption(self) -> Callable[[], bool]:
         """Return a function that says whether the call that is about to join a queue should be withdrawn."""
@@ -79,6 +81,22 @@ class Urgent(Priority):
         self._entered = False
         while self._held:
             self._held.pop().release(self)
+
+
+_urgent = ContextVar[Urgent | None]("urgent", default=None)
+
+
+@contextmanager
+def urged(priority: Priority) -> Iterator[None]:
+    """Make the calls of the body urgent if ``priority`` is, where they are given none of their own.
+
+    So a scorer that takes no priority does not wait, in a place that it shares, for the one that waits for it.
+    """
+    token = _urgent.set(priority if isinstance(priority, Urgent) else None)
+    try:
+        yield
+    finally:
+        _urgent.reset(token)
 
 
 class Preemptible(Priority):

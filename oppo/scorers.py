@@ -14,7 +14,7 @@ import anyio
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
 from oppo.events import Chunk, Finish, Prompt, Response, Support, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer, entered
-from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice, urged
 
 Growth: TypeAlias = Prompt | Chunk | ToolTokens
 """An event that a scorer reads."""
@@ -255,7 +255,7 @@ class RolloutSessions(dict[int, S], Generic[S]):
 
 
 def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:
-    """Return ``scorer``, or a wrapper that drops the priority if none of its methods takes that keyword.
+    """Return ``scorer``, or a wrapper that takes the keyword ``priority`` if none of its methods does.
 
     Raises:
         ProtocolError: some of its methods take the keyword, others do not.
@@ -281,16 +281,16 @@ class _InOrder(Generic[T]):
         return self._scorer.version
 
     async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
-        del priority
-        await self._scorer.extend(events)
+        with urged(priority):
+            await self._scorer.extend(events)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
-        del priority
-        return await self._scorer.finish(finished)
+        with urged(priority):
+            return await self._scorer.finish(finished)
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        del priority
-        await self._scorer.forget(rollouts)
+        with urged(priority):
+            await self._scorer.forget(rollouts)
 
 
 class ByColumn(Generic[T]):

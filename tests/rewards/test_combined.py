@@ -384,6 +384,39 @@ async def test_a_file_may_make_a_scorer_in_the_place_of_the_run(
     assert messages == ["made"] * (name != "Longest")
 
 
+class Doubled:
+    def score(self, count: int) -> float:
+        return 2.0 * count
+
+
+class Prioritised:
+    version = 0
+
+    def __init__(self, place: Thread) -> None:
+        self.hosted = place.host(Doubled)
+
+    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None: ...
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> list[float | Drop]:
+        hosted = self.hosted.at(priority)
+        return [await hosted.call("double", Doubled.score, len(each.response)) for each in finished]
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None: ...
+
+
+async def test_a_scorer_that_takes_no_priority_does_not_wait_for_one_that_holds_their_common_place(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "judges.py").write_text(PLACED)
+    with Thread("scorers") as place, anyio.fail_after(10):
+        longest = load_reward(f"{tmp_path / 'judges.py'}:Longest", str, place=place)
+        rewards = Rewards({"model": (1, Prioritised(place)), "longest": (1, longest)}, decode=str)
+        with Urgent() as priority:
+            await rewards.extend([each.response.prompt for each in finished()], priority=priority)
+            total = await rewards.finish(finished(), priority=priority)
+    assert total == [2 * len(each.response) + n for each, n in zip(finished(), lengths(), strict=True)]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

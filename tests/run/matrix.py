@@ -30,7 +30,7 @@ from oppo.errors import OppoError
 from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.hf.tool_calls import ToolCall
 from oppo.observe import Observer
-from oppo.run.train import train
+from oppo.run.train import resume, train
 from tests.kit.assets import furnish
 from tests.kit.forked import Program, preload
 from tests.kit.pairs import Row, covering
@@ -297,7 +297,8 @@ def live(config: str, settings: list[str], kill: int, *, call_tools: bool = Fals
     if call_tools:
         ChatFormat.parse = _call_tools  # type: ignore[method-assign, assignment]
     try:
-        train(config, settings, observers=[killer])
+        begin = resume if Path(config).is_dir() else train
+        begin(config, settings, observers=[killer])
     except OppoError as error:
         sys.stdout.write(f"refused: {type(error).__name__}: {error}\n")
         return 2

@@ -164,7 +164,8 @@ def test_a_part_has_settings_of_its_own(workplace: Path) -> None:
 
 
 def test_a_scorer_of_a_file_works_in_the_place_of_the_scorers(workplace: Path) -> None:
-    assert oppo(workplace, "", "rewards.0.source=judges.py:Longest", "run.scorers=process", "run.name=placed") == DONE
+    parts = 'rewards=[{name="longest", source="judges.py:Longest"}, {name="model", source="reward"}]'
+    assert oppo(workplace, "", parts, "run.scorers=process", "run.name=placed") == DONE
     trace = json.loads((workplace / "runs" / "placed" / "trace.json").read_text())
     assert "reward" in {each["args"]["name"] for each in trace if each["name"] == "thread_name"}
 
