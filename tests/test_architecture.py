@@ -99,7 +99,7 @@ BUDGETS = {
     "hf": 11_556,
     "liveness": 593,
     "losses": 1_135,
-    "oppo": 6_027,
+    "oppo": 6_045,
     "placement": 3_824,
     "report": 2_618,
     "rewards": 1_755,
