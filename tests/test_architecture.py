@@ -112,14 +112,14 @@ BUDGETS = {
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 210,
+    "modules": 194,
     "files in the root": 21,
-    "protocols": 63,
-    "functions that only require": 79,
+    "protocols": 55,
+    "functions that only require": 70,
     "modules that name turns": 34,
-    "modules that name deterministic": 22,
+    "modules that name deterministic": 21,
     "modules that name lookahead": 24,
-    "modules that name restarts": 14,
+    "modules that name restarts": 13,
     "modules that name remote": 10,
 }
 """What the package may have at most. Lower a number when it falls; a raised one needs its reason beside it."""
