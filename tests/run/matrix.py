@@ -363,12 +363,16 @@ def _weights(run: Path) -> Iterator[bytes]:
                 yield tensor.contiguous().numpy().tobytes()
 
 
+AT_A_CUT = "step", "answered"
+
+
 def _records(run: Path, name: str) -> list[bytes]:
     """Return the lines of a file without what they say of the clock, in an order of their own."""
     lines = read_lines(run / name) if (run / name).exists() else []
     timed = ("at", "seconds", "agents/refused")  # an agent's last request is refused in this evaluation or the next
     kept = [
-        {key: value for key, value in line.items() if not key.endswith(timed)}
+        # a turn that ends at the cut is answered in its step, or when the next one begins
+        {key: value for key, value in line.items() if not key.endswith(timed) and (key, line.get("event")) != AT_A_CUT}
         for line in lines
         if line.get("event") != "observed"
     ]
