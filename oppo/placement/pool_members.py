@@ -488,6 +488,10 @@ class PooledDecode:
     def _note(self, chunk: Chunk | ToolTokens) -> None:
         rollout, member, n = self.prompt.rollout, self.member, len(chunk.tokens)
         newest = int(chunk.versions[-1]) if n and isinstance(chunk, Chunk) else 0
+        if (n or ends(chunk)) and (chunk.rollout, chunk.start) != (rollout, self.length) and member is not None:
+            told = f"tokens of rollout {chunk.rollout} from {chunk.start} on"
+            self._refuse(member, f"it returned {told}; expected tokens of rollout {rollout} from {self.length} on")
+            return
         if newest > self._members.given and member is not None:
             self._refuse(member, f"it made tokens of version {newest}, never given")
             return

@@ -183,6 +183,14 @@ SLOW_READER = replace(KEPT, lengths=(4, 3, 3), batch=5, extra=0, chunks=WholeRol
 @example(Case(SLOW_READER, (Fate(keeps=False, after=1),), script=(Fault("member 0", "read", Slow(1.0), 12),)))
 @example(Case(SLOW_READER, (Fate(),), script=(Fault("member 0", "read", Garbage("version"), 0),)))
 @example(Case(KEPT, (Fate(), Fate()), script=(Fault("member 0", "read", Garbage("version"), 9),)))
+@example(Case(SLOW_READER, (Fate(),), script=(Fault("member 0", "read", Garbage("empty"), 0),)))
+@example(
+    Case(
+        replace(KEPT, lengths=(1, 1, 1), batch=1, extra=0, chunks=WholeRollout(), steps=1, samples=1, capacity=1),
+        (Fate(after=2),),
+        script=(Fault("member 0", "open", Slow(0.01), 0), Fault("member 0", "read", Garbage("empty"), 0)),
+    )
+)
 def test_whatever_a_member_does_wrong_costs_it_its_place_and_nothing_else(case: Case) -> None:
     check_talk(case.play(Talking, tool()))
     check(case.play(tool=tool()))
