@@ -100,7 +100,7 @@ BUDGETS = {
     "liveness": 593,
     "losses": 1_135,
     "oppo": 6_045,
-    "placement": 3_824,
+    "placement": 3_828,
     "report": 2_618,
     "rewards": 1_755,
     "run": 4_902,
