@@ -49,8 +49,12 @@ def trackio_history(project: str) -> list[tuple[str, int, dict[str, object]]]:
 
 
 def logs(path: Path) -> list[Sequence[Record]]:
-    files = sorted(path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
-    return [finished(file) for file in files]
+    return sorted(map(finished, path.glob("wandb/offline-run-*/*.wandb")), key=began)
+
+
+def began(log: Sequence[Record]) -> int:
+    runs = (record.run for record in log if record.WhichOneof("record_type") == "run")
+    return min(int(run.start_time.ToNanoseconds()) for run in runs)
 
 
 def finished(file: Path, patience: float = 60.0) -> Sequence[Record]:
