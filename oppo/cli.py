@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app.command(doctor)
     app.command(simulate)
     app.command(convert_config)
+    app.command(report)
     app.command(push)
     app.command(demo)
     with routed(note):
@@ -307,6 +308,38 @@ def convert_config(
         note(line)
     converted.check(config)
     Console().out(f"written: {config}; `oppo train {config} --dry-run` loads and checks everything", highlight=False)
+    return DONE
+
+
+def report(
+    *runs: Path,
+    live: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+) -> int:
+    """Write the page of a run, report.html; of several runs one that compares them, comparison.html beside the first.
+
+    Args:
+        runs: The run directories, of runs that go on too.
+        live: Serve the page to browsers of this machine, and follow the runs; Ctrl-C ends it.
+    """
+    from oppo.report.recorded import recorded  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.report.view import Follower, write_report  # noqa: PLC0415 - likewise
+
+    if not runs:
+        raise ConfigError("oppo report needs the directory of a run: `oppo report runs/first`")
+    found, console = [recorded(run) for run in runs], Console()
+    for run in found:
+        for problem in run.problems:
+            note(f"{run.path}: {problem}")
+    if not live:
+        console.out(f"written: {write_report(found)}", highlight=False)
+        return DONE
+    with Follower(runs) as server:
+        console.out(f"following at {server.address}; Ctrl-C ends it", highlight=False)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt as error:
+            if code_of(error) != INTERRUPTED:
+                raise
     return DONE
 
 
