@@ -17,7 +17,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias, TypeVar, cast
+from typing import Final, Literal, TypeAlias, TypeGuard, TypeVar
 
 from oppo.events import StepReport
 from oppo.graph.engine import notify
@@ -112,6 +112,7 @@ METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
 
 MFU: Final = {kind: f"perf/mfu/{kind}" for kind in ("decode", "score", "update")}
 DISTANCES: Final = ("objective/kl", "objective/teacher_kl")
+LARGEST: Final = 1e100
 HELD_OUT: Final = ("eval/score", "eval/score_ci95", "eval/response_length")
 MEMORY: Final = {kind: f"memory/{kind}" for kind in ("allocated", "reserved")}
 
@@ -142,10 +143,15 @@ def metrics_of(run: Path, damaged: Damaged = unnoticed) -> Sequence[Metrics]:
 
 
 def records_of(lines: Iterable[Record]) -> Sequence[Metrics]:
+    """Return the numbers of records under the metrics' own names, without those too large to be added up."""
     return [
-        {name: value for name, value in in_own_names(each).items() if value is None or isinstance(value, int | float)}
+        {name: value for name, value in in_own_names(each).items() if value is None or _is_number(value)}
         for each in lines
     ]
+
+
+def _is_number(value: object) -> TypeGuard[float | int]:
+    return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 Figures: TypeAlias = dict[str, dict[str, float]]  # the statistics of a metric, by its name
@@ -185,7 +191,7 @@ def summary(records: Sequence[Mapping[str, float | None]], evaluations: Sequence
 def hidden_fraction(records: Sequence[Mapping[str, float | None]]) -> float | None:
     """``None`` where scoring took less than ``SCORING`` of the steps' seconds: there is nothing to hide."""
     scoring, exposed = (math.fsum(column(records, name)) for name in ("timing_s/score", "timing_s/score_exposed"))
-    return 1 - exposed / scoring if scoring > SCORING * math.fsum(column(records, "seconds")) else None
+    return 1 - exposed / scoring if scoring > max(0.0, SCORING * math.fsum(column(records, "seconds"))) else None
 
 
 def column(records: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
@@ -198,12 +204,6 @@ def _few(values: Sequence[float]) -> int:
 
 def _of(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> float | None:
     return statistic(values) if values else None
-
-
-def by_version(records: Sequence[Record], name: str) -> list[float | None]:
-    """Return a metric of the weights after 0, 1, 2, ... steps; ``None`` where there is none."""
-    known = {cast("int", each["step"]) + 1: cast("float | None", each.get(name)) for each in records}
-    return [known.get(made) for made in range(max(known, default=-1) + 1)]
 
 
 class Renamed(Observer):

@@ -17,7 +17,7 @@ from oppo.errors import ConfigError
 from oppo.observe import Span
 from oppo.report import RunDirectory
 from oppo.report.charts import Excerpt
-from oppo.report.metrics import CHARTS, METRICS, Chart, Metrics, metric
+from oppo.report.metrics import CHARTS, METRICS, Chart, Metrics, metric, records_of
 from oppo.report.page import drawn, page
 from oppo.report.recorded import Recorded, differing, note_times, parameters, recorded
 from oppo.report.records import Record
@@ -188,7 +188,8 @@ NAMES = st.sampled_from(
 def test_any_record_of_numbers_gives_a_page(
     tmp_path_factory: pytest.TempPathFactory, records: Sequence[Mapping[str, float | None]]
 ) -> None:
-    run = run_of(tmp_path_factory.getbasetemp(), [{**each, "step": step} for step, each in enumerate(records)])
+    told = records_of({**each, "step": step} for step, each in enumerate(records))
+    run = run_of(tmp_path_factory.getbasetemp(), told)
     html = page([run, run])
     assert "NaN" not in html.partition('id="data"')[2]
     assert ("No step was made." in html) == (not [*drawn([run])])
