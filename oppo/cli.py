@@ -160,7 +160,7 @@ def carry_out(
     try:
         with session:
             if dry_run:
-                from oppo.run.doctor import rehearse  # noqa: PLC0415 - it knows torch, which takes seconds to import
+                from oppo.run.rehearsal import rehearse  # noqa: PLC0415 - it knows torch, which takes seconds to import
 
                 console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
                 console.out("", *anyio.run(rehearse, session), sep="\n", highlight=False)
