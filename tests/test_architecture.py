@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_828,
     "report": 2_618,
     "rewards": 1_755,
-    "run": 4_902,
+    "run": 4_914,
     "simulate": 2_942,
     "stages": 3_793,
     "testing": 1_415,
