@@ -104,7 +104,7 @@ BUDGETS = {
     "report": 2_618,
     "rewards": 1_755,
     "run": 4_914,
-    "simulate": 2_942,
+    "simulate": 3_021,
     "stages": 3_793,
     "testing": 1_415,
     "vllm": 4_218,
