@@ -104,9 +104,7 @@ class PromptStream(Iterator[Prompt]):
         """Return how many prompts the whole stream holds; an endless one raises a ``TypeError``."""
         if not self._epochs:
             raise TypeError("an endless prompt stream has no length")
-        return min(
-            self._cycle.number(source, self._epochs * each.served) for source, each in enumerate(self._sources)
-        )
+        return min(self._cycle.number(source, self._epochs * each.served) for source, each in enumerate(self._sources))
 
     def __iter__(self) -> PromptStream:
         return self
