@@ -599,8 +599,8 @@ class ImportanceCorrection:
             sequence masking of DeepSeek-V3.2, arXiv 2512.02556, section 3.1, which masks rollouts of negative advantage
             only).
         level: ``token``; ``sequence``: by the rollout's geometric mean (GSPO: Zheng et al. 2025, arXiv 2507.18071,
-            equation 7); or ``product``, whose band masks long rollouts more often than short ones (Liu et al. 2025, "When speed kills stability:
-            demystifying RL collapse from the inference-training mismatch").
+            equation 7); or ``product`` (Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
+            inference-training mismatch"), whose band masks long rollouts more often than short ones.
         k3: a rollout with a larger mean ``m - 1 - log m`` is masked; ``None``: none is.
         cap: c, at least 1.
         low, high: the band of ``mask``, around 1; ``None``: :data:`TOKEN_BAND`, :data:`SEQUENCE_BAND` or

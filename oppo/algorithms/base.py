@@ -166,12 +166,8 @@ class Clipped:
         )
     )
     is_cap: AtLeastOne = setting(CAP, "an importance weight is at most this")
-    is_low: Fraction | None = setting(
-        None, "smaller weights are masked; absent: 0.5 by token, 0.9 by mean, 0 by product"
-    )
-    is_high: AtLeastOne | None = setting(
-        None, "larger weights are masked; absent: 5 by token, 1.1 by mean, 3 by product"
-    )
+    is_low: Fraction | None = setting(None, "smaller weights are masked; absent: 0.5, 0.9 by mean, 0 by product")
+    is_high: AtLeastOne | None = setting(None, "larger weights are masked; absent: 5, 1.1 by mean, 3 by product")
     is_k3: Positive | None = setting(
         None,
         "leave rollouts out of the policy loss whose mismatch, the mean of `m - 1 - log m` over tokens, is larger; "

@@ -535,7 +535,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
         )
     ),
     "{found[0]} = {found[1]!r} has a {found[2]}, and {found[3]}: leave it out": _idle_of_source,
-    "data.drop_last leaves out what fills no batch of one source, and data.prompts has weights: leave one of them out": (
+    "data.drop_last is of whole batches from one source, and data.prompts has weights: leave one of them out": (
         lambda s: s.data.drop_last and _first_source(s, lambda source: source.weight is not None)
     ),
     "agents.{found[0]} is of an agent, and agents.program names none: leave it out": (

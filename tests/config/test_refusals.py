@@ -126,8 +126,6 @@ run.cores=100000 | run.cores: expected at most 1024, got 100000
 run.steps=1000000000000000000000000000000 | run.steps: expected less than 2147483648, got 1000000
 run.watchdog_seconds=1e30 | run.watchdog_seconds: expected less than 2147483648, got 1e+30
 algorithm.lam=nan | algorithm.lam: expected a finite number, got nan
-data.drop_last=true data.prompts=[{path="a.jsonl",weight=1}] |
-    data.drop_last leaves out what fills no batch of one source, and data.prompts has weights
 trainer.warmup_steps=4 | [trainer]: schedule 'constant' has no warm-up, so warmup_steps cannot be 4: leave it out
 run.steps=4 trainer.schedule=linear trainer.warmup_steps=4 |
     [trainer]: warmup_steps must be fewer than the steps of the run (4), not 4
@@ -188,6 +186,8 @@ data.prompts=verifiers:sums | data.prompts = 'verifiers:sums' is a taskset | set
 AGENT eval.prompts=verifiers:sums | eval.prompts = 'verifiers:sums' is a taskset
 agents.program=verifiers | data.prompts = 'prompts.jsonl' is none | name one as 'verifiers:NAME'
 data.prompts=[{path="a.jsonl",config={n=1}}] | data.prompts[0] = 'a.jsonl' has a config, and only a taskset has one
+data.drop_last=true data.prompts=[{path="a.jsonl",weight=1}] |
+    data.drop_last is of whole batches from one source, and data.prompts has weights
 agents.program=verifiers data.prompts=[{path="verifiers:s",split="x"}] | has a split, and a taskset has no such
 agents.program=verifiers data.prompts=[{path="verifiers:s",column="q"}] | has a column, and a taskset has no such
 agents.timeout=5 | agents.timeout is of an agent, and agents.program names none
