@@ -95,6 +95,8 @@ OF_THE_LOSS: Final = frozenset(
 )
 """The settings that an algorithm's loss alone reads."""
 
+Correction: TypeAlias = Literal["none", "truncated", "truncated_sequence", "mask", "mask_sequence", "mask_product"]
+
 KINDS: Final[Mapping[str, tuple[TokenWeight, Level]]] = {
     "none": ("none", "token"),
     "truncated": ("truncated", "token"),
@@ -157,13 +159,11 @@ class Clipped:
         "behaviour",
         "denominator of a stale token's probability ratio: the policy that sampled it, or the one before the update",
     )
-    is_correction: Literal["none", "truncated", "truncated_sequence", "mask", "mask_sequence", "mask_product"] = (
-        setting(
-            "none",
-            "importance sampling (IS) of stale tokens: weights truncated at `is_cap`, by token or by rollout (product), or "
-            "masked outside `is_low` .. `is_high`, by token or by rollout (geometric mean, or product); absent: `truncated` "
-            "if another engine than the trainer's decodes (`models.engine`)",
-        )
+    is_correction: Correction = setting(
+        "none",
+        "importance sampling (IS) of stale tokens: weights truncated at `is_cap`, by token or by rollout (product), or "
+        "masked outside `is_low` .. `is_high`, by token or by rollout (geometric mean, or product); absent: "
+        "`truncated` if another engine than the trainer's decodes (`models.engine`)",
     )
     is_cap: AtLeastOne = setting(CAP, "an importance weight is at most this")
     is_low: Fraction | None = setting(None, "smaller weights are masked; absent: 0.5, 0.9 by mean, 0 by product")
