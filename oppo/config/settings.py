@@ -252,7 +252,8 @@ class Settings(BaseModel):
         return {**found, "vllm": dict(self.vllm)} if self.vllm else found
 
     def spanning(self, steps: int) -> Self:
-        return self.model_copy(update={"trainer": replace(self.trainer, total_steps=steps)})
+        run = replace(self.run, steps=min(steps, self.run.steps))
+        return self.model_copy(update={"run": run, "trainer": replace(self.trainer, total_steps=steps)})
 
     def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Self:
         """Return these settings with ``changes`` by section and key; a list of rewards replaces all of them."""
@@ -534,6 +535,9 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
         )
     ),
     "{found[0]} = {found[1]!r} has a {found[2]}, and {found[3]}: leave it out": _idle_of_source,
+    "data.drop_last is of whole batches from one source, and data.prompts has weights: leave one of them out": (
+        lambda s: s.data.drop_last and _first_source(s, lambda source: source.weight is not None)
+    ),
     "agents.{found[0]} is of an agent, and agents.program names none: leave it out": (
         lambda s: not s.agents.program and sorted(changed(s.agents, {each.name for each in fields(s.agents)}))
     ),
