@@ -50,7 +50,7 @@ from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Thread
 from oppo.returns import TopLogprobs
 from oppo.run.checkpoint import Checkpoints, State, write_state
-from oppo.run.deployment import Deployment, places_of
+from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.loading import RoleLoader, adapter_of, critic_source
 from oppo.run.memory import fitted
@@ -274,9 +274,9 @@ def _assembled(
     on_vllm: ScorersOnVllm,
 ) -> Assembly:
     settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
-    deterministic, seed = settings.run.deterministic, settings.trainer.seed
-    actor, reference = _actor_and_reference(deployment, load, seed=seed)
-    teachers = {key: load.teacher(key) for key in deployment.teachers}
+    deterministic = settings.run.deterministic
+    actor, reference = _actor_and_reference(deployment, load)
+    teachers = {role: load.teacher(role) for role in deployment.roles_of("teacher")}
     rewards = _reward_models(deployment, tokenizer, places, load, on_vllm)
     critic = load_critic(deployment, actor, [*rewards.values()], load)
     models: dict[str, list[Loadable | None]] = {
@@ -297,11 +297,9 @@ def _assembled(
     trained = ActorCritic(actor, critic.trained)
     if not settings.shares_weights:
         trained = trained.copied(devices.weights)
-    copies = (
-        _copies(chosen, load, critic, device=devices.trainer[-1], seed=seed) if deployment.trains_elsewhere else None
-    )
+    copies = _copies(deployment, load, critic) if deployment.trains_elsewhere else None
     trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
-    served = _actor_recipe(chosen, load, devices.policy, seed) if "policy" in devices.apart else actor
+    served = _actor_recipe(deployment, load, devices.policy) if "policy" in devices.apart else actor
     serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places))
     value = None
     if critic.served is not None:
@@ -337,8 +335,8 @@ def _assembled(
 def _reference(
     deployment: Deployment, model: Loadable | None, sampling: Sampling, places: DeviceLayout, on_vllm: ScorersOnVllm
 ) -> Scorer[FloatArray] | None:
-    if "reference" in deployment.settings.on_vllm:
-        return cast("Scorer[FloatArray]", on_vllm.logprobs("reference", sampling))
+    for role, on in deployment.on_vllm("reference"):
+        return cast("Scorer[FloatArray]", on_vllm.logprobs(role, on, sampling))
     if model is None:
         return None
     place = _scoring(places, "reference")
@@ -350,7 +348,7 @@ def _teacher(
     deployment: Deployment,
     sampling: Sampling,
     places: DeviceLayout,
-    models: Mapping[str, tuple[Loadable, HfTokenizer | None]],
+    models: Mapping[Role, tuple[Loadable, HfTokenizer | None]],
     *,
     tokenizer: HfTokenizer,
     on_vllm: ScorersOnVllm,
@@ -359,16 +357,16 @@ def _teacher(
     settings = deployment.settings
     top_k, deterministic = getattr(settings.algorithm, "distill_top_k", None), settings.run.deterministic
     known = dict[str, Scorer[FloatArray | TopLogprobs | Drop]]()
-    for key, (model, reader) in models.items():
-        place, name = _scoring(places, "teacher", key), key.partition(".")[2]
+    for role, (model, reader) in models.items():
+        place, name = _scoring(places, "teacher", role.name), role.name.partition(".")[2]
         if reader is not None and top_k is not None:
             raise ConfigError(
-                f"algorithm.distill_top_k = {top_k} has the policy learn a teacher's likeliest ids, and models.{key} "
+                f"algorithm.distill_top_k = {top_k} has the policy learn a teacher's likeliest ids, and {role.key} "
                 "has ids of its own: leave distill_top_k out, or name a teacher with the policy's tokenizer"
             )
         if reader is not None and answered:
             raise ConfigError(
-                f"models.{key} has another tokenizer and reads a response as one text, in which turns and answers "
+                f"{role.key} has another tokenizer and reads a response as one text, in which turns and answers "
                 "cannot be told apart: expected a teacher with the policy's tokenizer, or no [environment]"
             )
         if reader is not None:
@@ -387,8 +385,8 @@ def _teacher(
             known[name] = TeacherLogprobs(
                 model, sampling=sampling, place=place, top_k=top_k, deterministic=deterministic
             )
-    for key in filter(settings.models.teachers.__contains__, settings.on_vllm):
-        known[key.partition(".")[2]] = on_vllm.logprobs(key, sampling, top_k=top_k or 0)
+    for role, on in deployment.on_vllm("teacher"):
+        known[role.name.partition(".")[2]] = on_vllm.logprobs(role, on, sampling, top_k=top_k or 0)
     column = settings.models.teacher_column
     return ByColumn(column, known) if column else known.get("")
 
@@ -415,12 +413,10 @@ def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:
     return ModelPlace(places.place_of(model), name or model, SERVING)
 
 
-def _actor_and_reference(
-    deployment: Deployment, load: RoleLoader, *, seed: int
-) -> tuple[PreTrainedModel, Loadable | None]:
+def _actor_and_reference(deployment: Deployment, load: RoleLoader) -> tuple[PreTrainedModel, Loadable | None]:
     # With adapters both are over the same base in memory, unless they are apart: on two devices or machines.
     models = deployment.models
-    refers = bool(models.reference) and "reference" not in deployment.settings.on_vllm
+    refers = bool(deployment.roles_of("reference"))
     adapter = adapter_of(models) if models.adapter else None
     actor = load.policy()
     shared = models.is_reference_on_base and not deployment.reference_is_apart
@@ -430,17 +426,17 @@ def _actor_and_reference(
             actor,
             models.lora_rank,
             models.lora_alpha,
-            seed=seed,
+            seed=deployment.trainer.seed,
             experts=models.lora_experts,
             more=models.lora,
         )
     if adapter is not None:
-        with load.attributed("policy", "models.adapter"):
+        with load.attributed(deployment.roles["policy"], "models.adapter"):
             load_lora(actor, adapter)
             if base is not None and models.reference == models.adapter:
                 load_lora(base, adapter, trained=False)
     if refers and base is None:
-        return actor, load.logprobs("reference")
+        return actor, load.reference()
     return actor, base
 
 
@@ -456,25 +452,28 @@ def _reward_models(
     served = {}
     for key, reward in settings.reward_tables.items():
         if isinstance(reward, ModelRewardSection):
-            served[key] = models.serve(key, reward, _scoring(places, "reward", track_of(reward)))
+            served[key] = models.serve(
+                deployment.roles[named_reward(reward)], reward, _scoring(places, "reward", track_of(reward))
+            )
         elif isinstance(reward, VllmRewardSection):
-            served[key] = on_vllm.reward(key, reward)
+            served[key] = on_vllm.reward(deployment.roles[named_reward(reward)], reward)
     return served
 
 
-def _copies(
-    models: ModelsSection, load: RoleLoader, critic: Critic, *, device: torch.device, seed: int
-) -> ActorCriticRecipe:
+def _copies(deployment: Deployment, load: RoleLoader, critic: Critic) -> ActorCriticRecipe:
+    device, role = deployment.devices.trainer[-1], deployment.roles.get("critic")
+    source = None if role is None or critic.source is None else replace(role, source=critic.source)
     return ActorCriticRecipe(
-        actor=_actor_recipe(models, load, device, seed),
-        critic=None if critic.source is None else load.recipe("critic", "scalar", critic.source, device),
-        shared_trunk=models.shared_trunk,
+        actor=_actor_recipe(deployment, load, device),
+        critic=None if source is None else load.recipe(source, "scalar", device),
+        shared_trunk=deployment.models.shared_trunk,
     )
 
 
-def _actor_recipe(models: ModelsSection, load: RoleLoader, device: torch.device, seed: int) -> ModelRecipe:
+def _actor_recipe(deployment: Deployment, load: RoleLoader, device: torch.device) -> ModelRecipe:
+    models, seed = deployment.models, deployment.trainer.seed
     return replace(
-        load.recipe("policy", "causal", models.policy, device),
+        load.recipe(deployment.roles["policy"], "causal", device),
         lora_rank=models.lora_rank,
         lora_alpha=models.lora_alpha,
         lora_seed=seed,
@@ -554,7 +553,7 @@ class Critic:
 def load_critic(
     deployment: Deployment, actor: PreTrainedModel, rewards: Sequence[ServedRewardModel], load: RoleLoader
 ) -> Critic:
-    settings, models, devices = deployment.settings, deployment.models, deployment.devices
+    settings, models = deployment.settings, deployment.models
     if not settings.algorithm.has_critic:
         return Critic()
     if models.shared_trunk:
@@ -568,10 +567,7 @@ def load_critic(
             f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
             f"which starts from {'the policy' if source == models.policy else source} instead"
         )
-    trained = load.critic(source)
-    if "critic" not in devices.apart:
-        return Critic(trained, trained, source)
-    return Critic(trained, load.recipe("critic", "scalar", source, devices.critic), source)
+    return Critic(*load.critic(source), source)
 
 
 class Saving:

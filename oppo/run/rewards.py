@@ -48,6 +48,7 @@ from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, RewardInputs, Rewards, load_reward
 from oppo.rewards.judge import columns_of, judge, key_of
 from oppo.rewards.tasks import CHECKERS
+from oppo.run.deployment import Role
 from oppo.run.loading import RoleLoader
 from oppo.scorers import Unscored
 from oppo.user_code import load_function
@@ -299,10 +300,6 @@ FORMS: dict[Form, str] = {
 }
 
 
-def named_reward(reward: RewardSection) -> str:
-    return "reward" if reward.name is None else f"reward.{reward.name}"
-
-
 def track_of(reward: RewardSection) -> str:
     return "reward model" if reward.name is None else f"reward model {reward.name!r}"
 
@@ -343,21 +340,21 @@ class RewardModels:
     prompt_column: str
     deterministic: bool
 
-    def serve(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
-        with self.load.attributed(named_reward(reward), key):
-            match kind_of(key, reward, self.load.reward_kind(reward.source)):
+    def serve(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        with self.load.attributed(role):
+            match kind_of(role.key, reward, self.load.reward_kind(role.source)):
                 case "scalar":
-                    return self._scalar(key, reward, place)
+                    return self._scalar(role, reward, place)
                 case "process":
-                    return self._process(key, reward, place)
+                    return self._process(role, reward, place)
                 case "classifier":
-                    return self._classifier(key, reward, place)
+                    return self._classifier(role, reward, place)
                 case "similarity":
-                    return self._similarity(key, reward, place)
+                    return self._similarity(role, reward, place)
 
-    def _scalar(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
-        source, given = reward.source, reward.form
-        model, difference = self.load.scalar_reward(named_reward(reward), source)
+    def _scalar(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        key, source, given = role.key, role.source, reward.form
+        model, difference = self.load.scalar_reward(role)
         if given in {"auto", "tokens"} and difference is None:
             scorer = RewardModel(model, place=place, deterministic=self.deterministic)
             return ServedRewardModel(source, scorer, model, may_be_critic=True)
@@ -372,27 +369,28 @@ class RewardModels:
         if given != "auto":
             form = given
         if isinstance(model, ModelRecipe):
-            raise self.load.not_here(named_reward(reward), source)
+            raise self.load.not_here(role)
         bridge = Bridge(self.tokenizer, reader, form, self.prompt_column, reward.over_long)
         why = difference or "is to read text"
-        self._say(key, reward, f"{why}: it reads rollouts as text while they grow, {FORMS[form]}")
+        self._say(role, f"{why}: it reads rollouts as text while they grow, {FORMS[form]}")
         return ServedRewardModel(source, BridgedReward(model, bridge, place=place, deterministic=self.deterministic))
 
-    def _process(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+    def _process(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
         try:
             ends = self.tokenizer.ending_with(reward.separators)
         except ConfigError as error:
-            raise ConfigError(f"{key}.separators: {error}") from error
-        model = self.load.process_reward(named_reward(reward), reward.source)
+            raise ConfigError(f"{role.key}.separators: {error}") from error
+        model = self.load.process_reward(role)
         words = f"rewards steps: it scores the last token of a response, and the {len(ends)} tokens that end one"
-        self._say(key, reward, words)
+        self._say(role, words)
         scorer = ProcessRewardModel(model, place=place, separators=ends, deterministic=self.deterministic)
-        return ServedRewardModel(reward.source, scorer, model)
+        return ServedRewardModel(role.source, scorer, model)
 
-    def _classifier(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+    def _classifier(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        key = role.key
         if reward.form == "tokens":
-            raise ConfigError(f"{reward.source} reads whole responses as text, so {key}.form cannot be 'tokens'")
-        encoder = self.load.encoder(named_reward(reward), reward.source)
+            raise ConfigError(f"{role.source} reads whole responses as text, so {key}.form cannot be 'tokens'")
+        encoder = self.load.encoder(role)
         form: Form = "chat" if encoder.tokenizer.has_chat_template else "pair"
         if reward.form != "auto":
             form = reward.form
@@ -409,18 +407,18 @@ class RewardModels:
             )
         except ConfigError as error:
             raise ConfigError(f"{error}; see {key}.label and {key}.form") from error
-        self._say(key, reward, f"({type(encoder.model).__name__}) scores whole responses as text, {FORMS[form]}")
-        return ServedRewardModel(reward.source, scorer)
+        self._say(role, f"({type(encoder.model).__name__}) scores whole responses as text, {FORMS[form]}")
+        return ServedRewardModel(role.source, scorer)
 
-    def _similarity(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+    def _similarity(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
         if not reward.column:
             raise ConfigError(
-                f"{reward.source} is a sentence encoder, whose reward is the similarity of a response to a text of "
-                f"its row: set {key}.column to the column of that text"
+                f"{role.source} is a sentence encoder, whose reward is the similarity of a response to a text of its "
+                f"row: set {role.key}.column to the column of that text"
             )
-        encoder = self.load.encoder(named_reward(reward), reward.source)
+        encoder = self.load.encoder(role)
         words = f"scores responses by their similarity to column {reward.column!r}"
-        self._say(key, reward, f"({type(encoder.model).__name__}) {words}")
+        self._say(role, f"({type(encoder.model).__name__}) {words}")
         scorer = SimilarityReward(
             encoder,
             self.tokenizer,
@@ -429,7 +427,7 @@ class RewardModels:
             over_long=reward.over_long,
             deterministic=self.deterministic,
         )
-        return ServedRewardModel(reward.source, scorer)
+        return ServedRewardModel(role.source, scorer)
 
-    def _say(self, key: str, reward: ModelRewardSection, words: str) -> None:
-        logger.info(f"{key}: {reward.source} {words}")
+    def _say(self, role: Role, words: str) -> None:
+        logger.info(f"{role.key}: {role.source} {words}")
