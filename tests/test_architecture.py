@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_828,
     "report": 2_618,
     "rewards": 1_755,
-    "run": 4_925,
+    "run": 4_977,
     "simulate": 3_021,
     "stages": 3_793,
     "testing": 1_415,
