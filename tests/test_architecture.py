@@ -116,6 +116,7 @@ RATCHETS = {
     "files in the root": 21,
     "protocols": 55,
     "functions that only require": 70,
+    "functions given all settings": 27,
     "modules that name turns": 34,
     "modules that name deterministic": 21,
     "modules that name lookahead": 24,
@@ -195,6 +196,15 @@ def sizes() -> dict[str, int]:
         "files in the root": len(list(PACKAGE.glob("*.py"))),
         "protocols": sum(base.partition("[")[0] == "Protocol" for base in bases),
         "functions that only require": sum(name.lstrip("_").startswith("require_") for name in functions),
+        "functions given all settings": sum(
+            any(
+                each.annotation is not None and ast.unparse(each.annotation) == "Settings"
+                for each in ast.walk(node.args)
+                if isinstance(each, ast.arg)
+            )
+            for node in nodes
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ),
     } | named
 
 

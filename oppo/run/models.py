@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.agents import Agents
+from oppo.config.environment import EnvironmentSection
 from oppo.config.rewards import ModelRewardSection, VllmRewardSection
-from oppo.config.sections import ModelsSection, SamplingSection
-from oppo.config.settings import Settings
+from oppo.config.sections import DataSection, ModelsSection, SamplingSection
 from oppo.declared import declared
 from oppo.durable import read_text, whole, writing
 from oppo.environments import EnvironmentFailure, Environments, FunctionEnvironment, Tools
@@ -151,13 +151,12 @@ class Assembly:
                 stack.callback(self.environment.close)
 
 
-def policy_tokenizer(settings: Settings) -> HfTokenizer:
-    own, data = _own_tokenizer(settings.models), settings.data
-    template = data.chat_template
+def policy_tokenizer(models: ModelsSection, data: DataSection, environment: EnvironmentSection) -> HfTokenizer:
+    own, template = _own_tokenizer(models), data.chat_template
     if "data.chat_template" in data.files:
         template = _read("data.chat_template", template)
-    called = [UserFunction.of(spec, None, EnvironmentFailure).function for spec in settings.environment.tools]
-    if isinstance(factory := settings.environment.factory, str) and factory:
+    called = [UserFunction.of(spec, None, EnvironmentFailure).function for spec in environment.tools]
+    if isinstance(factory := environment.factory, str) and factory:
         called = class_tools("environment.factory", factory)
     return chatting(own, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
 
