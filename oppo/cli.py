@@ -41,6 +41,7 @@ from oppo.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from oppo.config.settings import Settings
+    from oppo.run.rewards import FirstLook
 
 DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -96,6 +97,7 @@ def train(
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
     ray: Annotated[str | None, Parameter(show_default=False)] = None,
     dry_run: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    verbose: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
     """Train as a TOML file says; docs/settings.md of the repository has every key of it, with its default.
 
@@ -103,18 +105,39 @@ def train(
         config: The settings; relative paths in them are relative to the file.
         override: Change one setting: section.key=value, the value as in TOML. Can be repeated.
         ray: A Ray cluster for the models that can be on other machines: auto, or host:port. Sets placement.cluster.
-        dry_run: Load and check everything, print the resolved settings, the graph, a prompt as the policy reads it, and
-            what the reward says of a short response to it; train nothing.
+        dry_run: Check settings, data and code, then load the models; print what was decided, a prompt as the policy
+            reads it, and what the reward says of a short response to it; train nothing.
+        verbose: Print all settings of a dry run too, and its graph.
     """
+    if verbose and not dry_run:
+        raise ConfigError("--verbose prints all settings of a dry run: add --dry-run, or leave it out")
     from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.config.sections import sources  # noqa: PLC0415 - likewise
-    from oppo.data.rows import check_file  # noqa: PLC0415 - likewise
 
     settings = load_settings(config, in_cluster(override, ray))
-    for source in (*sources(settings.data.prompts), *sources(settings.eval.prompts)):
-        if source.file is not None:
-            check_file(source.file, or_directory=True)  # before torch, which takes seconds to import
-    return carry_out(settings, dry_run=dry_run)
+    try:
+        from oppo.run.rewards import first_look  # noqa: PLC0415 - likewise
+
+        look = first_look(settings)  # before torch, which takes seconds to import
+    except OppoError as error:
+        return complain(paragraph(error), UNUSABLE)
+    return rehearsed(settings, look, verbose=verbose) if dry_run else carry_out(settings)
+
+
+def rehearsed(settings: Settings, look: FirstLook | None, *, verbose: bool) -> int:
+    from oppo.run.rehearsal import decided, rehearse, rehearse_code  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.run.train import prepare  # noqa: PLC0415 - likewise
+
+    found = [] if look is None else anyio.run(rehearse_code, look)
+    try:
+        session = prepare(settings, dry_run=True)
+    except OppoError as error:
+        return complain(paragraph(error), UNUSABLE)
+    console = Console()
+    with session:
+        if verbose:
+            console.out(settings.toml(), session.graph.table(), "", sep="\n", highlight=False)
+        console.out(*decided(session), *anyio.run(rehearse, session), *found, sep="\n", highlight=False)
+    return DONE
 
 
 def resume(
@@ -144,13 +167,11 @@ def in_cluster(overrides: Sequence[str], address: str | None) -> Sequence[str]:
     return overrides if address is None else [*overrides, f"placement.cluster={address}"]
 
 
-def carry_out(
-    settings: Settings, *, resume: bool = False, dry_run: bool = False, accept_changed_code: bool = False
-) -> int:
+def carry_out(settings: Settings, *, resume: bool = False, accept_changed_code: bool = False) -> int:
     from oppo.run.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
 
     try:
-        session = prepare(settings, resume=resume, dry_run=dry_run, accept_changed_code=accept_changed_code)
+        session = prepare(settings, resume=resume, accept_changed_code=accept_changed_code)
     except RunComplete as error:
         note(str(error))
         return DONE
@@ -159,12 +180,6 @@ def carry_out(
     console = Console()
     try:
         with session:
-            if dry_run:
-                from oppo.run.rehearsal import rehearse  # noqa: PLC0415 - it knows torch, which takes seconds to import
-
-                console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
-                console.out("", *anyio.run(rehearse, session), sep="\n", highlight=False)
-                return DONE
             try:
                 made = anyio.run(partial(run, session, console, last_resort=leave)).made
             except HangError as error:
@@ -174,7 +189,7 @@ def carry_out(
                     error.add_note(f"go on with `oppo resume {settings.run_directory}`")
                 raise
     except KeyboardInterrupt as error:  # reported once the models' threads are done: they may be saving
-        complete = None if dry_run else ended(settings.run_directory)
+        complete = ended(settings.run_directory)
         if complete is None:
             final = settings.run_directory / FINAL
             saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"

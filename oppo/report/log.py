@@ -26,7 +26,7 @@ from oppo.admission import Bottleneck
 from oppo.durable import opened
 from oppo.errors import behind, worded
 from oppo.evaluation import Evaluated
-from oppo.events import Batch, StepReport
+from oppo.events import Batch, StepReport, Support
 from oppo.liveness import Stall
 from oppo.observe import Observer
 from oppo.redact import excerpt, redacted, redacted_values
@@ -51,7 +51,7 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
     arrays = {name: np.ascontiguousarray(array) for name, array in held.items() if array is not None}
     arrays["prompts"] = np.concatenate([np.zeros(0, np.int32), *prompts])
     arrays["prompt_offsets"] = np.array([*accumulate(map(len, prompts), initial=0)], np.int64)
-    support = batch.support(range(len(batch)))
+    support = batch.column(Support, range(len(batch)))
     arrays["support_ids"], arrays["support_counts"] = support.ids, support.counts
     rows = [
         {
