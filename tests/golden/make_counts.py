@@ -10,9 +10,9 @@ packages is a dependency of this one. In an environment with the one version, or
     python -m tests.golden.make_counts verl         # verl==0.9.1
     python -m tests.golden.make_counts openrlhf     # openrlhf==0.11.2
 
-A wheel's own folder ``tests`` is to be removed. Each case has the fields that were given, the number of ``prompts``, and
-what was counted: ``rounds`` of generation, each of as many ``responses``, and the ``optimizer_steps`` that were made of
-all of them; of PPO, verl and OpenRLHF in each round.
+A wheel's own folder ``tests`` is to be removed. Each case has the fields that were given, the number of ``prompts``,
+and what was counted: ``rounds`` of generation, each of as many ``responses``, and the ``optimizer_steps`` that were
+made of all of them; of PPO, verl and OpenRLHF in each round.
 """
 
 from __future__ import annotations
