@@ -90,7 +90,7 @@ BUDGETS = {
     "admission": 1_403,
     "agents": 1_647,
     "algorithms": 1_061,
-    "config": 3_595,
+    "config": 3_894,
     "data": 829,
     "demo": 1_491,
     "environments": 1_238,
