@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app.command(doctor)
     app.command(simulate)
     app.command(convert_config)
+    app.command(report)
     app.command(push)
     app.command(demo)
     with routed(note):
@@ -299,16 +300,16 @@ def convert_config(
     config: Path = Path("config.toml"),
     /,
     *,
-    kind: Annotated[Literal["ppo", "grpo", "verl"] | None, Parameter(show_default=False)] = None,
+    kind: Annotated[Literal["ppo", "grpo", "rloo", "verl", "openrlhf"] | None, Parameter(show_default=False)] = None,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
 ) -> int:
-    """Write the settings that a configuration of TRL or verl becomes, and name what has no setting here.
+    """Write the settings that a configuration of TRL, verl or OpenRLHF becomes, and name what has no setting here.
 
     Args:
-        source: A Python script that calls PPOConfig or GRPOConfig, a YAML file, or a shell script with the arguments of
-            TRL's scripts or of verl. It is read, not run.
+        source: A Python script that calls PPOConfig, GRPOConfig or RLOOConfig, a YAML file, or a shell script with the
+            arguments of TRL's scripts, of verl or of OpenRLHF. It is read, not run.
         config: The settings file to write.
-        kind: Of a file whose fields leave it open: TRL's ppo or grpo, or verl.
+        kind: Of a file whose fields leave it open: TRL's ppo, grpo or rloo, verl, or openrlhf.
         override: Give one setting: section.key=value, such as a model or a file that the source does not name. Can be
             repeated.
     """
@@ -322,6 +323,38 @@ def convert_config(
         note(line)
     converted.check(config)
     Console().out(f"written: {config}; `oppo train {config} --dry-run` loads and checks everything", highlight=False)
+    return DONE
+
+
+def report(
+    *runs: Path,
+    live: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+) -> int:
+    """Write the page of a run, report.html; of several runs one that compares them, comparison.html beside the first.
+
+    Args:
+        runs: The run directories, of runs that go on too.
+        live: Serve the page to browsers of this machine, and follow the runs; Ctrl-C ends it.
+    """
+    from oppo.report.recorded import recorded  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.report.view import Follower, write_report  # noqa: PLC0415 - likewise
+
+    if not runs:
+        raise ConfigError("oppo report needs the directory of a run: `oppo report runs/first`")
+    found, console = [recorded(run) for run in runs], Console()
+    for run in found:
+        for problem in run.problems:
+            note(f"{run.path}: {problem}")
+    if not live:
+        console.out(f"written: {write_report(found)}", highlight=False)
+        return DONE
+    with Follower(runs) as server:
+        console.out(f"following at {server.address}; Ctrl-C ends it", highlight=False)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt as error:
+            if code_of(error) != INTERRUPTED:
+                raise
     return DONE
 
 
