@@ -97,7 +97,7 @@ BUDGETS = {
     "evaluation": 548,
     "graph": 2_345,
     "hf": 11_624,
-    "liveness": 593,
+    "liveness": 630,
     "losses": 1_135,
     "oppo": 6_092,
     "placement": 3_828,
