@@ -374,6 +374,16 @@ class Response:
         return len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class AnsweredTurn:
+    """A turn that an environment answered, ``end`` tokens into the response, with what its ``Answer`` says of it."""
+
+    end: int
+    reward: float | None = None
+    key: str = ""
+    said: Sequence[Mapping[str, object]] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Finish:
     """The response is complete and belongs to this step's batch.
@@ -382,14 +392,14 @@ class Finish:
     can restore it from this event alone.
 
     Attributes:
-        answers: of each run of tool tokens, in order, the messages of which an environment made it; empty if it did not
-            say them.
+        answered: its answered turns, in order. The one that ended the response is there only if the environment gave it
+            a reward or a key, or its answer had no room.
     """
 
     rollout: int
     response: Response
     reason: FinishReason
-    answers: Sequence[Sequence[Mapping[str, object]]] = ()
+    answered: Sequence[AnsweredTurn] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,6 +537,7 @@ class Batch:
             a response whose score is a plain number, and ``None`` if all are.
         named_scores: of several rewards, by name: the weight, and float32 [N], NaN for a response to which the reward
             does not apply.
+        answered: of each of N rows, :attr:`Finish.answered`; empty: there is none.
 
     Raises:
         ProtocolError: a column is no array of numbers with one for each row or token, offsets are no borders of the
@@ -556,6 +567,7 @@ class Batch:
     teacher_ids: IntArray | None = None
     teacher_top: FloatArray | None = None
     named_scores: Mapping[str, tuple[float, FloatArray]] = field(default_factory=dict)
+    answered: tuple[Sequence[AnsweredTurn], ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in _ITEMS.items():
