@@ -474,6 +474,10 @@ class GroupRelative(AdaptiveObjective):
                 "'leave_one_out'"
             )
 
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Report a reference, a teacher or turns that are needed, and not there."""
+        return [*super().faults(stages, named), *_without_turns(stages, "credit", self.credit)]
+
     def unfit(self, batch: Batch) -> Sequence[Drop]:
         """Return the drops of rollouts whose values may overflow float32, and of those then alone in their group."""
         drops = list(super().unfit(batch))
@@ -569,7 +573,7 @@ def _by_reward(batch: Batch, groups: Sequence[NDArray[np.int64]]) -> FloatArray:
 def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
     if not groups:
         return {}
-    deviations = [float(scores.std(ddof=1, dtype=np.float64)) for scores in groups]
+    deviations = [float(scores.std(ddof=min(1, len(scores) - 1), dtype=np.float64)) for scores in groups]
     return {
         "objective/group_std": float(np.mean(deviations)),
         "objective/frac_zero_std": float(np.mean([not deviation for deviation in deviations])),
