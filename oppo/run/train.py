@@ -201,7 +201,7 @@ def prepare(
         deployment = Deployment.of(settings)
         require_engines(deployment)
         require_trackers(chosen.track)
-        tokenizer = policy_tokenizer(settings)
+        tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin_of(environment))
         stream, provenance = supply.stream, supply.provenance

@@ -410,8 +410,8 @@ def test_everything_public_is_in_the_reference() -> None:
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     modules = (name for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
     assert all(hasattr(oppo, name) for name in oppo.__all__)  # which loads them
-    loaded = [vars(sys.modules[name]) for name in modules if name in sys.modules]
-    shown = {id(module[name]) for module in loaded for name in module.get("__all__", module)}
+    loaded = [sys.modules[name] for name in modules if name in sys.modules]
+    shown = {id(getattr(module, name)) for module in loaded for name in getattr(module, "__all__", vars(module))}
     assert not [name for name in oppo.__all__ if id(getattr(oppo, name)) not in shown]
 
 
