@@ -34,8 +34,8 @@ from oppo.observe import Reporter, SpanListener
 from oppo.placement import Hosted, PolicyPool, Process
 from oppo.rewards.judge import key_of
 from oppo.run.deployment import Deployment, Role
-from oppo.run.loading import RoleLoader
-from oppo.run.rewards import ServedRewardModel, track_of
+from oppo.run.loading import RoleLoader, ServedRewardModel
+from oppo.run.rewards import track_of
 from oppo.vllm import VllmEngine, VllmLogprobs, VllmPolicy, VllmReward, VllmServer
 from oppo.vllm.arguments import (
     OF_LOGPROBS,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from oppo.config.rewards import ModelRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.as_text.whole import Encoder, load_encoder
+from oppo.events import Drop
+from oppo.hf.as_text.rendering import Form
+from oppo.hf.as_text.streamed import Bridge, BridgedReward
+from oppo.hf.as_text.whole import ClassifierReward, Encoder, SimilarityReward, load_encoder
 from oppo.hf.devices import attributed
 from oppo.hf.loading import (
     LOADERS,
@@ -37,8 +41,11 @@ from oppo.hf.model_files import (
     reward_kind,
 )
 from oppo.hf.model_parts import require_pieces
+from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
+from oppo.models import Scorer
+from oppo.placement import Hosting
 from oppo.run.deployment import Deployment, Role
 
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
@@ -228,3 +235,140 @@ def critic_source(models: ModelsSection, rewards: Sequence[str], fit: Sequence[s
     if models.critic in fit or models.critic not in rewards:
         return models.critic
     return next(iter(fit), models.policy)
+
+
+FORMS: dict[Form, str] = {
+    "chat": "prompt and response by its own chat template",
+    "joined": "the prompt and then the response",
+    "pair": "prompt and response as two segments",
+    "response": "the response alone",
+}
+
+
+def kind_of(key: str, reward: ModelRewardSection, kind: RewardKind) -> RewardKind:
+    # its settings may change what its architecture says
+    if kind == "scalar" and (reward.reading == "whole" or reward.label):
+        kind = "classifier"
+    if kind != "similarity" and reward.column:
+        raise ConfigError(
+            f"{reward.source} is no sentence encoder, which would compare a response with the column that {key}.column "
+            f"= {reward.column!r} names: leave it out"
+        )
+    return kind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedRewardModel:
+    """A reward model that is served; ``model`` is ``None`` if it reads text."""
+
+    source: str
+    scorer: Scorer[float | Drop]
+    model: Loadable | None = None
+    may_be_critic: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardModels:
+    """Loads and serves the reward models of a run.
+
+    Attributes:
+        tokenizer: the policy's.
+        prompt_column: the column of the data with the prompt.
+    """
+
+    tokenizer: HfTokenizer
+    load: RoleLoader
+    prompt_column: str
+    deterministic: bool
+
+    def serve(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        with self.load.attributed(role):
+            match kind_of(role.key, reward, self.load.reward_kind(role.source)):
+                case "scalar":
+                    return self._scalar(role, reward, place)
+                case "process":
+                    return self._process(role, reward, place)
+                case "classifier":
+                    return self._classifier(role, reward, place)
+                case "similarity":
+                    return self._similarity(role, reward, place)
+
+    def _scalar(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        key, source, given = role.key, role.source, reward.form
+        model, difference = self.load.scalar_reward(role)
+        if given in {"auto", "tokens"} and difference is None:
+            scorer = RewardModel(model, place=place, deterministic=self.deterministic)
+            return ServedRewardModel(source, scorer, model, may_be_critic=True)
+        reader = self.load.tokenizer(source)
+        form: Form = "chat" if reader.has_chat_template else "joined"
+        refused = f"{key}.form cannot be {given!r}"
+        if given == "tokens":
+            raise ConfigError(f"{source} {difference}, so {refused}: leave that out")
+        if given == "pair":
+            remedy = f"set {key}.reading = 'whole'"
+            raise ConfigError(f"{source} reads one text as it grows, and no pair, so {refused}: {remedy}")
+        if given != "auto":
+            form = given
+        if isinstance(model, ModelRecipe):
+            raise self.load.not_here(role)
+        bridge = Bridge(self.tokenizer, reader, form, self.prompt_column, reward.over_long)
+        why = difference or "is to read text"
+        self._say(role, f"{why}: it reads rollouts as text while they grow, {FORMS[form]}")
+        return ServedRewardModel(source, BridgedReward(model, bridge, place=place, deterministic=self.deterministic))
+
+    def _process(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        try:
+            ends = self.tokenizer.ending_with(reward.separators)
+        except ConfigError as error:
+            raise ConfigError(f"{role.key}.separators: {error}") from error
+        model = self.load.process_reward(role)
+        words = f"rewards steps: it scores the last token of a response, and the {len(ends)} tokens that end one"
+        self._say(role, words)
+        scorer = ProcessRewardModel(model, place=place, separators=ends, deterministic=self.deterministic)
+        return ServedRewardModel(role.source, scorer, model)
+
+    def _classifier(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        key = role.key
+        if reward.form == "tokens":
+            raise ConfigError(f"{role.source} reads whole responses as text, so {key}.form cannot be 'tokens'")
+        encoder = self.load.encoder(role)
+        form: Form = "chat" if encoder.tokenizer.has_chat_template else "pair"
+        if reward.form != "auto":
+            form = reward.form
+        try:
+            scorer = ClassifierReward(
+                encoder,
+                self.tokenizer,
+                place=place,
+                form=form,
+                label=reward.label or None,
+                over_long=reward.over_long,
+                prompt_column=self.prompt_column,
+                deterministic=self.deterministic,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{error}; see {key}.label and {key}.form") from error
+        self._say(role, f"({type(encoder.model).__name__}) scores whole responses as text, {FORMS[form]}")
+        return ServedRewardModel(role.source, scorer)
+
+    def _similarity(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        if not reward.column:
+            raise ConfigError(
+                f"{role.source} is a sentence encoder, whose reward is the similarity of a response to a text of its "
+                f"row: set {role.key}.column to the column of that text"
+            )
+        encoder = self.load.encoder(role)
+        words = f"scores responses by their similarity to column {reward.column!r}"
+        self._say(role, f"({type(encoder.model).__name__}) {words}")
+        scorer = SimilarityReward(
+            encoder,
+            self.tokenizer,
+            column=reward.column,
+            place=place,
+            over_long=reward.over_long,
+            deterministic=self.deterministic,
+        )
+        return ServedRewardModel(role.source, scorer)
+
+    def _say(self, role: Role, words: str) -> None:
+        logger.info(f"{role.key}: {role.source} {words}")

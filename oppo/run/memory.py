@@ -44,8 +44,7 @@ from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.deployment import Deployment, named_reward
 from oppo.run.engines import served_dtype
-from oppo.run.loading import adapter_of, critic_source
-from oppo.run.rewards import kind_of
+from oppo.run.loading import adapter_of, critic_source, kind_of
 from oppo.vllm.arguments import GIB, gpus_of, placed, workers_of
 
 SHARE: Final = "gpu_memory_utilization"

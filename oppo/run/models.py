@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,14 +19,13 @@ from oppo.config.environment import EnvironmentSection
 from oppo.config.rewards import ModelRewardSection, VllmRewardSection
 from oppo.config.sections import DataSection, ModelsSection, SamplingSection
 from oppo.declared import declared
-from oppo.durable import read_text, whole, writing
-from oppo.environments import EnvironmentFailure, Environments, FunctionEnvironment, Tools
-from oppo.errors import ConfigError, ModelError, one_line, shown
+from oppo.durable import nearby, whole, writing
+from oppo.environments import Environments, FunctionEnvironment, Tools
+from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedTeacher
-from oppo.hf.chat import chatting
 from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
 from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, share_base
@@ -41,30 +39,27 @@ from oppo.hf.serve.scorers import (
     ValueModel,
 )
 from oppo.hf.tokenizer import HfTokenizer
-from oppo.hf.tool_calls import ToolSchema
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.log import logger
 from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
-from oppo.placement import Hosting, Thread
+from oppo.placement import Hosting, Place, Process, Thread
 from oppo.returns import TopLogprobs
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
-from oppo.run.loading import RoleLoader, adapter_of, critic_source
-from oppo.run.memory import fitted
-from oppo.run.rewards import (
-    AnyEnvironment,
+from oppo.run.loading import (
     RewardModels,
+    RoleLoader,
     ServedRewardModel,
-    UserCode,
-    class_tools,
-    track_of,
+    adapter_of,
+    critic_source,
 )
+from oppo.run.memory import fitted
+from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
 from oppo.scorers import ByColumn, capabilities_of
 from oppo.turns import Environment
-from oppo.user_code import UserFunction
 from oppo.vllm.scorers import VllmScorer
 
 _TRAINING = "lower trainer.micro_batch_tokens"
@@ -78,6 +73,7 @@ class Assembly:
         positions: the longest sequence, in tokens, that every model can read.
         served_apart: a model is served from weights other than those that are trained, so it is synced before the first
             step: a critic's head may be new, an engine has the policy without its adapter, a server an earlier run's.
+        described: what each model is and where it works, in words, by role.
         ideal: the costs of what models read, at the peak of their devices, by role, where that is known.
         gauges: of the devices' memory, by metric.
         scoring: the scorers on vLLM.
@@ -97,6 +93,7 @@ class Assembly:
     positions: int
     places: DeviceLayout
     served_apart: bool = False
+    described: Mapping[str, str] = field(default_factory=dict)
     ideal: Mapping[str, Passes] = field(default_factory=dict)
     gauges: Mapping[str, Gauge] = field(default_factory=dict)
     scoring: tuple[VllmScorer[Any, Any], ...] = ()
@@ -152,38 +149,7 @@ class Assembly:
 
 
 def policy_tokenizer(models: ModelsSection, data: DataSection, environment: EnvironmentSection) -> HfTokenizer:
-    own, template = _own_tokenizer(models), data.chat_template
-    if "data.chat_template" in data.files:
-        template = _read("data.chat_template", template)
-    called = [UserFunction.of(spec, None, EnvironmentFailure).function for spec in environment.tools]
-    if isinstance(factory := environment.factory, str) and factory:
-        called = class_tools("environment.factory", factory)
-    return chatting(own, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
-
-
-def _read(key: str, path: str) -> str:
-    try:
-        return read_text(Path(path), linked=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {one_line(error)}") from error
-
-
-def _schemas(path: str) -> Sequence[ToolSchema]:
-    if not path:
-        return ()
-    try:
-        schemas: Any = json.loads(_read("data.tools", path))
-    except ValueError as error:
-        raise ConfigError(f"data.tools: {path} is no JSON: {error}") from error
-    tools: list[Any] = schemas if isinstance(schemas, list) else [schemas]
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ConfigError(
-                f"data.tools: {path} holds {shown(tool)}: expected a list of "
-                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
-            )
-    return tools
+    return chatting_as(_own_tokenizer(models), data, environment)
 
 
 def _check_ends(environment: Environment | None, sampling: Sampling, tokenizer: HfTokenizer) -> None:
@@ -325,10 +291,44 @@ def _assembled(
         or served is not actor
         or settings.on_server
         or (deployment.has_engine and chosen.begins_off_base),
+        described=_described(deployment, places, models),
         ideal=_ideal(deployment, models, serving.gpus),
         gauges=memory_gauges(devices.distinct()),
         scoring=tuple(on_vllm.scorers),
     )
+
+
+def _described(
+    deployment: Deployment, places: DeviceLayout, models: Mapping[str, Sequence[Loadable | None]]
+) -> dict[str, str]:
+    found, loaded = dict[str, str](), {kind: iter(of_kind) for kind, of_kind in models.items()}
+    for role in deployment.roles.values():
+        is_policy, of_kind = role.name == "policy", loaded.get(role.model, iter(()))
+        model = None if role.model == "teacher" and role.on is not None else next(of_kind, None)
+        if role.on is not None or (is_policy and deployment.has_engine):
+            home = "vLLM"
+        else:
+            home = _home(places.acting[0] if is_policy else places.place_of(role.model))
+        size = "" if model is None or isinstance(model, ModelRecipe) else _size(model)
+        found[role.name] = (
+            f"{nearby(role.source)}{size}; {'decodes' if is_policy else 'reads'} on {role.device}, {home}"
+        )
+    trained = " and ".join(name for name in ("policy", "critic") if name in found)
+    on = ", ".join(map(str, deployment.devices.trainer))
+    return found | {"trainer": f"{trained} on {on}, {_home(places.training)}"}
+
+
+def _size(model: PreTrainedModel) -> str:
+    count, unit = float(model.num_parameters()), ""
+    while count >= 1000:
+        count, unit = count / 1000, {"": "k", "k": "M", "M": "B", "B": "T"}[unit]
+    kind, dtype = model.config.model_type, str(model.dtype).removeprefix("torch.")
+    return f", {kind} of {count:.3g}{unit} parameters in {dtype}"
+
+
+def _home(place: Place) -> str:
+    kinds = {Thread: "thread", Process: "process"}
+    return f"{next((name for kind, name in kinds.items() if isinstance(place, kind)), 'cluster')} {place.name!r}"
 
 
 def _reference(

@@ -81,7 +81,7 @@ def supplied(
                 f"its prompts are rows of a program: go on with it there, oppo.resume(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
-    encoding = {"tokenizer": tokenizer, "begin": begin, **_encoding(data, read_by=settings.agents.program)}
+    encoding = {"tokenizer": tokenizer, "begin": begin, **encoding_of(data, read_by=settings.agents.program)}
     trained = {} if as_they_come else _pools("data.prompts", data.prompts, encoding, prompts)
     apart = _pools("eval.prompts", settings.eval.prompts, encoding, held_out)
     for file in provenance.changed(settings.files):
@@ -150,7 +150,7 @@ def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = 
     return read_prompts(of, split=source.split, subset=source.subset, **{**encoding, **own})
 
 
-def _encoding(data: DataSection, *, read_by: str) -> dict[str, Any]:
+def encoding_of(data: DataSection, *, read_by: str) -> dict[str, Any]:
     column = "" if read_by else data.column  # an agent reads its row itself
     return {"column": column, "max_prompt_tokens": data.max_prompt_tokens, "over_long": data.over_long}
 

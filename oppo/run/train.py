@@ -297,7 +297,7 @@ async def run(
             interruptible(watch.on_signal) as interrupt,
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
-            watch.watchdog.guarding(),
+            watch.watchdog.guarding(heartbeat=heartbeat),
             session.graph.open(
                 session.prompts,
                 observers=watch.observers,
