@@ -88,7 +88,7 @@ MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
     "admission": 1_403,
-    "agents": 1_657,
+    "agents": 1_566,
     "algorithms": 1_084,
     "config": 3_901,
     "data": 829,
@@ -96,7 +96,7 @@ BUDGETS = {
     "environments": 1_353,
     "evaluation": 548,
     "graph": 2_371,
-    "hf": 11_633,
+    "hf": 11_437,
     "liveness": 630,
     "losses": 1_135,
     "oppo": 6_145,
