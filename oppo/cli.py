@@ -237,8 +237,9 @@ def simulate(
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
     layout: Literal["shared", "split"] = "shared",
     staleness: float = 1.25,
+    precise: Annotated[bool, Parameter(negative=())] = False,
     steps: Annotated[int | None, Parameter(show_default=False)] = None,
-    seeds: int = 3,
+    seeds: Annotated[int | None, Parameter(show_default=False)] = None,
     json: Path | None = None,
 ) -> int:
     """Say what each schedule would take: for a run that has finished, or for hardware as a TOML file describes it.
@@ -250,13 +251,17 @@ def simulate(
         layout: Of a run: whether decoding, scoring and training share the cores or the device (shared), or have their
             own.
         staleness: The most updates between a token and its training, on average, of a schedule that is recommended.
-        steps: Steps of each simulated run, of which the first quarter does not count: 24 unless given, 12 of large
-            batches.
-        seeds: Runs of each schedule, with other lengths; with fewer than 3 no schedule is recommended.
+        precise: Simulate until the speeds are known to half a percent, which takes minutes, not to 2 %.
+        steps: Steps of each simulated run, of which the first half does not count: 8 to 24, by the batch, unless given.
+        seeds: Runs of each schedule, with other lengths: as many as the intervals need unless given.
         json: Write the figures to this file too.
     """
-    for name, count in (("--steps", 1 if steps is None else steps), ("--seeds", seeds)):
-        require_whole(name, count, 1, error=ConfigError)
+    if steps is not None:
+        require_whole("--steps", steps, 6, error=ConfigError)
+    if seeds is not None:
+        require_whole("--seeds", seeds, 1, error=ConfigError)
+    if precise and seeds is not None:
+        raise ConfigError("--precise says how many seeds there are, so --seeds beside it has no effect: leave one out")
     require_real("--staleness", staleness, 0.0, error=ConfigError)
     if (profile is None) == (run is None):
         raise ConfigError("oppo simulate needs either a profile, `oppo simulate profile.toml`, or `--from` and a run")
@@ -266,7 +271,7 @@ def simulate(
     from oppo.simulate.study import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
 
     simulation = of_run(run, layout) if run is not None else of_profile(profile or Path(), override)
-    found = simulation.run(steps=steps, seeds=seeds)
+    found = simulation.run(steps=steps, seeds=seeds, precise=precise)
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)

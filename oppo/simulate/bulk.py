@@ -29,12 +29,9 @@ _END: Final = attrgetter("end")
 
 @dataclass(slots=True, eq=False)
 class Job:
-    # Work that takes `end - now` more seconds of the clock; `slowdown`: beside other kinds of work on its device
     kind: str
     over: Callable[[], None]  # called at its end
-    end: float = 0.0
-    slowdown: float = 1.0
-    mark: float = 0.0  # the time up to which its work is counted
+    end: float = 0.0  # on the clock, as long as nothing else begins or ends on its device
 
 
 class Device:
@@ -43,54 +40,57 @@ class Device:
     def __init__(self, clock: Clock, interference: Interference) -> None:
         self._clock = clock
         self._interference = interference
-        self._jobs: list[Job] = []
-        self.done: dict[str, float] = {}
+        self._jobs: dict[str, list[Job]] = {}  # by kind
+        self._slowdowns: dict[str, float] = {}  # of each kind, beside the others
+        self._done: dict[str, float] = {}
+        self._since = 0.0
 
     def begin(self, job: Job, seconds: float) -> None:
-        job.mark = self._clock.now
-        same = next((each for each in self._jobs if each.kind == job.kind), None)
-        job.slowdown = 1.0 if same is None else same.slowdown
-        job.end = job.mark + seconds * job.slowdown
-        self._jobs.append(job)
+        self._count()
+        jobs = self._jobs.setdefault(job.kind, [])
+        jobs.append(job)
         self._clock.jobs.append(job)
-        if same is None:
-            self._changed()
+        if len(jobs) == 1:
+            self._change()
+        job.end = self._clock.now + seconds * self._slowdowns[job.kind]
 
     def reset(self, job: Job, seconds: float) -> None:
         """Let a job have so many seconds of work before it."""
-        self._count(job)
-        job.end = self._clock.now + seconds * job.slowdown
+        job.end = self._clock.now + seconds * self._slowdowns[job.kind]
 
     def left(self, job: Job) -> float:
-        return (job.end - self._clock.now) / job.slowdown
+        return (job.end - self._clock.now) / self._slowdowns[job.kind]
 
     def finish(self, job: Job) -> None:
-        self._count(job)
-        self._jobs.remove(job)
+        self._count()
+        jobs = self._jobs[job.kind]
+        jobs.remove(job)
         self._clock.jobs.remove(job)
-        if not any(each.kind == job.kind for each in self._jobs):
-            self._changed()
+        if not jobs:
+            del self._jobs[job.kind]
+            self._change()
 
-    def settled(self) -> dict[str, float]:
+    def done(self) -> dict[str, float]:
         """Return the seconds of work done by now, by kind."""
-        for job in self._jobs:
-            self._count(job)
-        return dict(self.done)
+        self._count()
+        return dict(self._done)
 
-    def _count(self, job: Job) -> None:
-        now = self._clock.now
-        self.done[job.kind] = self.done.get(job.kind, 0.0) + (now - job.mark) / job.slowdown
-        job.mark = now
+    def _count(self) -> None:
+        now, passed = self._clock.now, self._clock.now - self._since
+        if passed:
+            for kind, jobs in self._jobs.items():
+                self._done[kind] = self._done.get(kind, 0.0) + len(jobs) * passed / self._slowdowns[kind]
+            self._since = now
 
-    def _changed(self) -> None:
-        kinds = dict.fromkeys(each.kind for each in self._jobs)
-        slowed = {kind: 1 + sum(self._interference(kind, other) for other in kinds if other != kind) for kind in kinds}
-        for job in self._jobs:
-            if job.slowdown != slowed[job.kind]:
-                left = self.left(job)
-                self._count(job)
-                job.slowdown = slowed[job.kind]
-                job.end = self._clock.now + left * job.slowdown
+    def _change(self) -> None:
+        now, kinds, before = self._clock.now, tuple(self._jobs), self._slowdowns
+        self._slowdowns = {
+            kind: 1 + sum(self._interference(kind, other) for other in kinds if other != kind) for kind in kinds
+        }
+        for kind, jobs in self._jobs.items():
+            if (times := self._slowdowns[kind] / before.get(kind, 1.0)) != 1:
+                for job in jobs:
+                    job.end = now + (job.end - now) * times
 
 
 class Clock:
@@ -160,49 +160,43 @@ class Row:
         return sum((end - start) * version for (start, version), end in zip(self.runs, ends, strict=True))
 
 
+@dataclass(eq=False)
 class Lane:
-    """One replica: its rows, decoded together; ``attend`` gets the rows that end and those with a full chunk."""
+    """One replica: its rows, decoded together."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        device: Device,
-        costs: Decoder,
-        prompt: int,
-        attend: Callable[[Lane, list[Row], list[Row]], None],
-        *,
-        static: bool,
-    ) -> None:
-        self._clock = clock
-        self._device = device
-        self._costs = costs
-        self._prompt = prompt
-        self._attend = attend
-        self._static = static
+    clock: Clock
+    device: Device
+    costs: Decoder
+    prompt: int
+    chunk: int  # tokens after which a row's reader is attended to; 0: never
+    static: bool  # rows that have ended keep their places, padded to the longest
+    attend: Callable[[Lane, list[Row], list[Row]], None]  # called with the rows that end, and those with a full chunk
+    running: bool = False
+    rows: dict[Row, None] = field(default_factory=dict)
+    homes: int = 0  # rows that have begun here, and not ended
+    steps: int = 0
+    places: int = 0  # of rows in all decode steps
+    pauses: float = 0.0  # seconds
+    peak_rows: int = 0
+    peak_tokens: int = 0
+
+    def __post_init__(self) -> None:
         self._job = Job("decode", self._arrive)
-        self.running = False
-        self.rows: dict[Row, None] = {}
-        self.homes = 0  # rows that have begun here, and not ended
-        self.chunk = 0  # tokens after which a row's reader is attended to; 0: never
-        self.steps = 0
         self._context = 0  # tokens of all rows after these steps
         self._ends: list[tuple[int, int, Row]] = []  # the step with which each row ends
         self._full: list[tuple[int, int]] = []  # the step with which rows that joined at another have a full chunk
         self._joining: list[Row] = []
         self._changes: list[Callable[[], None]] = []
         self._plan = 0  # decode steps to the next event
+        self._planned = 0.0  # seconds of work until then
+        self._held = 0.0  # of which the first are a pause
         self._pause = 0.0  # seconds before the next plan
-        self._held = 0.0  # and before the first step of this one
-        self._planned = 0.0  # seconds of work of the plan
-        self._places = self._longest = 0  # of a static lane
-        self._begun = 0.0
-        self._worked = 0.0
-        self.peak_rows = self.peak_tokens = self.places = 0  # places: of rows in all decode steps
-        self.pauses = 0.0
+        self._width = self._longest = 0  # places of a static lane, and most tokens of a row less the steps made
+        self._begun = self._worked = 0.0
 
     @property
     def busy(self) -> float:
-        return self._worked + (self._clock.now - self._begun if self.running else 0.0)
+        return self._worked + (self.clock.now - self._begun if self.running else 0.0)
 
     def join(self, row: Row, reading: float) -> None:
         """Decode this row from the next step on, after so many seconds in which its context is read."""
@@ -225,15 +219,15 @@ class Lane:
         if self.running:
             made = self._made_steps() + 1
             if made < self._plan:
-                worked = self._planned - self._device.left(self._job)
+                worked = self._planned - self.device.left(self._job)
                 self._plan, self._planned = made, self._held + self._cost(made)
-                self._device.reset(self._job, max(0.0, self._planned - worked))
+                self.device.reset(self._job, max(0.0, self._planned - worked))
             return
-        self._places, self._longest = 0, 0
+        self._width, self._longest = 0, 0
         self._take()
         if self.rows:
-            self.running, self._begun = True, self._clock.now
-            self._device.begin(self._job, self._next())
+            self.running, self._begun = True, self.clock.now
+            self.device.begin(self._job, self._next())
 
     def stop(self) -> list[Row]:
         """Stop at once, without the step in progress; return the rows."""
@@ -258,7 +252,7 @@ class Lane:
         return [*((row, self.made(row)) for row in self.rows), *((row, row.made) for row in self._joining)]
 
     def _leave(self) -> None:
-        self._device.finish(self._job)
+        self.device.finish(self._job)
         self._worked = self.busy
         self.running = False
         changes, self._changes = self._changes, []
@@ -273,8 +267,8 @@ class Lane:
             self.rows[row] = None
             heappush(self._ends, (self.steps + row.length - row.made, row.prompt.rollout, row))
             self._context += row.made
-            self._longest = max(self._longest, row.made - self.steps) if self._places else row.made - self.steps
-            self._places += 1
+            self._longest = max(self._longest, row.made - self.steps) if self._width else row.made - self.steps
+            self._width += 1
         if self.chunk:
             heappush(self._full, (self.steps + self.chunk, self.steps))
         self._joining.clear()
@@ -290,10 +284,10 @@ class Lane:
         return self._planned
 
     def _cost(self, steps: int) -> float:
-        costs, rows, context = self._costs, len(self.rows), self._context
-        if self._static:
-            rows, context = self._places, self._places * (self._longest + self.steps)
-        first = costs.step + costs.row * rows + costs.context * (context + rows * (self._prompt + 0.5))
+        costs, rows, context = self.costs, len(self.rows), self._context
+        if self.static:
+            rows, context = self._width, self._width * (self._longest + self.steps)
+        first = costs.step + costs.row * rows + costs.context * (context + rows * (self.prompt + 0.5))
         rise = costs.context * rows
         if first >= costs.floor:
             return steps * first + rise * steps * (steps - 1) / 2
@@ -303,7 +297,7 @@ class Lane:
 
     def _made_steps(self) -> int:
         # Whole steps of the plan that are over.
-        worked = self._planned - self._device.left(self._job) - self._held
+        worked = self._planned - self.device.left(self._job) - self._held
         if worked <= 0:
             return 0
         return bisect_left(range(1, self._plan), worked * (1 - 1e-12), key=self._cost)
@@ -312,7 +306,7 @@ class Lane:
         rows = len(self.rows)
         self.steps += steps
         self._context += steps * rows
-        self.places += steps * (self._places if self._static else rows)
+        self.places += steps * (self._width if self.static else rows)
         self.peak_tokens = max(self.peak_tokens, self._context)
 
     def _arrive(self) -> None:
@@ -332,7 +326,7 @@ class Lane:
                 grown += found
         self._plan = 0
         if ended or grown:
-            self._attend(self, ended, grown)
+            self.attend(self, ended, grown)
         if not self.running:  # the step was cut
             return
         changes, self._changes = self._changes, []
@@ -340,7 +334,7 @@ class Lane:
             change()
         self._take()
         if self.rows:
-            self._device.reset(self._job, self._next())
+            self.device.reset(self._job, self._next())
         else:
             self._leave()
 
@@ -395,29 +389,20 @@ class Place:
             call.scorer.begin(call)
 
 
+@dataclass(eq=False)
 class Scorer:
     """A scorer in the steps of a run, one after the other: finished rows first, then what the others have grown by."""
 
-    def __init__(
-        self,
-        index: int,  # among the scorers
-        reader: Reader,
-        clock: Clock,
-        device: Device,
-        place: Place,
-        prompt: int,
-        whole: Callable[[Sequence[Row]], float] | None,  # seconds for finished rows, of one that reads nothing ahead
-        done: Callable[[], None],  # called when it has answered, or a step is over
-    ) -> None:
-        self.reads = whole is None
-        self._index = index
-        self._reader = reader
-        self._clock = clock
-        self._device = device
-        self._place = place
-        self._prompt = prompt
-        self._whole = whole
-        self._done = done
+    index: int  # among the scorers
+    reader: Reader
+    clock: Clock
+    device: Device
+    place: Place
+    prompt: int
+    whole: Callable[[Sequence[Row]], float] | None  # seconds for finished rows, of one that reads nothing ahead
+    done: Callable[[], None]  # called when it has answered, or a step is over
+
+    def __post_init__(self) -> None:
         self._backlogs: list[Backlog] = []
         self._busy = False
         self._pace = 0.0  # seconds for each token, of the fastest call
@@ -438,12 +423,12 @@ class Scorer:
             elif backlog.ended:
                 del self._backlogs[0]
                 backlog.over = True
-                self._done()
+                self.done()
             else:
                 return
 
     def forget(self, row: Row) -> None:
-        row.read[self._index] = 0
+        row.read[self.index] = 0
 
     def withdrawn(self) -> None:
         self._busy = False
@@ -451,56 +436,56 @@ class Scorer:
 
     def begin(self, call: Call) -> None:
         job = Job("score", lambda: self._over(call, job))
-        self._device.begin(job, call.seconds)
+        self.device.begin(job, call.seconds)
 
     def _put(self, call: Call) -> None:
         self._busy = True
-        self._place.put(call)
+        self.place.put(call)
 
     def _urgent(self, backlog: Backlog) -> Call:
         finished, backlog.finished = backlog.finished, []
-        work = [(row, self._prompt + row.length) for row in finished]
+        work = [(row, self.prompt + row.length) for row in finished]
         for row in finished:
             backlog.unread.pop(row, None)
-        if self._whole is not None:
-            seconds = self._whole(finished)
+        if self.whole is not None:
+            seconds = self.whole(finished)
         else:
-            seconds = self._seconds(work) + self._reader.answer * len(finished)
-        return Call(self, backlog, work, finished, seconds, self._clock.now)
+            seconds = self._seconds(work) + self.reader.answer * len(finished)
+        return Call(self, backlog, work, finished, seconds, self.clock.now)
 
     def _ahead(self, backlog: Backlog) -> Call:
         budget = DEFAULT_TIME_SLICE.seconds / self._pace if self._pace else math.inf
         work: list[tuple[Row, int]] = []
         for row, sent in backlog.unread.items():
-            stop = self._prompt + sent
-            budget -= stop - row.read[self._index]
+            stop = self.prompt + sent
+            budget -= stop - row.read[self.index]
             if work and budget < 0:
                 break
             work.append((row, stop))
-        return Call(self, backlog, work, (), self._seconds(work), self._clock.now)
+        return Call(self, backlog, work, (), self._seconds(work), self.clock.now)
 
     def _seconds(self, work: Sequence[tuple[Row, int]]) -> float:
-        passes, index = self._reader.passes, self._index
+        passes, index = self.reader.passes, self.index
         read = [(row.read[index], stop) for row, stop in work if stop > row.read[index]]
-        return (self._reader.call if read else 0.0) + sum(passes.reading(*each) for each in read)
+        return (self.reader.call if read else 0.0) + sum(passes.reading(*each) for each in read)
 
     def _over(self, call: Call, job: Job) -> None:
-        self._device.finish(job)
-        backlog, now, tokens = call.backlog, self._clock.now, 0
+        self.device.finish(job)
+        backlog, now, tokens = call.backlog, self.clock.now, 0
         for row, stop in call.work:
-            tokens += stop - row.read[self._index]
-            row.read[self._index] = stop
+            tokens += stop - row.read[self.index]
+            row.read[self.index] = stop
             sent = backlog.unread.pop(row, -1)
-            if self._prompt + sent > stop:
+            if self.prompt + sent > stop:
                 backlog.unread[row] = sent  # behind all others
-        if tokens and self.reads:
+        if tokens and self.whole is None:
             pace = (now - call.at) / tokens
             self._pace = min(pace, DEFAULT_TIME_SLICE.rise * self._pace) if self._pace else pace
         backlog.calls.append((call.at, now))
         self._busy = False
-        self._place.end()
+        self.place.end()
         if call.finished:
             backlog.last, backlog.answered = now, backlog.answered + len(call.finished)
-            self._done()
+            self.done()
         self.wake()
-        self._place.next()
+        self.place.next()

@@ -423,7 +423,9 @@ class LayoutSection:
     """``[layout]``: which devices do what."""
 
     gpu: Filled = required("the devices, all alike, by name")
-    decode: PositiveCount = required("devices that decode, each with a copy of the actor")
+    decode: PositiveCount = required(
+        "devices that decode, each a replica: a whole copy of the actor, not a part of one"
+    )
     train: Count = setting(0, "devices that train; 0: those that decode")
     score: Count = setting(0, "devices of the reward model; 0: those that decode")
     forward: Literal["decode", "train", "score"] = setting(
@@ -507,6 +509,17 @@ class Profile:
     @property
     def gpu(self) -> Gpu:
         return _named(self.layout.gpu, {**GPUS, **self.gpus}, "layout.gpu", "GPU")
+
+    @property
+    def about(self) -> str:
+        """Return what decodes, in a sentence."""
+        layout, name = self.layout, self.engine.name
+        many = "device decodes" if layout.decode == 1 else "devices decode"
+        own = "" if self.engine.step_seconds is None else ", at the seconds of [engine]"
+        return (
+            f"{layout.decode} {many} on {name}{own}, each a replica: a whole copy of {self.models.actor} with rows and "
+            "decode steps of its own (no tensor parallelism)"
+        )
 
     def size(self, key: str) -> Transformer:
         return _named(getattr(self.models, key), {**MODELS, **self.sizes}, f"models.{key}", "model")

@@ -1,4 +1,4 @@
-"""One run of one schedule: its statistics, from simulated work in bulk and from the ledger and admissions of training."""
+"""One run of one schedule: the ledger and the admission of training decide, the work is simulated in bulk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from oppo.admission import (
     TailAdaptive,
 )
 from oppo.events import Prompt
+from oppo.graph.stage import UNKNOWN
 from oppo.simulate.bulk import Backlog, Clock, Device, Job, Lane, Place, Row, Scorer
 from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
 from oppo.stages.ledger import Ledger, Unit
 
-LAST = 3  # the last steps do not count: they admit only what can still be trained, so they are shorter
+BLOCKS: Final = 3  # parts of a run whose means tell how far chance goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOutcome:
-    # Without the first and last steps of the run.
+    # Without the first steps of the run.
     seconds: float  # mean of a step, until the next could begin
     tokens: float  # trained in a step, mean
     staleness: float  # mean versions between a rollout's first token and its update
@@ -52,6 +53,7 @@ class ScheduleOutcome:
     # of a step's time, what the busiest device did in it: the parts of a decode step, `scoring`, `training`; shares,
     # the largest first
     parts: Mapping[str, float] = field(default_factory=dict)
+    blocks: tuple[float, ...] = ()  # seconds for each trained token, in each of `BLOCKS` parts
     restarts: Restarts | None = None  # only of controllers that restart rollouts
 
     @property
@@ -140,7 +142,6 @@ class _Step:
     """A step that is alive; times are NaN until they are known."""
 
     index: int
-    remaining: int  # steps, this one included
     ahead: int  # steps that were alive when it began
     started: float
     backlogs: Mapping[ScorerName, Backlog]
@@ -185,11 +186,14 @@ class _Step:
 
 @dataclass(eq=False)
 class SimulatedRun:
-    """Runs so many steps of a schedule; its statistics leave out the first ``skipped``, at least one, and some last.
+    """Runs a schedule until so many steps have ended; its statistics leave out the first ``skipped``, at least one.
 
     Attributes:
+        grain: lengths are rounded to so many tokens: those that end in one decode step are one event.
         drain_after: indexes of steps that end before any later one begins, whatever the lookahead.
-        ended: the steps, in order.
+        ended, alive: the steps, in order.
+        rows: those in flight, by rollout.
+        lanes: the replicas.
     """
 
     system: System
@@ -198,29 +202,32 @@ class SimulatedRun:
     steps: int = 120
     skipped: int = 20
     seed: int = 0
+    grain: int = 1
     drain_after: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        workload, decoder = self.workload, self.system.decoder
-        units = (self.steps + self.schedule.lookahead + 1) * workload.batch
-        self._lengths = np.maximum(1, workload.lengths(units, workload.samples, self.seed)).tolist()
+        workload, decoder, grain = self.workload, self.system.decoder, self.grain
+        units = (self.steps + self.schedule.lookahead + 2) * workload.batch
+        lengths = grain * np.rint(workload.lengths(units, workload.samples, self.seed) / grain).astype(np.int64)
+        self._lengths = np.clip(lengths, 1, workload.cap).tolist()
         self._noise = np.random.default_rng(self.seed + 999).standard_normal(self.steps + 1) * 0.1
         self.admission = self.schedule.admission()
         self._ledger = Ledger(self.admission)
         self._clock = Clock()
         self._devices: dict[str, Device] = {}
         self._places: dict[str, Place] = {}
-        self._scorers = {name: self._scorer(name, reader) for name, reader in self.system.readers.items()}
+        readers, held = self.system.readers, self.schedule.held
+        self._scorers = {name: self._scorer(name, reader) for name, reader in readers.items()}
+        self._late = {name for name, reader in readers.items() if held or not reader.streams}  # told at the cut
+        self._early = [name for name, each in self._scorers.items() if each.whole is None and name not in self._late]
         device, static = self._device(decoder.device), decoder.static and self.schedule.held
-        self._lanes = [
-            Lane(self._clock, device, decoder, workload.prompt, self._attend, static=static)
+        self.lanes = [
+            Lane(self._clock, device, decoder, workload.prompt, self.schedule.chunk or 0, static, self._attend)
             for _ in range(decoder.replicas)
         ]
-        for lane in self._lanes:
-            lane.chunk = self.schedule.chunk or 0
-        self._rows: dict[int, Row] = {}  # in flight
+        self.rows: dict[int, Row] = {}  # in flight
         self._taken = 0  # units
-        self._alive: list[_Step] = []
+        self.alive: list[_Step] = []
         self._generating: _Step | None = None
         self._updating: _Step | None = None
         self._draining = False
@@ -241,32 +248,30 @@ class SimulatedRun:
         return self._outcome()
 
     def _fill(self) -> None:
-        remaining = self.steps - len(self.ended)
-        most = min(self.schedule.lookahead + 1, remaining)
-        while len(self._alive) < most and not (self._alive and self._draining):
-            ahead = len(self._alive)
+        while len(self.alive) <= self.schedule.lookahead and not (self.alive and self._draining):
+            ahead = len(self.alive)
             index = len(self.ended) + ahead
             backlogs = {name: scorer.begins() for name, scorer in self._scorers.items()}
-            self._alive.append(_Step(index, remaining - ahead, ahead, self._clock.now, backlogs))
+            self.alive.append(_Step(index, ahead, self._clock.now, backlogs))
             self._draining |= index in self.drain_after
         self._progress()
 
     def _progress(self) -> None:
         # Whatever waited for what has happened.
-        for step in self._alive:
+        for step in self.alive:
             if self._generating is None and not step.generated:
                 self._generate(step)
-        following = next((each for each in self._alive if math.isnan(each.updating)), None)
+        following = next((each for each in self.alive if math.isnan(each.updating)), None)
         if self._updating is None and following is not None and following.scored:
             self._train(following)
         training = self._updating
         if training is not None and math.isnan(training.syncing) and not math.isnan(training.updated):
-            later = self._alive[self._alive.index(training) + 1 :]
+            later = self.alive[self.alive.index(training) + 1 :]
             if self.schedule.in_flight or all(each.generated for each in later):
                 training.syncing = self._clock.now
                 self._clock.after(self.system.updater.weight_sync, partial(self._sync, training))
-        if self._alive:
-            oldest = self._alive[0]
+        if self.alive:
+            oldest = self.alive[0]
             if not math.isnan(oldest.synced) and all(each.over for each in oldest.backlogs.values()):
                 self._end(oldest)
 
@@ -278,18 +283,19 @@ class SimulatedRun:
     def _generate(self, step: _Step) -> None:
         self._generating, step.begun = step, self._clock.now
         self._hear(step.index - step.ahead)
-        wanted = self._ledger.wanted(step.remaining)
+        wanted = self._ledger.wanted(UNKNOWN)
         if isinstance(self.admission, ReportsMetrics):
             step.metrics = dict(self.admission.metrics())
-        resumed = list(self._rows.values())
+        resumed = list(self.rows.values())
         groups = self._take(wanted)
         complete = self._ledger.begin(groups)
         opened = self._open([*(unit.prompts for unit in self._ledger.restarted), *groups])
         for row in resumed:
-            self._tell(step, row, only="critic")  # it has forgotten them
+            if "critic" in self._early:  # it has forgotten them
+                self._tell(step, row, ("critic",))
         for unit in complete:
             self._finish(unit, step)
-        live = [row for row in self._rows.values() if row.made < row.length]
+        live = [row for row in self.rows.values() if row.made < row.length]
         if not live or self._ledger.is_cut():
             for row in opened:
                 row.sent = 0
@@ -298,7 +304,7 @@ class SimulatedRun:
             return
         step.rows = len(live)
         units = {row.prompt.admission for row in live}
-        self._join([row for row in self._rows.values() if row.prompt.admission in units], step)
+        self._join([row for row in self.rows.values() if row.prompt.admission in units], step)
         self._refills = self._ledger.refills
         self._refill(step)
 
@@ -309,11 +315,8 @@ class SimulatedRun:
 
     def _open(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Row]:
         prompts = [prompt for group in groups for prompt in group]
-        rows = [
-            Row(each, min(self._lengths[each.admission][each.sample], self.workload.cap), len(self._scorers))
-            for each in prompts
-        ]
-        self._rows |= {row.prompt.rollout: row for row in rows}
+        rows = [Row(each, self._lengths[each.admission][each.sample], len(self._scorers)) for each in prompts]
+        self.rows |= {row.prompt.rollout: row for row in rows}
         return rows
 
     def _join(self, rows: Sequence[Row], step: _Step) -> None:
@@ -323,7 +326,7 @@ class SimulatedRun:
             if row.made == row.length:  # of a unit whose other rows are decoded
                 continue
             if row.home is None:
-                row.home = min(self._lanes, key=lambda lane: lane.homes)
+                row.home = min(self.lanes, key=lambda lane: lane.homes)
                 row.home.homes += 1
             reread = row.load < 0 or (recomputes and row.load != self._adopted)
             row.load = self._adopted
@@ -337,9 +340,9 @@ class SimulatedRun:
                 lane.start()
 
     def _refill(self, step: _Step) -> None:
-        # Until the prompts or the remaining steps do not reach.
+        # Until the prompts do not reach.
         if self._refills:
-            wanted = self._ledger.refill(step.remaining)
+            wanted = self._ledger.refill(UNKNOWN)
             groups = self._take(wanted)
             if groups:
                 self._ledger.add(groups)
@@ -374,28 +377,28 @@ class SimulatedRun:
 
     def _finish(self, unit: Unit, step: _Step) -> None:
         unit.sent = True
-        rows = [self._rows.pop(prompt.rollout) for prompt in unit.prompts]
+        rows = [self.rows.pop(prompt.rollout) for prompt in unit.prompts]
         step.trained += rows
         for name, scorer in self._scorers.items():
-            if not self._is_late(name):
+            if name not in self._late:
                 step.backlogs[name].finished += rows
                 self._later(scorer.wake)
 
     def _cut(self, step: _Step) -> None:
         self._generating, step.cut = None, self._clock.now
-        stopped = [row for lane in self._lanes for row in lane.stop()]
+        stopped = [row for lane in self.lanes for row in lane.stop()]
         for row in stopped:
             step.steps = max(step.steps, step.after[row] + row.made - step.had[row])
             if row.made > row.sent:
                 row.sent = row.made
                 self._tell(step, row)
         late = {prompt.rollout for unit in self._ledger.end() for prompt in unit.prompts}
-        deferred = [row for rollout, row in self._rows.items() if rollout in late]
+        deferred = [row for rollout, row in self.rows.items() if rollout in late]
         for name, scorer in self._scorers.items():
             backlog = step.backlogs[name]
-            if self._is_late(name):
+            if name in self._late:
                 backlog.finished += step.trained
-                backlog.unread |= {row: row.sent for row in deferred} if scorer.reads else {}
+                backlog.unread |= {row: row.sent for row in deferred} if scorer.whole is None else {}
             if name == "critic" or self._ledger.restarts:  # it forgets them
                 for row in deferred:
                     backlog.unread.pop(row, None)
@@ -405,22 +408,18 @@ class SimulatedRun:
         if self._ledger.restarts:
             step.discarded = sum(row.made for row in deferred)
             for row in deferred:
-                del self._rows[row.prompt.rollout]
+                del self.rows[row.prompt.rollout]
                 if row.home is not None and row.made < row.length:
                     row.home.homes -= 1
         self._later(self._progress)
 
     # Scoring.
 
-    def _is_late(self, name: ScorerName) -> bool:
-        return self.schedule.held or not self.system.readers[name].streams
-
-    def _tell(self, step: _Step, row: Row, only: str = "") -> None:
-        # The scorers may read on.
-        for name, scorer in self._scorers.items():
-            if scorer.reads and not self._is_late(name) and only in {"", name} and row.sent >= 0:
-                step.backlogs[name].unread[row] = row.sent
-                self._later(scorer.wake)
+    def _tell(self, step: _Step, row: Row, names: Collection[ScorerName] = ()) -> None:
+        # These scorers, or all that do, may read on.
+        for name in names or self._early:
+            step.backlogs[name].unread[row] = row.sent
+            self._clock.then[self._scorers[name].wake] = None
 
     def _scorer(self, name: ScorerName, reader: Reader) -> Scorer:
         place = self._places.setdefault("scorers" if self.schedule.held else reader.place, Place())
@@ -469,7 +468,7 @@ class SimulatedRun:
     def _sync(self, step: _Step) -> None:
         # Give the weights to the actor: now, or to each lane between two of its decode steps.
         self._load += 1
-        version, missing = self._version, set(self._lanes)
+        version, missing = self._version, set(self.lanes)
 
         def adopt(lane: Lane) -> None:
             missing.remove(lane)
@@ -487,19 +486,19 @@ class SimulatedRun:
                 step.seconds, self._last = step.synced - began, step.synced
                 self._later(self._progress)
 
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.between_steps(partial(adopt, lane))
 
     # The end.
 
     def _end(self, step: _Step) -> None:
-        self._alive.pop(0)
+        self.alive.pop(0)
         step.ended = self._clock.now
-        step.lane_seconds = sum(lane.busy for lane in self._lanes)
+        step.lane_seconds = sum(lane.busy for lane in self.lanes)
         step.work = {name: self._done(device) for name, device in self._devices.items()}
         self.ended.append(step)
         self._unheard.append(self._observed(step))
-        if not self._alive:
+        if not self.alive:
             self._draining = False
             self._hear(step.index + 1)
         self._fill()
@@ -541,7 +540,7 @@ class SimulatedRun:
         return 4.1 * (1 - math.exp(-step / 100)) + float(self._noise[min(step, self.steps)])
 
     def _done(self, device: Device) -> Mapping[str, float]:
-        done, lanes = device.settled(), self._lanes
+        done, lanes = device.done(), self.lanes
         parts = {name: done.pop(kind) for kind, name in (("score", "scoring"), ("train", "training")) if kind in done}
         if "decode" not in done:
             return parts
@@ -554,11 +553,10 @@ class SimulatedRun:
         return {**parts, **{name: seconds / len(lanes) for name, seconds in decoding.items()}}
 
     def _outcome(self) -> ScheduleOutcome:
-        first, last = self.skipped, self.steps - LAST - self.schedule.lookahead
-        steps, lanes = self.ended[first:last], self._lanes
-        before, after = self.ended[first - 1], self.ended[last - 1]
+        first, lanes = self.skipped, self.lanes
+        steps, before, after = self.ended[first:], self.ended[first - 1], self.ended[-1]
         elapsed = after.ended - before.ended
-        seconds = np.diff([each.ended for each in self.ended])[first - 1 : last - 1]
+        seconds = np.diff([each.ended for each in self.ended[first - 1 :]])
         staleness = np.concatenate([each.staleness for each in steps])
         predicted = np.array([each.metrics.get("deferral/predicted_seconds", math.nan) for each in steps])
         extras = tuple(int(each.metrics.get("deferral/overcommit", 0)) for each in self.ended)
@@ -571,13 +569,18 @@ class SimulatedRun:
             staleness=float(staleness.mean()),
             longest_staleness=int(staleness.max()),
             token_staleness=float(np.mean([each.token_staleness for each in steps])),
-            extra=float(np.mean(extras[first:last])),
+            extra=float(np.mean(extras[first:])),
             predicted=float(predicted.mean() / seconds.mean()),
             spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
             extras=extras,
             idle=max(0.0, 1 - (after.lane_seconds - before.lane_seconds) / len(lanes) / elapsed),
             peak_tokens=float(sum(lane.peak_tokens + self.workload.prompt * lane.peak_rows for lane in lanes)),
             parts=_busiest(before.work, after.work, elapsed),
+            blocks=tuple(
+                float(took.sum() / trained.sum())
+                for took, trained in zip(np.array_split(seconds, BLOCKS), np.array_split(tokens, BLOCKS), strict=True)
+                if len(took)
+            ),
             restarts=Restarts(waste, float(means.std() / means.mean())) if self._ledger.restarts else None,
         )
 

@@ -20,7 +20,7 @@ TRL = paper.ENGINES[0]
 
 def speed(row: paper.Row, engine: paper.Engine = TRL) -> float:
     """Return the speed of a row of the 7B setting over the serial one."""
-    return paper.speeds(RESULTS.outcomes("se-7b", engine, BASE), RESULTS.outcomes("se-7b", engine, row)).mean
+    return float(np.mean(paper.speeds(RESULTS.outcomes("se-7b", engine, BASE), RESULTS.outcomes("se-7b", engine, row))))
 
 
 def written(outcome: ScheduleOutcome) -> str:

@@ -23,9 +23,11 @@ from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
 from oppo.simulate.engine import Device, run_virtual
 from oppo.simulate.models import FakeCritic, FakePlace, FakeScorer, FakeTrainer, PlacedCritic, PlacedScorer
 from oppo.simulate.policy import FakePolicy
-from oppo.simulate.run import LAST, Schedule
+from oppo.simulate.run import Schedule
 from oppo.stages import Generate, Update
 from oppo.stages.hold import held
+
+LAST: Final = 3  # the last steps do not count: they admit only what can still be trained, so they are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,6 @@ class GraphRun:
             kv_on_sync="recompute" if decoder.recomputes else "keep",
             cap=self.workload.cap,
             replicas=decoder.replicas,
-            static=decoder.static and self.schedule.held,
             device=self._device(decoder.device),
             capabilities=Capabilities(adds_while_decoding=True, loads_while_decoding="between decode steps"),
         )
