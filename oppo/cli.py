@@ -235,7 +235,7 @@ def simulate(
     *,
     run: Annotated[Path | None, Parameter(name="--from")] = None,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
-    layout: Literal["shared", "split"] = "shared",
+    layout: Annotated[Literal["shared", "split"] | None, Parameter(show_default=False)] = None,
     staleness: float = 1.25,
     precise: Annotated[bool, Parameter(negative=())] = False,
     steps: Annotated[int | None, Parameter(show_default=False)] = None,
@@ -248,8 +248,8 @@ def simulate(
         profile: The file that describes hardware, models and lengths; docs/schedules.md says more.
         run: The directory of a run that has finished, instead of a profile: its measurements are simulated.
         override: Change one setting of the profile: section.key=value, the value as in TOML. Can be repeated.
-        layout: Of a run: whether decoding, scoring and training share the cores or the device (shared), or have their
-            own.
+        layout: Of a run: whether decoding, scoring and training share the cores or the device (shared, unless given),
+            or have their own (split).
         staleness: The most updates between a token and its training, on average, of a schedule that is recommended.
         precise: Simulate until the speeds are known to half a percent, which takes minutes, not to 2 %.
         steps: Steps of each simulated run, of which the first half does not count: 8 to 24, by the batch, unless given.
@@ -267,10 +267,12 @@ def simulate(
         raise ConfigError("oppo simulate needs either a profile, `oppo simulate profile.toml`, or `--from` and a run")
     if run is not None and override:
         raise ConfigError("--set changes a profile; a run is simulated as it was measured")
+    if profile is not None and layout is not None:
+        raise ConfigError("--layout says what shared the devices of a run (--from); a profile says so in [layout]")
     from oppo.run.simulation import of_profile, of_run  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.simulate.study import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
 
-    simulation = of_run(run, layout) if run is not None else of_profile(profile or Path(), override)
+    simulation = of_run(run, layout or "shared") if run is not None else of_profile(profile or Path(), override)
     found = simulation.run(steps=steps, seeds=seeds, precise=precise)
     console = Console()
     if not console.is_terminal:

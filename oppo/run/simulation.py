@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from oppo.admission import Admission
 from oppo.config.load import Faults, load_settings, overridden, parsed, resolve
 from oppo.config.sections import StepSection
-from oppo.declared import Table, declared
+from oppo.declared import Table, changed, declared
 from oppo.errors import ConfigError
 from oppo.log import routed
 from oppo.run.graph import admission_of
@@ -91,10 +91,12 @@ class Simulation:
 
 def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
     profile = load_profile(path, overrides)
-    given = profile.schedule
+    given, batch = profile.schedule, profile.workload.batch
+    if given.overcommit > batch and changed(given, {"overcommit"}):
+        raise ConfigError(f"schedule.overcommit: expected at most workload.batch = {batch}, got {given.overcommit}")
     schedules = ladder(
-        profile.workload.batch,
-        overcommit=min(given.overcommit, profile.workload.batch),
+        batch,
+        overcommit=min(given.overcommit, batch),
         chunk=given.chunk,
         max_deferrals=given.max_deferrals,
         staleness_price=given.staleness_price,
@@ -107,12 +109,15 @@ def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
     record = RunRecord.read(directory)
     settings = load_settings(directory / "config.toml")
     if settings.environment.answering or settings.agents.program:
-        raise ConfigError(f"the run in {directory} has an environment, whose answers a simulation does not know yet")
+        raise ConfigError(
+            f"the run in {directory} has an environment, whose answers a simulation does not know yet: give a run "
+            "without environment.source and agents.program, or a profile"
+        )
     step = settings.step
     if step.stream_updates:
         raise ConfigError(
-            f"the run in {directory} trains groups while others are written (step.stream_updates), which a simulation "
-            "does not know yet"
+            f"the run in {directory} trains groups while others are written, which a simulation does not know yet: "
+            "give a run with step.stream_updates = false"
         )
     system = calibrated(
         record.steps,

@@ -56,6 +56,7 @@ from oppo.declared import (
     Positive,
     PositiveCount,
     Table,
+    changed,
     required,
     setting,
 )
@@ -399,6 +400,11 @@ class LengthsSection:
     def __post_init__(self) -> None:
         if (self.median is None) == (not self.file):
             raise ConfigError("[lengths] needs either median, of a lognormal distribution, or file, and not both")
+        if self.file and (idle := changed(self, {"last_median", "sigma", "runaways"})):
+            raise ConfigError(
+                f"lengths.{min(idle)} is of a lognormal distribution, and has no effect beside lengths.file: leave it "
+                "out, or give lengths.median in place of the file"
+            )
 
     def law(self) -> DrawLengths:
         if self.median is None:

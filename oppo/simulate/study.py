@@ -33,7 +33,6 @@ CONFIDENCE: Final = 1.959964  # standard deviations of a normal distribution tha
 
 # The default question, and `--precise`: most rollouts simulated of a schedule, half of an interval at which it is right
 DEFAULT, PRECISE = (18_432, 0.03), (147_456, 0.005)
-FEWEST: Final = 6  # steps of a run, of which half count
 STEPS: Final = (8, 24)  # the fewest and the most of a run unless they are given
 A_RUN: Final = 6144  # rollouts of a run, as far as `STEPS` let it
 SEEDS: Final = 32  # the most of a study

@@ -121,6 +121,11 @@ def test_a_profile_is_simulated_and_what_is_advised_can_be_pasted(
         (["profile.toml", "--set", "lengths.median=-1"], "lengths.median: expected more than 0, got -1"),
         (["profile.toml", "--steps", "5"], "--steps must be at least 6"),
         (["profile.toml", "--seeds", "0"], "--seeds must be at least 1"),
+        (["profile.toml", "--layout", "split"], "--layout says what shared the devices of a run (--from)"),
+        (
+            ["profile.toml", "--set", "schedule.overcommit=99"],
+            "schedule.overcommit: expected at most workload.batch = 12, got 99",
+        ),
         (["profile.toml", "--seeds", "3", "--precise"], "--precise says how many seeds there are"),
         (["profile.toml", "--staleness", "-1"], "--staleness must be at least 0"),
     ],
@@ -153,7 +158,9 @@ def test_a_run_whose_turns_an_environment_answered_is_refused(
         assert main(["simulate", "--from", "runs/finished"]) == 2
     finally:
         config.write_text(text)
-    assert "has an environment, whose answers a simulation does not know yet" in capsys.readouterr().err
+    assert (
+        "whose answers a simulation does not know yet: give a run without environment.source" in capsys.readouterr().err
+    )
 
 
 def test_a_signal_ends_it_with_a_message(

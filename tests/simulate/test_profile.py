@@ -48,6 +48,10 @@ def profile(**sections: dict[str, object] | None) -> Profile:
         ({"lengths": {"median": -3}}, r"lengths\.median: expected more than 0, got -3"),
         ({"lengths": {"median": None}}, r"\[lengths\] needs either median, of a lognormal distribution, or file"),
         ({"lengths": {"file": "x"}}, r"\[lengths\] needs either median"),
+        (
+            {"lengths": {"median": None, "file": "x", "sigma": 0.5}},
+            r"lengths\.sigma is of a lognormal distribution, and",
+        ),
         ({"lengths": {"sigma": "wide"}}, r"lengths\.sigma: expected a number, got 'wide'"),
         ({"lengths": {"runaways": 1.5}}, r"lengths\.runaways: expected at most 1, got 1\.5"),
         ({"lengths": {"cap": 0}}, r"lengths\.cap: expected more than 0, got 0"),
