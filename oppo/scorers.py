@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Generic, Self, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, Self, TypeAlias, TypeVar, cast
 
 import anyio
+from numpy.typing import NDArray
 
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
-from oppo.events import Chunk, Finish, Prompt, Response, Support, ToolTokens
+from oppo.events import NO_COLUMNS, Chunk, Finish, Prompt, Response, TokenColumns, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer, entered
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice, urged
 
@@ -195,12 +196,12 @@ class RolloutSessions(dict[int, S], Generic[S]):
     def __missing__(self, rollout: int) -> S:
         raise ProtocolError(f"rollout {rollout} is unknown to {self._reader}: its Prompt must come first")
 
-    def receive(self, event: Growth, support: Support | None = None) -> S:
+    def receive(self, event: Growth, extra: TokenColumns = NO_COLUMNS) -> S:
         """Return the session that an event opens or continues, with the event's tokens counted.
 
         Args:
             event: of the rollout.
-            support: of its tokens, if that is read too.
+            extra: further columns of its tokens that are read too.
 
         Raises:
             ModelError: a token is outside the vocabulary, or the sequence is longer than the reader reads.
@@ -213,7 +214,7 @@ class RolloutSessions(dict[int, S], Generic[S]):
             session = self._new(event)
         else:
             session = self[rollout]
-            if event.start != session.response:
+            if event.start != session.received - session.prompt:
                 raise ProtocolError(
                     f"rollout {rollout}: {reader} expected tokens from {session.response} of the response on, but "
                     f"{type(event).__name__} starts at {event.start}"
@@ -224,15 +225,19 @@ class RolloutSessions(dict[int, S], Generic[S]):
                 f"rollout {rollout} has {length} tokens, prompt included, but {reader} reads at most {self._longest}: "
                 f"{self._remedy}"
             )
-        for ids in (event.tokens, *([] if support is None else [support.ids])):
-            if self._vocabulary is not None and len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
-                raise ModelError(
-                    f"rollout {rollout} has token ids from {ids.min()} to {ids.max()}, but the vocabulary of {reader} "
-                    f"has {self._vocabulary}: policy and scorers must share a tokenizer"
-                )
+        if self._vocabulary is not None:
+            for ids in (event.tokens, *(column.ids for column in extra if column.of_tokens)):
+                self._require_known(rollout, ids, self._vocabulary)
         session.received = length
         self[rollout] = session
         return session
+
+    def _require_known(self, rollout: int, ids: NDArray[Any], vocabulary: int) -> None:
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
+            raise ModelError(
+                f"rollout {rollout} has token ids from {ids.min()} to {ids.max()}, but the vocabulary of "
+                f"{self._reader} has {vocabulary}: policy and scorers must share a tokenizer"
+            )
 
     def whole(self, rollout: int, length: int) -> S:
         """Return the session of a finished rollout, whose response has ``length`` tokens.

@@ -71,7 +71,7 @@ def examine(deployment: Deployment) -> Diagnosis:
     if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
     with routed():
-        tokenizer = policy_tokenizer(settings)
+        tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment))
         load = deployment.load(supply.longest)

@@ -42,10 +42,9 @@ from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
-from oppo.run.deployment import Deployment
+from oppo.run.deployment import Deployment, named_reward
 from oppo.run.engines import served_dtype
-from oppo.run.loading import adapter_of, critic_source
-from oppo.run.rewards import kind_of, named_reward
+from oppo.run.loading import adapter_of, critic_source, kind_of
 from oppo.vllm.arguments import GIB, gpus_of, placed, workers_of
 
 SHARE: Final = "gpu_memory_utilization"
@@ -256,9 +255,10 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
     uncounted = deployment.has_engine and not settings.shares_weights
     for model in sorted(deployment.scored, key=lambda model: model != "proximal"):
         device, remote = devices.scoring()[model], model in devices.remote
-        for name in deployment.teachers if model == "teacher" else ():
-            _counting(name)
-            yield Expected(name, device, _served(partial(made.logprobs, name), of_reference, load, device), remote)
+        for role in deployment.roles_of("teacher") if model == "teacher" else ():
+            _counting(role.name)
+            served = _served(partial(made.logprobs, role.name), of_reference, load, device)
+            yield Expected(role.name, device, served, remote)
         if model not in {"reward", "teacher"}:
             _counting(model)
             make = {"critic": made.critic, "proximal": made.actor}.get(model, partial(made.logprobs, model))
@@ -275,10 +275,9 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
                 _counting(name := named_reward(reward))
                 make = partial(made.scalar, key, reward.source)
                 yield from _on_engine(name, make, reward, device, deployment.assumed)
-    for name, scorer in settings.on_vllm.items():
-        _counting(name)
-        device = devices.reference if name == "reference" else devices.teacher
-        yield from _on_engine(name, partial(made.logprobs, name), scorer, device, deployment.assumed)
+    for role, on in deployment.on_vllm("reference", "teacher"):
+        _counting(role.name)
+        yield from _on_engine(role.name, partial(made.logprobs, role.name), on, role.device, deployment.assumed)
 
 
 def _counting(model: str) -> None:

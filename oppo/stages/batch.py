@@ -185,6 +185,7 @@ class ScoredRollouts:
             teacher_ids=np.concatenate([each.ids for each in tops], dtype=np.int32) if known else None,
             teacher_top=np.concatenate([each.top for each in tops], dtype=np.float32) if known else None,
             named_scores=self._named_scores(),
+            answered=tuple(each.finish.answered for each in self.rollouts),
         )
 
     def _named_scores(self) -> Mapping[str, tuple[float, FloatArray]]:
@@ -276,6 +277,13 @@ def _per_token(
     values = scored.value.tokens if isinstance(scored.value, TopLogprobs) else scored.value
     require_per_token(values, finish, what, last=last)
     return values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchPart:
+    """Rows of a step's batch that are complete before the batch is, which follows and holds them too."""
+
+    batch: Batch
 
 
 class BatchStage(ABC):

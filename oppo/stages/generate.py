@@ -21,7 +21,7 @@ from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import (
-    UNROUTED,
+    NO_COLUMNS,
     Batch,
     Chunk,
     ChunkState,
@@ -30,9 +30,8 @@ from oppo.events import (
     Prompt,
     Response,
     RolloutEvent,
-    RoutedExperts,
     StepReport,
-    Support,
+    TokenColumns,
     ToolTokens,
     described,
 )
@@ -320,7 +319,7 @@ class Generate:
             async with decoding as engine, anyio.create_task_group() as conversations:
                 async with anyio.create_task_group() as readers:
 
-                    def read(rollout: InFlightRollout) -> None:
+                    def read(round_: DecodingRound, rollout: InFlightRollout) -> None:
                         number = rollout.prompt.rollout
                         readers.start_soon(self._read, rollout, size, out, round_, name=f"read rollout {number}")
                         if self._conversations is not None:
@@ -492,7 +491,7 @@ class Generate:
         # Branches first: a scorer that finishes a first conversation then knows of the others.
         for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
             rollout = self._in_flight[number]
-            ending = rollout.ending(() if self._conversations is None else self._conversations.said(number))
+            ending = rollout.ending(() if self._conversations is None else self._conversations.answered(number))
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self._close(rollout)
             self._ends.ended.append(number)
@@ -503,15 +502,17 @@ class Generate:
 class DecodingRound:
     """The rollouts of one decoding; ``read`` starts the reader of one, ``cut`` is set once the step is cut."""
 
+    # ``read`` is given the round: bound to it, it would be a cycle, which keeps all tokens of the step alive.
+
     engine: Decoding
     meter: DecodeMeter
-    read: Callable[[InFlightRollout], None]
+    read: Callable[[DecodingRound, InFlightRollout], None]
     cut: anyio.Event = field(default_factory=anyio.Event, init=False)
     _news: anyio.Event = field(default_factory=anyio.Event, init=False, repr=False)
 
     def begin(self, rollouts: Sequence[InFlightRollout]) -> None:
         for rollout in rollouts:
-            self.read(rollout)
+            self.read(self, rollout)
 
     def note_end(self, rollout: InFlightRollout) -> None:
         self.meter.note_end(rollout)
@@ -627,18 +628,19 @@ def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
     if not isinstance(chunk, Chunk) or not (n := len(chunk.tokens)):
         return ""
     logprobs, versions = chunk.logprobs, chunk.versions
-    support: object = chunk.support
-    routed: object = chunk.routed_experts
-    if not isinstance(support, Support):
-        return f"a chunk whose support is {described(support)}; expected a Support"
-    if routed is not UNROUTED and (
-        not isinstance(routed, RoutedExperts) or not routed.describes(n) or (len(routed.ids) and routed.ids.ndim != 3)
-    ):
-        return f"a chunk of {n} tokens whose routed experts are {described(routed)}; expected RoutedExperts of each"
-    if (len(logprobs), len(versions)) != (n, n) or not support.describes(n):
+    extra: object = chunk.extra
+    if not isinstance(extra, TokenColumns):
+        return f"a chunk whose further columns are {described(extra)}; expected TokenColumns"
+    for column in extra if extra is not NO_COLUMNS else ():
+        if len(column.counts) != n or column.ids.ndim != 1 + column.dimensions or column.ids.dtype.kind not in "iu":
+            return (
+                f"a chunk of {n} tokens whose {column.name} is of {len(column.counts)} tokens, with "
+                f"{described(column.ids)}; expected integers of {1 + column.dimensions} dimensions, of each token"
+            )
+    if (len(logprobs), len(versions)) != (n, n):
         return (
-            f"a chunk of {n} tokens with {len(logprobs)} log-probs, {len(versions)} versions and a support of "
-            f"{len(support.counts)} tokens; expected one of each for each token"
+            f"a chunk of {n} tokens with {len(logprobs)} log-probs and {len(versions)} versions; expected one of each "
+            "for each token"
         )
     if logprobs[0] > _ROUNDING or (n > 1 and (logprobs > _ROUNDING).any()):
         return f"a chunk with a log-prob of {logprobs.max()}; expected at most 0, the log of a probability"

@@ -31,14 +31,15 @@ from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView,
 from oppo.declared import require_whole
 from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
 from oppo.events import (
+    COLUMN_KINDS,
+    AnsweredTurn,
     Chunk,
     Drop,
     Finish,
     FinishReason,
     Prompt,
     Response,
-    RoutedExperts,
-    Support,
+    TokenColumns,
     ToolTokens,
 )
 from oppo.log import logger
@@ -330,11 +331,11 @@ class InFlightRollout:
     def response(self) -> Response:
         return Response.of(self.prompt, self.pieces)
 
-    def ending(self, answers: Sequence[Sequence[Mapping[str, object]]] = ()) -> Finish | Drop:
+    def ending(self, answered: Sequence[AnsweredTurn] = ()) -> Finish | Drop:
         number = self.prompt.rollout
         if self.reason is None:
             raise ProtocolError(f"rollout {number} has a place in the batch but is still being read")
-        return Drop(number, self.dropped) if self.dropped else Finish(number, self.response(), self.reason, answers)
+        return Drop(number, self.dropped) if self.dropped else Finish(number, self.response(), self.reason, answered)
 
     async def aclose(self) -> None:
         with noted(f"while closing rollout {self.prompt.rollout}"):
@@ -363,10 +364,7 @@ class RolloutSnapshot:
             "logprobs": response.logprobs,
             "versions": response.versions,
             "sampled": response.sampled,
-            "support": response.support.ids,
-            "support_counts": response.support.counts,
-            "routed_experts": response.routed_experts.ids,
-            "routed_counts": response.routed_experts.counts,
+            "extra": {column.name: {"ids": column.ids, "counts": column.counts} for column in response.extra},
             "reason": self.reason,
             "dropped": self.dropped,
         }
@@ -383,11 +381,8 @@ class RolloutSnapshot:
             branch=state["branch"],
         )
         columns = {name: state[name] for name in ("tokens", "logprobs", "versions", "sampled")}
-        support = Support(state["support"], state["support_counts"])
-        routed = RoutedExperts(state["routed_experts"], state["routed_counts"])
-        return cls(
-            Response(prompt, **columns, support=support, routed_experts=routed), state["reason"], state["dropped"]
-        )
+        extra = TokenColumns(*(COLUMN_KINDS[name](**column) for name, column in state["extra"].items()))
+        return cls(Response(prompt, **columns, extra=extra), state["reason"], state["dropped"])
 
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"

@@ -186,6 +186,8 @@ data.prompts=verifiers:sums | data.prompts = 'verifiers:sums' is a taskset | set
 AGENT eval.prompts=verifiers:sums | eval.prompts = 'verifiers:sums' is a taskset
 agents.program=verifiers | data.prompts = 'prompts.jsonl' is none | name one as 'verifiers:NAME'
 data.prompts=[{path="a.jsonl",config={n=1}}] | data.prompts[0] = 'a.jsonl' has a config, and only a taskset has one
+data.drop_last=true data.prompts=[{path="a.jsonl",weight=1}] |
+    data.drop_last is of whole batches from one source, and data.prompts has weights
 agents.program=verifiers data.prompts=[{path="verifiers:s",split="x"}] | has a split, and a taskset has no such
 agents.program=verifiers data.prompts=[{path="verifiers:s",column="q"}] | has a column, and a taskset has no such
 agents.timeout=5 | agents.timeout is of an agent, and agents.program names none
@@ -197,7 +199,9 @@ AGENT data.over_long=truncate | data.over_long = 'truncate' | raise data.max_pro
 AGENT data.column=task | no column holds the prompt: leave column out
 AGENT eval.prompts=[{path="a.jsonl",column="task"}] | no column holds the prompt: leave column out
 AGENT | agents.program = 'agent.py:run' | leave [[rewards]] out
-rewards.0.source=environment | rewards.0.source = 'environment' is what get_reward() | environment.factory names none
+rewards.0.source=environment | rewards.0.source = 'environment' is what an environment says | give a class or a function
+algorithm.over=turns | algorithm.over = 'turns' is of turns, and nothing answers a turn | leave algorithm.over out
+step.algorithm=grpo algorithm.credit=state | algorithm.credit = 'state' is of turns | set environment.source
 step.loss=LOSS algorithm.clip=0.3 | step.loss = ' | reads algorithm.clip: leave that out
 step.algorithm=distill | algorithm.distill = 1.0 learns | models.teacher names none
 algorithm.distill=0.5 | step.algorithm = 'ppo' with algorithm.distill = 0.5 learns | models.teacher names none
