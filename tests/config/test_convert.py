@@ -60,7 +60,7 @@ def test_a_command_of_ppo_keeps_its_numbers_and_those_that_trl_would_have_taken(
     assert found["models"] == {"policy": "./actor", "dtype": "bfloat16"}
     assert found["data"] == {"prompts": "prompts.jsonl", "over_long": "error", "drop_last": True}
     assert found["rewards"] == [{"source": "./reward"}]
-    assert found["sampling"] == {"max_new_tokens": 53, "temperature": 0.7}
+    assert found["sampling"] == {"max_new_tokens": 53, "temperature": 0.7, "eos": True}
     assert found["trainer"] == {
         "schedule": "linear",
         "warmup_steps": 0.1,
@@ -68,7 +68,8 @@ def test_a_command_of_ppo_keeps_its_numbers_and_those_that_trl_would_have_taken(
         "gradient_checkpointing": 1,
         "learning_rate": 3e-6,
     }
-    assert lost(converted) == {"local_rollout_forward_batch_size", "report_to"}
+    idle = {"dataset_test_split", "model_name_or_path"}
+    assert lost(converted) == {"local_rollout_forward_batch_size", "report_to", *idle}
     assert "# sft_model_path" in converted.text
     assert "TRL's default" in converted.text
 
@@ -214,7 +215,7 @@ def test_a_resolved_configuration_of_verl_is_read_with_its_references() -> None:
         "kl_estimator": "k3",
     }
     assert found["rewards"] == [{"source": "rewards.py:short"}]
-    assert "engine" not in found["models"]
+    assert found["models"]["engine"] == "transformers"
     assert found["data"]["over_long"] == "truncate"
 
 
