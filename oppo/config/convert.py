@@ -77,10 +77,8 @@ def _of_trl(draft: Draft) -> None:
     if draft.kind == "ppo":
         if (token := draft.take("stop_token_id")) is not None:
             draft.put("sampling.stop", [token], "stop_token_id")
-        if (ends := draft.take("stop_token")) == "eos":
-            draft.put("sampling.eos", ends == "eos", "stop_token")
-        else:
-            draft.put("sampling.eos", value=False, note="without stop_token a response has response_length tokens")
+        ends, why = draft.take("stop_token") == "eos", "without stop_token a response has response_length tokens"
+        draft.put("sampling.eos", ends, *(["stop_token"] if ends else []), note="" if ends else why)
     else:
         draft.put("trainer.learning_rate", draft.take("learning_rate", 1e-6), "learning_rate")
         (_loss_of_rloo if draft.kind == "rloo" else _loss_of_trl)(draft)
@@ -176,7 +174,10 @@ def _correction_of_trl(draft: Draft, prefix: str) -> None:
     else:
         kind = CORRECTIONS[mode]
         draft.put("algorithm.is_correction", kind, f"{prefix}_mode")
-        draft.put("algorithm.is_cap" if kind.startswith("truncated") else "algorithm.is_high", high, named)
+        if high is None:
+            draft.lose("a mask has two bounds (see algorithm.is_high)", f"{named} = None")
+        else:
+            draft.put("algorithm.is_cap" if kind.startswith("truncated") else "algorithm.is_high", high, named)
         if kind.startswith("mask"):
             draft.put("algorithm.is_low", low or 0.0, f"{prefix}_clip_min")
         elif low is not None:
@@ -315,8 +316,7 @@ def _data_of_trl(draft: Draft, each: int) -> None:
     named = {"path": name, "subset": subset} if name else {}
     names = ("dataset_name", "dataset_config")
     _source(draft, "data.prompts", draft.take("<data>", {**named, "split": training}), *names, "dataset_train_split")
-    longest = draft.take("max_prompt_length")  # of an older TRL
-    if longest is not None:
+    if (longest := draft.take("max_prompt_length")) is not None:  # of an older TRL
         draft.put("data.max_prompt_tokens", longest, "max_prompt_length")
     draft.put(
         "data.over_long",
@@ -556,8 +556,10 @@ def _of_openrlhf(draft: Draft) -> None:
     dynamic, long = draft.take("algo.dynamic_filtering_enable", default=False), "reward.overlong_buffer_len"
     if algorithm == "grpo" and (dynamic or draft.given.get(long)):
         algorithm = "dapo"
-    if draft.take("actor.policy_loss_type", "ppo") == "gspo":
+    if (loss := draft.take("actor.policy_loss_type", "ppo")) == "gspo":
         algorithm = "gspo"
+    elif loss != "ppo":
+        draft.lose("a loss of your own (see step.loss)", f"actor.policy_loss_type = {loss}")
     names = ("algo.advantage.estimator", "actor.policy_loss_type")
     draft.put("step.algorithm", algorithm, *names, note="" if names[0] in draft.given else "the default estimator")
     draft.same(rows_of("openrlhf"))
