@@ -157,7 +157,8 @@ def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = (), s
         series, within = [replace(each, y=[*y]) for each, y in zip(series, sums, strict=True)], (0, *within)
     bars = [(x, y, error or 0.0) for each in series for x, y, error in each.points() if y is not None]
     first, last = min(x for x, _, _ in bars), max(x for x, _, _ in bars)
-    low, high = (pick([*within, *(y + sign * error for _, y, error in bars)]) for pick, sign in ((min, -1), (max, 1)))
+    low = min([*within, *(y - error for _, y, error in bars)])
+    high = max([*within, *(y + error for _, y, error in bars)])
     axes = Axes(_ACROSS, _DOWN, max(1, last - first), *_rounded(low, high))
     drawn = []
     for each, colour in zip(series, cycle(COLOURS), strict=False):
