@@ -349,8 +349,8 @@ def report(
         console.out(f"written: {write_report(found)}", highlight=False)
         return DONE
     with Follower(runs) as server:
-        console.out(f"following at {server.address}; Ctrl-C ends it", highlight=False)
         try:
+            console.out(f"following at {server.address}; Ctrl-C ends it", highlight=False)
             server.serve_forever()
         except KeyboardInterrupt as error:
             if code_of(error) != INTERRUPTED:

@@ -394,6 +394,16 @@ class Response:
         return len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class AnsweredTurn:
+    """A turn that an environment answered, ``end`` tokens into the response, with what its ``Answer`` says of it."""
+
+    end: int
+    reward: float | None = None
+    key: str = ""
+    said: Sequence[Mapping[str, object]] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Finish:
     """The response is complete and belongs to this step's batch.
@@ -402,14 +412,14 @@ class Finish:
     can restore it from this event alone.
 
     Attributes:
-        answers: of each run of tool tokens, in order, the messages of which an environment made it; empty if it did not
-            say them.
+        answered: its answered turns, in order. The one that ended the response is there only if the environment gave it
+            a reward or a key, or its answer had no room.
     """
 
     rollout: int
     response: Response
     reason: FinishReason
-    answers: Sequence[Sequence[Mapping[str, object]]] = ()
+    answered: Sequence[AnsweredTurn] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,6 +557,7 @@ class Batch:
             a response whose score is a plain number, and ``None`` if all are.
         named_scores: of several rewards, by name: the weight, and float32 [N], NaN for a response to which the reward
             does not apply.
+        answered: of each of N rows, :attr:`Finish.answered`; empty: there is none.
 
     Raises:
         ProtocolError: a column is no array of numbers with one for each row or token, offsets are no borders of the
@@ -576,6 +587,7 @@ class Batch:
     teacher_ids: IntArray | None = None
     teacher_top: FloatArray | None = None
     named_scores: Mapping[str, tuple[float, FloatArray]] = field(default_factory=dict)
+    answered: tuple[Sequence[AnsweredTurn], ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in _ITEMS.items():
@@ -649,18 +661,7 @@ class Batch:
     @property
     def firsts(self) -> NDArray[np.int64]:
         """The first row of each rollout of a group: what rollouts have once, such as a score, is taken there."""
-        row_of = dict[int, int]()
-        for row, response in enumerate(self.responses):
-            row_of.setdefault(response.prompt.first, row)
-        return np.array(list(row_of.values()), np.int64)
-
-    def shares(self) -> FloatArray:
-        """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
-        sampled = np.array([len(row) for row in self.sampled_rows()], np.float64)
-        whole = np.ones(len(self))
-        for rows in self.conversations():
-            whole[rows] = max(1.0, sampled[rows].sum())
-        return (sampled / whole).astype(np.float32)
+        return np.array([rows[0] for rows in self.conversations()], np.int64)
 
     def sampled_rows(self) -> Sequence[NDArray[np.int64]]:
         """Return the positions in the per-token arrays of each row's sampled tokens, int64 [n]: the policy's actions.

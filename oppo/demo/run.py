@@ -20,11 +20,11 @@ from oppo.config.load import resolve
 from oppo.config.sections import Engine
 from oppo.config.settings import Settings
 from oppo.demo.assets import Assets, cache_directory, make_assets
-from oppo.demo.schedules import Digests, Effort, Gains, compare_schedules, excerpt, measure, starting
+from oppo.demo.schedules import Digests, Effort, Gains, compare_schedules, excerpt as excerpt_of, measure, starting
 from oppo.evaluation import Comparison, Evaluated, compare
 from oppo.log import routed
 from oppo.observe import Observer
-from oppo.redact import harmless
+from oppo.redact import excerpt, harmless
 from oppo.report.metrics import Figures
 from oppo.report.recorded import note_times
 from oppo.report.records import EVALUATIONS, JOURNAL, SUMMARY, Record, counted, read, require_unused
@@ -127,6 +127,7 @@ def deferrals(run: Path) -> tuple[float, dict[int, int]]:
 
 
 SHOWN = 3  # held-out prompts whose responses are shown
+LONGEST = 200  # characters of each
 
 UNMEASURED = "The short demo does not measure what overlap gains: its models are too small. `make demo` does."
 
@@ -219,7 +220,7 @@ def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> G
     """Return the speedup by overlap; put the median round of each schedule into the timeline of the run's page."""
     with routed(narrator.say):
         rounds = measure(settings, effort)
-    note_times(settings.run_directory, [excerpt(name, made) for name, made in rounds.items()])
+    note_times(settings.run_directory, [excerpt_of(name, made) for name, made in rounds.items()])
     write_page(settings.run_directory)
     return Gains.of(effort, rounds)
 
@@ -293,4 +294,6 @@ def show_samples(console: Console, evaluations: Sequence[Record]) -> None:
     for before, after in zip(first[:SHOWN], last[:SHOWN], strict=True):
         console.print(Text(f"\n{harmless(str(before['prompt']))}", style="bold"))
         for name, answer in (("before", before), ("after", after)):
-            console.print(Text(f"  {name} {answer['score']:+.2f} {harmless(str(answer['completion']).strip())}"))
+            console.print(
+                Text(f"  {name} {answer['score']:+.2f} {harmless(excerpt(str(answer['completion']).strip(), LONGEST))}")
+            )

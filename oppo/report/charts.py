@@ -206,7 +206,7 @@ def ticks(low: float, high: float) -> list[float]:
 ROLES: Final[Mapping[Role, str]] = dict(zip(("decode", "score", "update", "evaluate"), COLOURS, strict=False))
 
 TIMELINE_WIDTH, LEFT, RIGHT = 1120, 110, 60
-_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 22, 38, 45
+_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 30, 38, 45
 _TIMELINE_ACROSS = TIMELINE_WIDTH - LEFT - RIGHT
 _TICKS = 10  # at most
 _LABELS = 75  # between a step's start and its cut, for both to be named
@@ -275,7 +275,7 @@ def timeline(excerpts: Sequence[Excerpt]) -> str:
 
 def busy_machine(others: float) -> str:
     """Return a note beside measured times, if ``others`` took so much of the cores that these are longer for it."""
-    return f"processes beside this program took {others:.0%} of the machine's cores" if others >= _BUSY else ""
+    return f"other processes took {others:.0%} of the cores" if others >= _BUSY else ""
 
 
 def _key(shown: Sequence[Excerpt]) -> tuple[list[tuple[str, str]], str]:

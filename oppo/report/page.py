@@ -88,7 +88,9 @@ def named(runs: Sequence[Recorded]) -> list[str]:
 def drawn(runs: Sequence[Recorded]) -> Iterator[tuple[Chart, list[Line]]]:
     """Yield the charts of which a run has values, and their lines."""
     columns = [_columns(run) for run in runs]
-    own = dict.fromkeys(name for each in columns for name in each if metric(name.removeprefix("eval/")) is None)
+    own = dict.fromkeys(
+        name for each in columns for name in each if not (metric(name) or metric(name.removeprefix("eval/")))
+    )
     added = [Chart(name, "Metrics of your own", {name: name}) for name in [*own][:_OWN]]
     for chart in (*CHARTS, *added):
         found = [

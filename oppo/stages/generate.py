@@ -490,7 +490,7 @@ class Generate:
         # Branches first: a scorer that finishes a first conversation then knows of the others.
         for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
             rollout = self._in_flight[number]
-            ending = rollout.ending(() if self._conversations is None else self._conversations.said(number))
+            ending = rollout.ending(() if self._conversations is None else self._conversations.answered(number))
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self._close(rollout)
             self._ends.ended.append(number)

@@ -212,7 +212,7 @@ def test_the_search_finds_samples_and_orders_them(page: Page, tmp_path: Path) ->
     assert page.locator(".sample:visible").first.inner_text().startswith("6.556")
     page.locator("#find").fill("")
     assert page.locator(".sample:visible").count() == 60
-    assert page.locator(".sample .tool").first.inner_text() == "tool 59"
+    assert page.locator(".sample .tool").first.text_content() == "tool 59"
 
 
 def test_texts_of_models_run_nothing(page: Page, tmp_path: Path) -> None:

@@ -73,9 +73,7 @@ def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(path:
     assert html_of(path) == before
     note_times(path, [Excerpt("another", [TimedStep(0, 0.0, 2.0, None, 0, WORK)], others=0.4)])
     write_page(path)
-    assert "another: 1 step in 2.00 s; processes beside this program took 40% of the machine&#x27;s cores" in html_of(
-        path
-    )
+    assert "another: 1 step in 2.00 s; other processes took 40% of the cores" in html_of(path)
     curves = before.partition('class="curves">')[2].partition("<h2>Samples")[0]
     assert curves.partition("Files")[0] in html_of(path)
 
@@ -173,6 +171,16 @@ def test_rewards_have_a_line_each_and_metrics_of_a_trainer_of_ones_own_a_chart_e
     assert found["Rewards by name"] == [("kind", [1.0]), ("safe", [2.0])]
     assert found["mine/a"] == [("mine/a", [3])]
     assert "rewards/kind/share" not in found, "it is declared"
+
+
+def test_a_held_out_metric_is_drawn_where_its_chart_is_and_not_as_one_of_ones_own(tmp_path: Path) -> None:
+    held = [{"step": step, "eval/score": 1.0, "eval/score_ci95": 0.5, "eval/rewards/a/mean": 2.0} for step in (-1, 3)]
+    run = replace(run_of(tmp_path, [{"step": 0, "score": 0.5}]), evaluations=held)
+    found = {chart.title: lines for chart, lines in drawn([run])}
+    (score,) = found["Held-out score"]
+    assert (score.x, score.y, score.error) == ([0, 4], [1.0, 1.0], [0.5, 0.5]), "the first is before the first step"
+    assert [line.label for line in found["Rewards by name"]] == ["a, held-out"]
+    assert not [title for title in found if "/" in title]
 
 
 VALUE = st.one_of(st.none(), st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False))
