@@ -16,8 +16,8 @@ from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.data.prompts import Begin
-from oppo.environments import verifiers
 from oppo.durable import nearby
+from oppo.environments import verifiers
 from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.events import Prompt
 from oppo.log import logger
