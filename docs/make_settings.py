@@ -15,6 +15,8 @@ from oppo.config.load import SEEDED
 from oppo.config.rewards import REWARD_KINDS, ScorerSection
 from oppo.config.settings import keys_of
 from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
+from oppo.run.simulation import KINDS as PROFILE_SECTIONS
+from oppo.simulate.costs import ENGINES, GPUS, MODELS
 
 PAGE = Path(__file__).with_name("settings.md")
 
@@ -185,6 +187,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "algorithm.nll_above": ("threshold of a positive example", ""),
     "algorithm.samples": ("group size, G", "`num_generations` of GRPO"),
     "algorithm.gamma": ("discount, gamma", "gamma"),
+    "algorithm.over": ("Turn-PPO, turn-level GAE", ""),
     "algorithm.whiten_rewards": ("reward whitening", "whiten_rewards"),
     "algorithm.lam": ("GAE lambda", "lam"),
     "algorithm.lam_value": ("decoupled GAE, lambda of the critic", ""),
@@ -192,6 +195,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "algorithm.value_clip": ("value clip range", "cliprange_value"),
     "algorithm.value_coefficient": ("value coefficient, c1", "vf_coef"),
     "algorithm.bootstrap_truncated": ("partial-episode bootstrapping, bootstrapping at time limits", ""),
+    "algorithm.credit": ("turn-level credit assignment, GiGPO", ""),
     "algorithm.scale_scores": ("reward scaling, MaxRL, GDPO", "`scale_rewards` of GRPO"),
     "algorithm.dynamic_sampling": ("dynamic sampling", ""),
     "algorithm.max_rounds": ("generation rounds of dynamic sampling", ""),
@@ -298,6 +302,15 @@ The settings of an admission or a loss of your own, which `step.admission` or `s
 parameters, with the types and defaults that it declares ([compose.md](compose.md#parts-of-your-own-by-their-file)).
 """
 
+PROFILE = """## Profiles
+
+The keys of the file that [`oppo simulate profile.toml`](schedules.md#predict-it-oppo-simulate) reads, which describes
+hardware that one does not have. `decode = 4` is four replicas: each device has a whole copy of the actor, with rows and
+decode steps of its own. An actor on several devices (tensor parallelism) is described as one device that is as much
+faster, in `[gpus.NAME]`. Known are:
+
+"""
+
 POSTFACE = """## Where the demo differs
 
 `make demo` names its models and prompts, and leaves every other key at its default but these:
@@ -326,9 +339,22 @@ def tables() -> dict[str, dict[str, dict[str, Declared]]]:
 def page() -> str:
     """Return the page."""
     sections = [line for name, keys in tables().items() for line in _section(name, keys)]
-    return "\n".join(
-        [PREFACE, *sections, OWN, VLLM, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())]
-    )
+    demo = POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())
+    return "\n".join([PREFACE, *sections, OWN, VLLM, demo, *_profiles()])
+
+
+def _profiles() -> Iterator[str]:
+    """Yield the lines of the part on profiles."""
+    yield PROFILE.rstrip()
+    for what, names in (("GPUs", GPUS), ("models", MODELS), ("engines", ENGINES)):
+        yield f"- {what}: {', '.join(f'`{name}`' for name in names)}"
+    for name, kind in PROFILE_SECTIONS.items():
+        title = f"{name}.NAME" if name in {"gpus", "sizes"} else name
+        yield f"\n### `[{title}]` of a profile\n\n| key | values | default | what it is |\n|---|---|---|---|"
+        for key, declared in declared_of(kind).items():
+            cells = (_values(declared.kind), _default({"": declared}), _first_up(declared.description))
+            yield f"| {' | '.join((f'`{key}`', *cells))} |"
+    yield ""
 
 
 def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[str]:

@@ -120,7 +120,7 @@ class TokenColumns:
     def concatenate(cls, parts: Iterable[tuple[TokenColumns, int]]) -> TokenColumns:
         """Return the columns of all parts' tokens, end to end; each part comes with its number of tokens."""
         parts = list(parts)
-        kinds = dict.fromkeys(type(column) for part, _ in parts for column in part)
+        kinds = dict.fromkeys(type(column) for part, _ in parts if part is not NO_COLUMNS for column in part)
         return cls(*(kind.concatenate((part[kind], n) for part, n in parts) for kind in kinds)) if kinds else NO_COLUMNS
 
     def slice(self, start: int, stop: int | None) -> TokenColumns:
@@ -356,16 +356,15 @@ class Response:
     @classmethod
     def of(cls, prompt: Prompt, pieces: Iterable[Chunk | ToolTokens]) -> Response:
         """Return the response that consists of these pieces, in order."""
-        chunks, sampled, version = list[Chunk](), list[bool](), 0
+        chunks, sampled = list[Chunk](), list[bool]()
         for piece in pieces:
-            tokens, n = piece.tokens, len(piece.tokens)
             sampled.append(isinstance(piece, Chunk))
             if isinstance(piece, Chunk):
                 chunks.append(piece)
-                version = int(piece.versions[-1]) if n else version
             else:
+                n, version = len(piece.tokens), next((one.versions[-1] for one in chunks[::-1] if len(one.tokens)), 0)
                 zeros, versions = np.zeros(n, np.float32), np.full(n, version, np.int32)
-                chunks.append(Chunk(piece.rollout, piece.start, tokens, zeros, versions))
+                chunks.append(Chunk(piece.rollout, piece.start, piece.tokens, zeros, versions))
         if not chunks:
             return cls.empty(prompt)
         whole, mask = chunks[0].merge(*chunks[1:]), np.repeat(sampled, [len(chunk.tokens) for chunk in chunks])
@@ -394,6 +393,16 @@ class Response:
         return len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class AnsweredTurn:
+    """A turn that an environment answered, ``end`` tokens into the response, with what its ``Answer`` says of it."""
+
+    end: int
+    reward: float | None = None
+    key: str = ""
+    said: Sequence[Mapping[str, object]] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Finish:
     """The response is complete and belongs to this step's batch.
@@ -402,14 +411,14 @@ class Finish:
     can restore it from this event alone.
 
     Attributes:
-        answers: of each run of tool tokens, in order, the messages of which an environment made it; empty if it did not
-            say them.
+        answered: its answered turns, in order. The one that ended the response is there only if the environment gave it
+            a reward or a key, or its answer had no room.
     """
 
     rollout: int
     response: Response
     reason: FinishReason
-    answers: Sequence[Sequence[Mapping[str, object]]] = ()
+    answered: Sequence[AnsweredTurn] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,6 +556,7 @@ class Batch:
             a response whose score is a plain number, and ``None`` if all are.
         named_scores: of several rewards, by name: the weight, and float32 [N], NaN for a response to which the reward
             does not apply.
+        answered: of each of N rows, :attr:`Finish.answered`; empty: there is none.
 
     Raises:
         ProtocolError: a column is no array of numbers with one for each row or token, offsets are no borders of the
@@ -576,6 +586,7 @@ class Batch:
     teacher_ids: IntArray | None = None
     teacher_top: FloatArray | None = None
     named_scores: Mapping[str, tuple[float, FloatArray]] = field(default_factory=dict)
+    answered: tuple[Sequence[AnsweredTurn], ...] = ()
 
     def __post_init__(self) -> None:
         for name, kind in _ITEMS.items():
@@ -649,18 +660,7 @@ class Batch:
     @property
     def firsts(self) -> NDArray[np.int64]:
         """The first row of each rollout of a group: what rollouts have once, such as a score, is taken there."""
-        row_of = dict[int, int]()
-        for row, response in enumerate(self.responses):
-            row_of.setdefault(response.prompt.first, row)
-        return np.array(list(row_of.values()), np.int64)
-
-    def shares(self) -> FloatArray:
-        """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
-        sampled = np.array([len(row) for row in self.sampled_rows()], np.float64)
-        whole = np.ones(len(self))
-        for rows in self.conversations():
-            whole[rows] = max(1.0, sampled[rows].sum())
-        return (sampled / whole).astype(np.float32)
+        return np.array([rows[0] for rows in self.conversations()], np.int64)
 
     def sampled_rows(self) -> Sequence[NDArray[np.int64]]:
         """Return the positions in the per-token arrays of each row's sampled tokens, int64 [n]: the policy's actions.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Self, SupportsFloat, TypeAlias, get_args
 
@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 
 from oppo.declared import AtLeastOne, Count, Fraction, Limit, NonNegative, Positive, validated
 from oppo.errors import ConfigError, ProtocolError
-from oppo.events import BoolArray, FloatArray, IntArray, described
+from oppo.events import BoolArray, Finish, FloatArray, IntArray, described
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 GroupAdvantage: TypeAlias = Literal["leave_one_out", "standardised", "centred", "batch_standardised", "max_rl"]
+Credit: TypeAlias = Literal["response", "turns", "state"]
+Over: TypeAlias = Literal["tokens", "turns"]
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance under the square root, as in TRL."""
@@ -192,7 +194,7 @@ def whiten(x: FloatArray, mask: BoolArray, *, shift_mean: bool = True) -> FloatA
 
 
 def group_advantages(scores: FloatArray, estimator: GroupAdvantage, deviation: float = 0.0) -> FloatArray:
-    """Return the advantage of each response over the other responses to its prompt: float32 [n], of sum 0.
+    """Return the advantage of each response over the other responses to its prompt, as its shape, of sum 0.
 
     ``leave_one_out``: ``s[i] - mean(s[j], j != i)``, whose baseline does not depend on the response itself (Kool et al.
     2019, "Buy 4 REINFORCE samples, get a baseline for free!"; for language models RLOO: Ahmadian et al. 2024, arXiv
@@ -204,26 +206,30 @@ def group_advantages(scores: FloatArray, estimator: GroupAdvantage, deviation: f
     scores that are not negative: rare successes count most (Tajwar et al. 2026, arXiv 2602.02710).
 
     Args:
-        scores: float32 [n], of all responses to one prompt; at least two.
+        scores: float32 [n], of all responses to one prompt; at least two. Or float32 [K, n], their returns to go by
+            turns: each turn has a mean of its own, and all of a group have one divisor, the largest of the turns'
+            deviations, or the mean of the first turns.
         estimator: one of the five.
         deviation: of the scores of the whole batch, for ``batch_standardised``.
 
     Raises:
-        ValueError: there are fewer than two, the array is not one-dimensional, or the estimator is unknown.
+        ValueError: there are fewer than two, or the estimator is unknown.
     """
-    _require_aligned(scores=scores)
-    if len(scores) < 2:
-        raise ValueError(f"a response is compared with others of its group, which needs two of them, not {len(scores)}")
+    n = scores.shape[-1]
+    if n < 2:
+        raise ValueError(f"a response is compared with others of its group, which needs two of them, not {n}")
     exact = scores.astype(np.float64)
-    centred = exact - exact.mean()
+    means = exact.mean(axis=-1, keepdims=True)
+    centred = exact - means
     if estimator == "leave_one_out":
-        advantages = centred * (len(scores) / (len(scores) - 1))
+        advantages = centred * (n / (n - 1))
     elif estimator == "standardised":
-        advantages = centred / (exact.std(ddof=1) + GROUP_EPSILON)
+        advantages = centred / (exact.std(ddof=1, axis=-1).max() + GROUP_EPSILON)
     elif estimator == "batch_standardised":
         advantages = centred / (deviation + GROUP_EPSILON)
     elif estimator == "max_rl":
-        advantages = centred / exact.mean() if exact.mean() > 0 else np.zeros_like(exact)
+        mean = means.flat[0]
+        advantages = centred / mean if mean > 0 else np.zeros_like(exact)
     elif estimator == "centred":
         advantages = centred
     else:
@@ -231,6 +237,24 @@ def group_advantages(scores: FloatArray, estimator: GroupAdvantage, deviation: f
             f"the advantage in a group must be {', '.join(map(repr, get_args(GroupAdvantage)))}, not {estimator!r}"
         )
     return np.asarray(advantages, np.float32)
+
+
+def zero_filled(returns: Sequence[FloatArray]) -> FloatArray:
+    """Return the returns to go of n responses by turns, float32 [K, n], of K turns at most; 0 after a response's last.
+
+    A response that has ended earns nothing more. Compared with all n of them (:func:`group_advantages`), a turn has a
+    baseline that its own action does not change, though that decides which turns there will be: the policy gradient
+    stays unbiased. Two others are not, and are not offered. A mean over the responses that still go on weighs a turn by
+    how many they are. A sum, over the turns from each on, of rewards standardised by turn subtracts as many baselines
+    as there are turns left, so it favours to stop where rewards are positive.
+
+    Args:
+        returns: float32 [k] of each response, from each of its k turns on.
+    """
+    table = np.zeros((max(map(len, returns), default=0), len(returns)), np.float32)
+    for column, row in zip(table.T, returns, strict=True):
+        column[: len(row)] = row
+    return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +396,24 @@ class TokenRewards(float):
                 raise ValueError(f"there is no token {position} in a response of {length} tokens to be rewarded")
             values[position] += float(reward)
         return cls(values)
+
+    @classmethod
+    def by_turn(cls, finish: Finish, rewards: Mapping[int, SupportsFloat], rest: float = 0.0) -> Self:
+        """Return the rewards of some turns of a response, each at its turn's last token, and ``rest`` at the very last.
+
+        A negative number counts from the end: -1 is the last turn.
+
+        Raises:
+            ValueError: a number is of no turn of the response.
+        """
+        length = len(finish.response)
+        ends = [*(turn.end for turn in finish.answered if turn.end < length), length]
+        at = {length - 1: rest}
+        for turn, reward in rewards.items():
+            if not -len(ends) <= turn < len(ends):
+                raise ValueError(f"there is no turn {turn} in a response of {len(ends)} turns to be rewarded")
+            at[ends[turn] - 1] = at.get(ends[turn] - 1, 0.0) + float(reward)
+        return cls.at(length, at)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         return type(self), (self.rewards,)

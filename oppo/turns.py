@@ -47,15 +47,17 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """The tool tokens that the policy reads after a turn before it goes on.
+    """The tool tokens that the policy reads after a turn before it goes on, and what the turn earned.
 
     Attributes:
-        tokens: int32 [n], at least one.
+        tokens: int32 [n]; none: the response ends with the turn, which then has a reward or a key.
         state: given back with the next turn; it is in checkpoints, so it holds JSON values.
         calls: of tools that the turn made.
         failures: how many of them failed.
         seconds: that each call took, by the name of its tool.
         said: the messages that the tokens render, as chat templates read them: what a reward sees of them.
+        reward: of the turn, a finite number; ``None``: the environment gives none.
+        key: names the state in which the policy took the turn, for ``credit = "state"``; empty: it has no name.
     """
 
     tokens: IntArray
@@ -64,6 +66,8 @@ class Answer:
     failures: int = 0
     seconds: Sequence[tuple[str, float]] = ()
     said: Sequence[Mapping[str, object]] = ()
+    reward: float | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

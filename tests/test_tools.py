@@ -264,7 +264,7 @@ def raises(turn: TextTurn) -> str:
     ("function", "message"),
     [
         (raises, r"environment 'raises' raised KeyError: 'gold' at .*test_tools.py:\d+ in raises"),
-        (lambda turn: 5, r"must return a text, a pair of text and state, or None; got 5 \(int\)"),
+        (lambda turn: 5, r"must return a text, a pair of text and state, a TextAnswer, or None; got 5 \(int\)"),
         (lambda turn: "", r"must return a text.*got ''"),
         (lambda turn: ("a", 1, 2), "got .*tuple"),
         (lambda turn: "\ud800", "which cannot be tokenised: UnicodeEncodeError"),

@@ -21,8 +21,7 @@ from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
 from oppo.run.simulation import load_profile
 from oppo.simulate.costs import EngineSection, Profile
-from oppo.simulate.run import FORESEEN, LAST, Schedule, ScheduleOutcome, SimulatedRun
-from oppo.simulate.study import Spread
+from oppo.simulate.run import FORESEEN, Schedule, ScheduleOutcome, SimulatedRun
 
 RESULTS: Final = Path(__file__).with_name("paper.json")
 PROFILES: Final = Path(__file__).with_name("profiles")
@@ -126,8 +125,7 @@ class Cell:
         profile = profile_of(self.setting, self.engine, self.decode)
         profile = replace(profile, schedule=replace(profile.schedule, kv_on_sync=row.kv_on_sync))
         schedule = row.schedule(profile.workload.batch, self.max_deferrals)
-        steps = STEPS + LAST + schedule.lookahead
-        return SimulatedRun(profile.system(), profile.work(), schedule, steps, SKIPPED, self.seed).run()
+        return SimulatedRun(profile.system(), profile.work(), schedule, STEPS, SKIPPED, self.seed).run()
 
 
 @cache
@@ -288,11 +286,11 @@ def per_token(outcomes: Sequence[ScheduleOutcome]) -> float:
     return float(np.mean([each.per_token for each in outcomes]))
 
 
-def speeds(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome]) -> Spread:
-    return Spread.of(one.per_token / other.per_token for one, other in zip(base, found, strict=True))
+def speeds(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome]) -> Sequence[float]:
+    """Return the speed of each seed."""
+    return [one.per_token / other.per_token for one, other in zip(base, found, strict=True)]
 
 
-def ranged(spread: Spread) -> str:
-    if spread.low == spread.high:
-        return f"{spread.mean:.2f}"
-    return f"{spread.mean:.2f} ({spread.low:.2f} - {spread.high:.2f})"
+def ranged(values: Sequence[float]) -> str:
+    mean = f"{np.mean(values):.2f}"
+    return mean if min(values) == max(values) else f"{mean} ({min(values):.2f} - {max(values):.2f})"

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, I
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, SupportsFloat, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
 import anyio
 import numpy as np
@@ -33,13 +33,15 @@ from oppo.agents.conversation import Conversation, Session
 from oppo.agents.requests import ChatRequests, Refusal, Request
 from oppo.agents.server import PATH, AgentServer
 from oppo.declared import require_real
-from oppo.environments import EnvironmentFailure
+from oppo.environments.functions import EnvironmentFailure, is_finite
 from oppo.errors import ConfigError, DataError, ProtocolError, running_loop, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
 from oppo.log import logger
 from oppo.models import SamplingSettings, Scorer
 from oppo.observe import work_context
+from oppo.returns import TokenRewards
+from oppo.rewards.function import ByTurn
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Branching, Turn
 from oppo.user_code import CheckedFunction, Shared, UserFunction
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from oppo.hf.tokenizer import HfTokenizer
 
 AgentFunction: TypeAlias = Callable[[dict[str, object], str, str], object]
-"""``f(row, base_url, api_key)``: returns the reward of its conversation, or a ``Drop``."""
+"""``f(row, base_url, api_key)``: returns the reward of its conversation, or a ``ByTurn`` or a ``Drop``."""
 
 AHEAD: Final = 16
 """Agents that are started before their prompts are asked for, so that they start side by side."""
@@ -81,10 +83,11 @@ class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
         return self.user.function(copy.deepcopy({**given.row}), given.url, given.key)
 
     def checked(self, result: object, where: str) -> float | Drop:
-        if isinstance(result, Drop):
+        if isinstance(result, Drop | ByTurn):
             return result
-        if isinstance(result, bool) or not isinstance(result, SupportsFloat) or not math.isfinite(result):
-            raise self.failure(f"must return a finite number, the reward, or a Drop; got {shown(result)}", where)
+        if not is_finite(result):
+            words = f"must return a finite number, the reward, or a ByTurn or a Drop; got {shown(result)}"
+            raise self.failure(words, where)
         return float(result)
 
 
@@ -253,7 +256,8 @@ class Agents(RunningAgents, Branching):
 
     Args:
         run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of its conversation with the
-            server at this URL, or :meth:`oppo.Drop.because` of a reason. An async function runs on the event loop, and
+            server at this URL, or an :class:`oppo.rewards.ByTurn` of its first conversation's turns, or
+            :meth:`oppo.Drop.because` of a reason. An async function runs on the event loop, and
             must not block it; a sync one in a thread of its own.
         tokenizer: the policy's, with its chat template.
         sampling: of the run: a request for another is refused.
@@ -475,7 +479,13 @@ class Agents(RunningAgents, Branching):
         self.close(prompt)
         outcome = session.outcome
         assert isinstance(outcome, float | Drop)  # noqa: S101 - a failure was raised
-        return replace(outcome, rollout=finish.rollout) if isinstance(outcome, Drop) else outcome
+        if isinstance(outcome, ByTurn) and not prompt.branch:
+            try:
+                return TokenRewards.by_turn(finish, outcome.rewards)
+            except ValueError as error:
+                words = f"returned rewards that do not fit its first conversation: {error}"
+                return self._dropped(session, prompt, session.failure(words))
+        return replace(outcome, rollout=finish.rollout) if isinstance(outcome, Drop) else float(outcome)
 
     async def rehearse(self, prompt: Prompt, turn: Sequence[int], turns: int) -> Rehearsed:
         """Run the agent of a row outside of a run, with the same turn as each answer.

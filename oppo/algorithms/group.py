@@ -14,6 +14,7 @@ from oppo.algorithms.base import ClippedAlgorithm, KLPlace, Roles
 from oppo.declared import (
     MOST,
     Count,
+    Fraction,
     NonNegative,
     Positive,
     PositiveCount,
@@ -26,7 +27,7 @@ from oppo.errors import ConfigError, in_toml
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import GroupAdvantage, ImportanceCorrection, KLEstimator, ScoreShaping, TopLogprobs
+from oppo.returns import Credit, GroupAdvantage, ImportanceCorrection, KLEstimator, ScoreShaping, TopLogprobs
 from oppo.stages import DynamicSampling, Generate, GroupRelative, Score, Update
 from oppo.stages.score import synced_models
 from oppo.training import Aggregation
@@ -104,6 +105,29 @@ class GroupAlgorithm(ClippedAlgorithm):
     samples: Annotated[int, Ge(2), Lt(MOST)] = setting(
         8, "responses to each prompt, which are compared; `step.batch` and `step.overcommit` count prompts"
     )
+    credit: Credit = setting(
+        "response",
+        "what is compared in a group: the `response`; its `turns`, each by the rewards from it on; or the response and "
+        "by those rewards all turns that were taken in the same `state` of the environment (GiGPO)",
+    )
+    gamma: Fraction = setting(1.0, "discount of the rewards of later turns (`credit`)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.advantage(self.shaping)  # which refuses settings that contradict each other
+
+    def advantage(self, shaping: ScoreShaping) -> GroupRelative:
+        """Return a new stage that estimates advantages."""
+        return GroupRelative(
+            self.compared,
+            self.reward_kl,
+            self.kl_estimator,
+            shaping,
+            self.mask_truncated,
+            self.distill_advantage,
+            credit=self.credit,
+            gamma=self.gamma,
+        )
 
     @property
     def compared(self) -> GroupAdvantage | Literal["each_reward"]:
@@ -130,14 +154,7 @@ class GroupAlgorithm(ClippedAlgorithm):
             trainer=roles.trainer,
             admission=roles.admission,
             samples=self.samples,
-            advantage=GroupRelative(
-                self.compared,
-                self.reward_kl,
-                self.kl_estimator,
-                self.shaping_of(roles),
-                self.mask_truncated,
-                self.distill_advantage,
-            ),
+            advantage=self.advantage(self.shaping_of(roles)),
             reference=roles.reference,
             proximal=roles.proximal,
             select=self.selection(),
@@ -173,7 +190,6 @@ class GRPO(GroupAlgorithm):
     aggregation: Aggregation = "responses"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         shaped = {key: getattr(self, key) for key in changed(self, OF_THE_SUM)}
         if getattr(self, "long_buffer", 0) != 0:
             shaped["long_buffer"] = getattr(self, "long_buffer", None)
@@ -188,6 +204,7 @@ class GRPO(GroupAlgorithm):
                 f"algorithm {type(self).__name__.lower()!r} standardises rewards: where the scores of a group tie, a "
                 "KL in them is of full size at any coefficient; put it into the loss, kl_in = 'loss', or take 'rloo'"
             )
+        super().__post_init__()
 
     @property
     def compared(self) -> GroupAdvantage | Literal["each_reward"]:
@@ -285,6 +302,7 @@ class GSPO(GRPO):
     surrogate: Literal["clip"] = "clip"
     clip: Positive = 3e-4
     clip_high: Positive | None = 4e-4
+    credit: Literal["response"] = "response"  # a response has one ratio, and so one advantage
 
     @property
     def correction(self) -> ImportanceCorrection:

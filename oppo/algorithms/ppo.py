@@ -14,7 +14,7 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import TopLogprobs
+from oppo.returns import Over, TopLogprobs
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.score import synced_models
@@ -87,6 +87,9 @@ class _Discounted(ClippedAlgorithm):
         "prompts",
     )
     gamma: Fraction = setting(1.0, "discount")
+    over: Over = setting(
+        "tokens", "what advantages run over: `tokens`, or whole `turns`, each one action; `gamma` and `lam` count those"
+    )
 
     @property
     def responses(self) -> int:
@@ -140,6 +143,7 @@ class PPO(_Discounted):
             bootstrap_truncated=self.bootstrap_truncated,
             mask_truncated=self.mask_truncated,
             distill=self.distill_advantage,
+            over=self.over,
         )
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
@@ -192,6 +196,7 @@ class ReinforcePP(_Discounted):
                 shaping=self.shaping,
                 mask_truncated=self.mask_truncated,
                 distill=self.distill_advantage,
+                over=self.over,
             ),
             proximal=roles.proximal,
             chunks=roles.chunks,

@@ -82,8 +82,8 @@ Separators: TypeAlias = Annotated[tuple[Filled, ...], FromList()]
 SOURCE: Final = (
     "directory or hub name of a reward model, or `file.py:name` of a function, of a scorer, of a function that makes "
     "one in a `place`, or of several rewards `{name: (weight, function or scorer)}`; a checker by its name: `math`, "
-    "`gsm8k`, `code`, `reasoning-gym`; `environment`: `get_reward()` of `environment.factory`; "
-    "`http://host:8000/v1`: a judge behind a chat API"
+    "`gsm8k`, `code`, `reasoning-gym`; `environment`: `get_reward()` of `environment.factory`, and the "
+    "turns' rewards of that or of `environment.source`; `http://host:8000/v1`: a judge behind a chat API"
 )
 
 

@@ -554,11 +554,18 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "agents.program = {s.agents.program!r} has an agent that returns the reward: leave [[rewards]] out": (
         lambda s: s.agents.program and s.rewards
     ),
-    "{found[0]}.source = 'environment' is what get_reward() of an environment says, and environment.factory names "
-    "none: give a class of a file, or another source": (
+    "{found[0]}.source = 'environment' is what an environment says, and neither environment.factory nor "
+    "environment.source names one: give a class or a function of a file, or another source": (
         lambda s: (
-            not s.environment.factory
+            not (s.environment.factory or s.environment.source)
             and [key for key, reward in s.reward_tables.items() if reward.source == ENVIRONMENT]
+        )
+    ),
+    "algorithm.{found[0]} = {found[1]!r} is of turns, and nothing answers a turn: set environment.source, "
+    "environment.tools, environment.factory or agents.program, or leave algorithm.{found[0]} out": (
+        lambda s: (
+            not (s.environment.answering or s.agents.program)
+            and next(iter(changed(s.algorithm, {"credit", "over"}).items()), None)
         )
     ),
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "

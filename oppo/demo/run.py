@@ -20,11 +20,11 @@ from oppo.config.load import resolve
 from oppo.config.sections import Engine
 from oppo.config.settings import Settings
 from oppo.demo.assets import Assets, cache_directory, make_assets
-from oppo.demo.schedules import Digests, Effort, Gains, compare_schedules, excerpt, measure, starting
+from oppo.demo.schedules import Digests, Effort, Gains, compare_schedules, excerpt as excerpt_of, measure, starting
 from oppo.evaluation import Comparison, Evaluated, compare
 from oppo.log import routed
 from oppo.observe import Observer
-from oppo.redact import harmless
+from oppo.redact import excerpt, harmless
 from oppo.report.metrics import Figures
 from oppo.report.recorded import note_times
 from oppo.report.records import EVALUATIONS, JOURNAL, SUMMARY, Record, counted, read, require_unused
@@ -127,6 +127,7 @@ def deferrals(run: Path) -> tuple[float, dict[int, int]]:
 
 
 SHOWN = 3  # held-out prompts whose responses are shown
+LONGEST = 200  # characters of each
 
 UNMEASURED = "The short demo does not measure what overlap gains: its models are too small. `make demo` does."
 
@@ -181,7 +182,8 @@ def demo(
     introduce(console, assets)
     settings = settings_of(plan, assets, target, seed, engine)
     held_out = HeldOut()
-    train(settings, console, narrator, held_out)
+    evaluation = {"prompts": str(assets.held_out), "count": plan.examined, "every": plan.steps // 2}
+    train(settings.changed({"eval": evaluation}), console, narrator, held_out)
     narrator.say("running two steps serially and streamed, in deterministic mode, on transformers")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
@@ -219,7 +221,7 @@ def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> G
     """Return the speedup by overlap; put the median round of each schedule into the timeline of the run's page."""
     with routed(narrator.say):
         rounds = measure(settings, effort)
-    note_times(settings.run_directory, [excerpt(name, made) for name, made in rounds.items()])
+    note_times(settings.run_directory, [excerpt_of(name, made) for name, made in rounds.items()])
     write_page(settings.run_directory)
     return Gains.of(effort, rounds)
 
@@ -236,7 +238,6 @@ def settings_of(plan: DemoPlan, assets: Assets, target: Path, seed: int, engine:
             "rewards": [{"source": str(assets.reward)}],
             "data": {"prompts": str(assets.prompts)},
             "sampling": {"max_new_tokens": plan.max_new_tokens},
-            "eval": {"prompts": str(assets.held_out), "count": plan.examined, "every": plan.steps // 2},
             "step": {"admission": "adaptive", "chunk": 16},
             "trainer": {
                 "learning_rate": plan.learning_rate,
@@ -293,4 +294,6 @@ def show_samples(console: Console, evaluations: Sequence[Record]) -> None:
     for before, after in zip(first[:SHOWN], last[:SHOWN], strict=True):
         console.print(Text(f"\n{harmless(str(before['prompt']))}", style="bold"))
         for name, answer in (("before", before), ("after", after)):
-            console.print(Text(f"  {name} {answer['score']:+.2f} {harmless(str(answer['completion']).strip())}"))
+            console.print(
+                Text(f"  {name} {answer['score']:+.2f} {harmless(excerpt(str(answer['completion']).strip(), LONGEST))}")
+            )

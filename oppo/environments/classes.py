@@ -6,7 +6,6 @@ import copy
 import hashlib
 import inspect
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
@@ -14,12 +13,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final, SupportsFloat, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import anyio
+import numpy as np
 
-from oppo.environments.functions import OWNER, CalledByName, EnvironmentFailure, ToolResult, Tools
-from oppo.errors import ConfigError, DataError, contained, shortened, shown
+from oppo.environments.functions import (
+    OWNER,
+    CalledByName,
+    EnvironmentFailure,
+    ToolResult,
+    Tools,
+    earned_by_turns,
+    is_finite,
+)
+from oppo.errors import ConfigError, DataError, contained, one_line, shortened, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.models import Scorer
 from oppo.rewards.function import DOES_NOT_APPLY
@@ -54,9 +62,19 @@ class CalledReset(CalledOwner["str | None"]):
 @dataclass(frozen=True)
 class CalledReward(CalledOwner[float]):
     def checked(self, result: object, where: str) -> float:
-        if isinstance(result, bool) or not isinstance(result, SupportsFloat) or not math.isfinite(result):
+        if not is_finite(result):
             raise self.failure(f"must return a finite number; got {shown(result)}", where)
         return float(result)
+
+
+@dataclass(frozen=True)
+class CalledState(CalledOwner[str]):
+    def checked(self, result: object, where: str) -> str:
+        try:
+            return json.dumps(result, sort_keys=True)
+        except Exception as error:  # any kind: the objects are the environment's own
+            words = f"must return JSON values that are equal in equal states; got {shown(result)}: {one_line(error)}"
+            raise self.failure(words, where) from error
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +93,17 @@ ROUTE = "environment"
 """The column that names the environment of a row, where there are several."""
 
 
+TURN_REWARD: Final = "get_turn_reward"
+TURN_STATE: Final = "get_turn_state"
+
+CALLED: Final[Mapping[str, type[CalledOwner[Any]]]] = {
+    "reset": CalledReset,
+    "get_reward": CalledReward,
+    TURN_REWARD: CalledReward,
+    TURN_STATE: CalledState,
+}
+"""Methods that a run calls itself; the policy does not call them."""
+
 LIFE: Final = frozenset(
     {"aclose", "cleanup", "close", "dispose", "set_up", "setup", "shutdown", "tear_down", "teardown"}
 )
@@ -84,7 +113,7 @@ LIFE: Final = frozenset(
 def tools_of(kind: type) -> list[Callable[..., object]]:
     """Return the public methods of a class of environments that the policy may call, without their instance."""
     every = {name: None for base in reversed(kind.__mro__) for name in vars(base)}
-    named = [name for name in every if not name.startswith("_") and name not in {"reset", "get_reward"}]
+    named = [name for name in every if not name.startswith("_") and name not in CALLED]
     found = {name: method_of(kind, name) for name in named}
     called = {name: each for name, each in found.items() if inspect.isfunction(each) or inspect.ismethod(each)}
     return [each for name, each in called.items() if name not in LIFE or inspect.signature(each).parameters]
@@ -109,7 +138,11 @@ class EnvironmentClass(Tools):
 
     ``reset(**row)`` begins, once for each instance, and returns the text that is added to the prompt's last message, or
     ``None``. Public methods are tools, called one after the other. ``get_reward()``, if there is one, is the reward of
-    the response (:attr:`reward`).
+    the response (:attr:`reward`), which its last token earns.
+
+    Beyond that contract, ``get_turn_reward()`` is the reward of a turn, asked for once after its calls and added to
+    that of the response; and ``get_turn_state()`` is the state in which the policy takes a turn, as JSON values, asked
+    for before its calls, for ``credit = "state"``.
 
     Responses to one prompt have instances of their own, to which ``reset`` must say the same of the same row. An
     instance may hold anything, and lives as long as its rollout; a resumed run makes its calls again on a new one: the
@@ -122,7 +155,7 @@ class EnvironmentClass(Tools):
         options: as of :class:`Tools`, without ``process``.
 
     Attributes:
-        gives_reward: whether the class has ``get_reward``.
+        gives_reward: whether the class has ``get_reward`` or ``get_turn_reward``.
         routed: whether the column ``environment`` is no argument of ``reset``.
 
     Raises:
@@ -144,13 +177,13 @@ class EnvironmentClass(Tools):
         self._lives: dict[int, _Life] = {}
         self._begun = deque[tuple[str, Any]](maxlen=BEGUN)
         self._column: str | None = None
-        self.gives_reward = hasattr(kind, "get_reward") and kind.get_reward is not None
         self._is_left = issubclass(kind, AbstractContextManager)
         self.routed = False
-        for name, called in (("reset", CalledReset), ("get_reward", CalledReward)):
+        for name, called in CALLED.items():
             if getattr(kind, name, None) is not None:
                 user = UserFunction.of(method_of(kind, name), name, EnvironmentFailure)
                 self._calls[name] = UserCalls(called(user), timeout=options.get("timeout"))
+        self.gives_reward = bool({"get_reward", TURN_REWARD} & self._calls.keys())
 
     def begun(self, row: Mapping[str, object], column: str = "prompt") -> dict[str, object]:
         """Return a row whose prompt ends with the text of ``reset()``; the first response to it has that instance.
@@ -187,11 +220,11 @@ class EnvironmentClass(Tools):
         """The reward that the environment gives.
 
         Raises:
-            ConfigError: its class has no ``get_reward``.
+            ConfigError: its class has neither ``get_reward`` nor ``get_turn_reward``.
         """
         if not self.gives_reward:
             raise ConfigError(f"{self.name} has no method get_reward(), so that it gives no reward")
-        return WholeScorer(self.earned, lambda: self._calls["get_reward"].at_work)
+        return WholeScorer(self.earned, lambda: self.at_work)
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         known: Any = turn.state or {"calls": []}
@@ -202,12 +235,32 @@ class EnvironmentClass(Tools):
         made: list[ToolCall] = []
         answer: Answer | Drop | None = None
         try:
-            answer = await self._answered(turn, await self._owner(life, turn.prompt), made)
+            owner = await self._owner(life, turn.prompt)
+            key = await self._asked(TURN_STATE, owner, turn.prompt)
+            answer = key if isinstance(key, Drop) else await self._answered(turn, owner, made)
+            if isinstance(answer, Answer):
+                reward = await self._asked(TURN_REWARD, owner, turn.prompt)
+                answer = reward if isinstance(reward, Drop) else replace(answer, reward=reward, key=key or "")
+            elif answer is None and key:
+                answer = Answer(np.zeros(0, np.int32), key=key)
         finally:
-            if not isinstance(answer, Answer):
+            if not isinstance(answer, Answer) or not len(answer.tokens):
                 self._leave(life)
         life.calls += ([call.name, call.arguments] for call in made)
+        if isinstance(answer, Answer) and answer.reward is not None:
+            life.calls.append([TURN_REWARD, None])
         return replace(answer, state={"calls": [*life.calls]}) if isinstance(answer, Answer) else answer
+
+    async def _asked(self, name: str, owner: object, prompt: Prompt) -> Any:
+        # The result of a method that a class may lack: then None.
+        if name not in self._calls:
+            return None
+        try:
+            return await self._calls[name].make({"self": owner}, f"rollout {prompt.rollout}")
+        except EnvironmentFailure as failure:
+            if self._on_failure == "drop":
+                return Drop(prompt.rollout, str(failure))
+            raise
 
     def forget(self, prompt: Prompt, state: Any) -> None:
         """Leave the instance of a rollout whose response has ended; its reward may still be asked for."""
@@ -223,12 +276,12 @@ class EnvironmentClass(Tools):
     async def earned(self, finish: Finish) -> float | Drop:
         try:
             owner = await self.instance(finish)
-            earned: float = await self._calls["get_reward"].make({"self": owner}, f"rollout {finish.rollout}")
         except EnvironmentFailure as failure:
             if self._on_failure == "drop":
                 return Drop(finish.rollout, str(failure))
             raise
-        return earned
+        rest = await self._asked("get_reward", owner, finish.response.prompt)
+        return rest if isinstance(rest, Drop) else earned_by_turns(finish, rest or 0.0)
 
     async def instance(self, finish: Finish) -> object:
         """Return the instance of a complete response, the same to all callers."""
@@ -238,6 +291,7 @@ class EnvironmentClass(Tools):
                 if isinstance(turn, Chunk) and isinstance(answer, ToolTokens):
                     calls = self.chat.parse(turn.tokens.tolist()).tool_calls
                     life.calls += ([call.name, call.arguments] for call in calls)
+                    life.calls += [[TURN_REWARD, None]] if TURN_REWARD in self._calls else []
         owner = await self._owner(life, finish.response.prompt)
         self._leave(life)
         return owner
@@ -248,7 +302,7 @@ class EnvironmentClass(Tools):
                 life.owner = await self._made(prompt, life.calls)
         return life.owner
 
-    async def _made(self, prompt: Prompt, calls: Sequence[tuple[str, Mapping[str, object]]]) -> object:
+    async def _made(self, prompt: Prompt, calls: Sequence[tuple[str, Mapping[str, object] | None]]) -> object:
         key = _content(prompt.columns) if self._begun else ""
         at = next((at for at, (content, _) in enumerate(self._begun) if content == key), None)
         owner = self._factory() if at is None else self._begun[at][1]
@@ -261,7 +315,9 @@ class EnvironmentClass(Tools):
                 self._check_said(said, prompt, where)
             for name, arguments in calls:
                 result = ToolResult(name)
-                if self._understood(name, arguments, result):
+                if arguments is None:
+                    await self._asked(name, owner, prompt)
+                elif self._understood(name, arguments, result):
                     await self._call(name, arguments, result, where, {"self": owner})
         except BaseException:
             self._exit(owner)

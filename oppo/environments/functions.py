@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, SupportsFloat, TypeAlias, TypeGuard, TypeVar
 
 import anyio
 import numpy as np
 
 from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
-from oppo.events import Drop, IntArray, Prompt
-from oppo.models import entered
+from oppo.events import Drop, Finish, IntArray, Prompt
+from oppo.models import Scorer, entered
+from oppo.returns import TokenRewards
+from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_code import CallsFunction, CheckedFunction, Shared, UserCalls, UserFunction
 
@@ -54,11 +57,38 @@ class TextTurn:
 T = TypeVar("T")
 
 EnvironmentFunction: TypeAlias = Callable[[TextTurn], object]
-"""``f(turn)``, sync or async: returns the answer as text or ``(text, state)``, ``None`` to end the response, or a
-``Drop``."""
+"""``f(turn)``, sync or async: returns the answer as text, ``(text, state)`` or a :class:`TextAnswer`, ``None`` to end
+the response, or a ``Drop``."""
 
-Said: TypeAlias = tuple[str, EnvironmentState] | Drop | None
+
+@dataclass(frozen=True, slots=True)
+class TextAnswer:
+    """What a function answers, with what the turn earned.
+
+    Attributes:
+        text: that the policy reads next; empty: the response ends with the turn, which then has a reward or a key.
+        state: given back with the next turn; JSON values.
+        reward: of the turn; ``None``: none. Their sum is the reward ``environment``.
+        key: names the state in which the policy took the turn, for ``credit = "state"``; empty: it has no name.
+    """
+
+    text: str
+    state: EnvironmentState = None
+    reward: float | None = None
+    key: str = ""
+
+
+Said: TypeAlias = TextAnswer | Drop | None
 """The answer of a function."""
+
+
+def is_finite(number: object) -> TypeGuard[SupportsFloat]:
+    return not isinstance(number, bool) and isinstance(number, SupportsFloat) and math.isfinite(number)
+
+
+def earned_by_turns(finish: Finish, rest: float = 0.0) -> float:
+    rewards = {number: turn.reward for number, turn in enumerate(finish.answered) if turn.reward is not None}
+    return TokenRewards.by_turn(finish, rewards, rest) if rewards else rest
 
 
 @dataclass(frozen=True)
@@ -69,19 +99,24 @@ class CalledEnvironment(CheckedFunction[TextTurn, str, Said]):
     def checked(self, result: object, where: str) -> Said:
         if result is None or isinstance(result, Drop):
             return result
-        text, state = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        if not isinstance(text, str) or not text:
-            raise self.failure(f"must return a text, a pair of text and state, or None; got {shown(result)}", where)
+        pair = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+        answer = result if isinstance(result, TextAnswer) else TextAnswer(*pair)
+        text, reward, key = answer.text, answer.reward, answer.key
+        if not isinstance(text, str) or not (text or reward is not None or key):
+            raise self.failure(
+                f"must return a text, a pair of text and state, a TextAnswer, or None; got {shown(result)}", where
+            )
+        if not isinstance(key, str) or not (reward is None or is_finite(reward)):
+            words = f"a finite number or None as the reward of a turn and a text as its key; got {shown(result)}"
+            raise self.failure(f"must return {words}", where)
         if len(text) > LONGEST:
             raise self.failure(f"returned {len(text)} characters, more than {LONGEST}: shorten its answer", where)
         try:
-            json.dumps(state)
+            json.dumps(answer.state)
         except Exception as error:  # any kind: the objects are the function's own
-            raise self.failure(
-                f"must return a state of JSON values, as checkpoints hold it; got {shown(state)}: {one_line(error)}",
-                where,
-            ) from error
-        return text, state
+            words = f"a state of JSON values, as checkpoints hold it; got {shown(answer.state)}: {one_line(error)}"
+            raise self.failure(f"must return {words}", where) from error
+        return answer
 
 
 class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
@@ -89,9 +124,9 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
 
     Args:
         function: ``f(turn)``, sync or async, or its ``file.py:name``. It takes a :class:`TextTurn`, whose columns are
-            copies, and returns the answer as text, or a pair of text and state, or ``None`` to end the response, or
-            :meth:`oppo.Drop.because` of a reason. A sync function runs in a thread of its own for each call, or inline
-            on a loop of virtual time.
+            copies, and returns the answer as text, or a pair of text and state, or a :class:`TextAnswer`, or ``None``
+            to end the response, or :meth:`oppo.Drop.because` of a reason. A sync function runs in a thread of its own
+            for each call, or inline on a loop of virtual time.
         decode: token ids to text, without special tokens.
         encode: text to token ids; :meth:`~oppo.hf.HfTokenizer.encode_exactly` takes all of it for ordinary text.
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
@@ -144,11 +179,28 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
                 return None
             if isinstance(said, Drop):
                 return replace(said, rollout=turn.prompt.rollout)
-            return Answer(self._tokens(said[0], where), said[1])
+            tokens = self._tokens(said.text, where) if said.text else np.zeros(0, np.int32)
+            return Answer(tokens, said.state, reward=said.reward, key=said.key)
         except EnvironmentFailure as failure:
             if self._drops:
                 return Drop(turn.prompt.rollout, str(failure))
             raise
+
+    @property
+    def reward(self) -> Scorer[float | Drop]:
+        """The rewards that the function gave with its answers, each at its turn."""
+        return WholeScorer(self.earned)
+
+    async def earned(self, finish: Finish) -> float:
+        """Return the sum of the rewards of turns.
+
+        Raises:
+            EnvironmentFailure: the function answered turns, and gave none a reward.
+        """
+        if finish.answered and all(turn.reward is None for turn in finish.answered):
+            words = "gave no turn a reward, and is the source of one: return TextAnswer(..., reward=...)"
+            raise self._function.failure(words, f"rollout {finish.rollout}")
+        return earned_by_turns(finish)
 
     def _as_text(self, turn: Turn) -> TextTurn:
         prompt = turn.prompt

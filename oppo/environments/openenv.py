@@ -66,7 +66,11 @@ class OpenEnvSession:
     def get_reward(self) -> float:
         if self._waiting:
             raise ConnectionError(self._lost or _UNANSWERED)
-        return self._earned
+        return self.get_turn_reward()
+
+    def get_turn_reward(self) -> float:
+        earned, self._earned = self._earned, 0.0
+        return earned
 
     def _asked(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
         from websockets.exceptions import WebSocketException  # noqa: PLC0415 - an extra
@@ -160,7 +164,8 @@ def openenv(url: str) -> type[OpenEnvSession]:
     """Return a class for :class:`oppo.environments.EnvironmentClass` whose instances are sessions with a server.
 
     Its tools are those that the server lists. A server without such has one, ``step``, whose arguments are the fields
-    of its actions. The reward is the sum of the rewards of all steps. ``reset()`` is sent the columns of a row.
+    of its actions. The reward of a turn is the sum of the rewards of its
+    steps. ``reset()`` is sent the columns of a row.
 
     Args:
         url: of the server, such as ``http://localhost:8000``.

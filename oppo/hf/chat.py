@@ -185,7 +185,7 @@ class ChatFormat:
 
         An answer that does not say its messages is one message of a tool, with all of its text.
         """
-        found, answers = list[ChatMessage](), iter(finish.answers)
+        found, answers = list[ChatMessage](), (turn.said for turn in finish.answered)
         for piece in finish.response.pieces():
             tokens = piece.tokens.tolist()
             if isinstance(piece, Chunk):

@@ -157,7 +157,8 @@ def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = (), s
         series, within = [replace(each, y=[*y]) for each, y in zip(series, sums, strict=True)], (0, *within)
     bars = [(x, y, error or 0.0) for each in series for x, y, error in each.points() if y is not None]
     first, last = min(x for x, _, _ in bars), max(x for x, _, _ in bars)
-    low, high = (pick([*within, *(y + sign * error for _, y, error in bars)]) for pick, sign in ((min, -1), (max, 1)))
+    low = min([*within, *(y - error for _, y, error in bars)])
+    high = max([*within, *(y + error for _, y, error in bars)])
     axes = Axes(_ACROSS, _DOWN, max(1, last - first), *_rounded(low, high))
     drawn = []
     for each, colour in zip(series, cycle(COLOURS), strict=False):
@@ -275,7 +276,7 @@ def timeline(excerpts: Sequence[Excerpt]) -> str:
 
 def busy_machine(others: float) -> str:
     """Return a note beside measured times, if ``others`` took so much of the cores that these are longer for it."""
-    return f"processes beside this program took {others:.0%} of the machine's cores" if others >= _BUSY else ""
+    return f"other processes took {others:.0%} of the cores" if others >= _BUSY else ""
 
 
 def _key(shown: Sequence[Excerpt]) -> tuple[list[tuple[str, str]], str]:

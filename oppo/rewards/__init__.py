@@ -5,6 +5,7 @@ from oppo.rewards.combined import OnDrop, Rewards, Weighted, load_reward
 from oppo.rewards.function import (
     PAUSES,
     ByCharacter,
+    ByTurn,
     FunctionReward,
     OnFailure,
     RewardFailure,
@@ -17,6 +18,7 @@ from oppo.rewards.function import (
 __all__ = [
     "PAUSES",
     "ByCharacter",
+    "ByTurn",
     "FunctionReward",
     "OnDrop",
     "OnFailure",

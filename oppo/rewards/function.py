@@ -18,14 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import index
-from typing import Any, ClassVar, Final, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Final, Literal, Self, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, cast
 
 import anyio
 import numpy as np
 
 from oppo import user_code
 from oppo.errors import RewardError, one_line, shown
-from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
+from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.log import logger
 from oppo.models import RewardFunction, Scorer
 from oppo.placement.place import Closing
@@ -55,25 +55,60 @@ class ByCharacter:
     rewards: Mapping[int, float]
 
 
-Placed: TypeAlias = TokenRewards | ByCharacter | Mapping[int, float]
-"""Rewards by token, by the position of a character, or by the position of a token."""
+class ByTurn(float):
+    """Rewards of the turns of a response, each earned by the last token of its turn; as a number, their sum.
+
+    Args:
+        rewards: of the first turns, in order; or by the number of a turn, from 0, or from the end: -1 is the last.
+
+    Example:
+        >>> def moves(prompts, completions, boards):
+        ...     return [ByTurn([0.1 * legal(board) for board in each]) for each in boards]
+        >>> ByTurn([0.5, 1.0]).rewards
+        {0: 0.5, 1: 1.0}
+    """
+
+    __slots__ = ("rewards",)
+
+    rewards: Mapping[int, float]
+
+    def __new__(cls, rewards: Mapping[int, float] | Sequence[float]) -> Self:
+        named = _by_position(rewards if isinstance(rewards, Mapping) else dict(enumerate(rewards)))
+        score = super().__new__(cls, sum(named.values()))
+        score.rewards = named
+        return score
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return type(self), (self.rewards,)
+
+    def __repr__(self) -> str:
+        return f"ByTurn({self.rewards})"
+
+
+Placed: TypeAlias = TokenRewards | ByCharacter | ByTurn | Mapping[int, float]
+"""Rewards by token, by the position of a character, by turn, or by the position of a token."""
 
 
 def is_placed(item: object) -> bool:
     one_row = isinstance(item, np.ndarray) and item.ndim == 1
-    return one_row or isinstance(item, TokenRewards | ByCharacter | Mapping | list | tuple)
+    return one_row or isinstance(item, TokenRewards | ByCharacter | ByTurn | Mapping | list | tuple)
 
 
 def placed(item: object) -> Placed:
     if isinstance(item, ByCharacter):
         return ByCharacter(_by_position(item.rewards))
+    if isinstance(item, ByTurn):
+        return item
     if isinstance(item, Mapping):
         return _by_position(item)
     rewards = item.rewards if isinstance(item, TokenRewards) else cast("Sequence[object]", item)
     return TokenRewards([_number(reward) for reward in rewards])
 
 
-def token_rewards(rewards: Placed, response: Response, decode: Callable[[Sequence[int]], str]) -> TokenRewards:
+def token_rewards(rewards: Placed, finish: Finish, decode: Callable[[Sequence[int]], str]) -> TokenRewards:
+    response = finish.response
+    if isinstance(rewards, ByTurn):
+        return TokenRewards.by_turn(finish, rewards.rewards)
     if isinstance(rewards, ByCharacter):
         rewards = _by_token(rewards.rewards, response.tokens.tolist(), decode)
     if isinstance(rewards, Mapping):
@@ -362,10 +397,10 @@ class FunctionReward(
             ``completions`` are texts, or, of prompts that are chat messages, lists of messages, as in TRL;
             ``completion_ids`` their tokens; ``trainer_state`` a :class:`TrainerState`. ``log_extra(column, values)``
             and ``log_metric(name, value)`` log. Columns are copies of the data's. For each rollout it returns a number,
-            or rewards at places in the response: one for each token, a mapping from positions of tokens, or a
-            :class:`ByCharacter`. A sync function runs in a thread of its own, or inline on a loop of virtual time; one
-            that never returns keeps neither a cancelled run nor the process from ending. Calls of an async function
-            overlap.
+            or rewards at places in the response: one for each token, a mapping from positions of tokens, a
+            :class:`ByCharacter`, or a :class:`ByTurn`. A sync function runs in a thread of its own, or inline on a loop
+            of virtual time; one that never returns keeps neither a cancelled run nor the process from ending. Calls of
+            an async function overlap.
         decode: token ids to text, without special tokens.
         name: of the function in errors.
         on_failure: ``fail`` raises. ``retry`` calls again after each of :data:`PAUSES`, then raises. ``drop`` calls
@@ -511,7 +546,7 @@ class FunctionReward(
         if isinstance(score, Drop) or not is_placed(score):
             return cast("float | Drop", score)
         try:
-            return token_rewards(cast("Placed", score), finish.response, self._decode)
+            return token_rewards(cast("Placed", score), finish, self._decode)
         except ValueError as error:
             raise self._function.failure(
                 f"returned rewards that do not fit the completion: {error}", Rollouts([finish.rollout])

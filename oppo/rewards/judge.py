@@ -11,6 +11,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, Unpack
 
 from oppo.errors import ConfigError
+from oppo.rewards.function import ByTurn
 
 if TYPE_CHECKING:
     from oppo.rewards.http import JSON, HttpReward
@@ -128,7 +129,9 @@ def as_text(prompt: object) -> str:
 
 
 Read: TypeAlias = Callable[[Mapping[str, Any]], float]
-"""Returns the score in a choice of a chat API's answer; raises a ``ValueError`` or ``LookupError`` without one."""
+"""Returns the score in a choice of a chat API's answer; raises a ``ValueError`` or ``LookupError`` without one.
+
+A list of a JSON field is a score for each turn (:class:`~oppo.rewards.ByTurn`)."""
 
 NUMBER: Final = r"-?\d+(?:\.\d+)?"
 
@@ -183,7 +186,8 @@ def _field(name: str, choice: Mapping[str, Any]) -> float:
         except ValueError:
             continue
         if name in value:
-            return _finite(value[name])
+            found = value[name]
+            return ByTurn([_finite(each) for each in found]) if isinstance(found, list) else _finite(found)
     raise ValueError(f"no JSON object in {content[-200:]!r} has a field {name!r}")
 
 

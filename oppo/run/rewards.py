@@ -124,9 +124,11 @@ class UserCode:
                 rewards[key] = loaded(key, reward)
             elif isinstance(reward, JudgeRewardSection):
                 rewards[key] = _judge(key, reward, tokenizer.decode, data.column)
-            elif isinstance(reward, EnvironmentRewardSection) and classes is not None:
+            elif isinstance(reward, EnvironmentRewardSection) and isinstance(
+                environment, EnvironmentClass | Environments | FunctionEnvironment
+            ):
                 try:
-                    rewards[key] = classes.reward
+                    rewards[key] = environment.reward
                 except ConfigError as error:
                     raise ConfigError(f"{key}: {error}; give it one, or [[rewards]] another source") from error
         return cls(tables, environment, rewards)

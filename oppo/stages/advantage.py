@@ -18,9 +18,11 @@ from oppo.events import Batch, BoolArray, Defer, Drop, FloatArray, RolloutEvent,
 from oppo.graph import Receiver, Sender
 from oppo.returns import (
     AdaptiveKL,
+    Credit,
     FixedKL,
     GroupAdvantage,
     KLEstimator,
+    Over,
     RunningMoments,
     ScoreShaping,
     TopLogprobs,
@@ -31,8 +33,10 @@ from oppo.returns import (
     returns_to_go,
     shaped_rewards,
     whiten,
+    zero_filled,
 )
 from oppo.stages.batch import LARGEST, NONFINITE, BatchPart, BatchStage, ScoredRollout, ScoredRollouts, flat
+from oppo.stages.generate import Generate
 
 KLControl: TypeAlias = FixedKL | AdaptiveKL
 
@@ -276,6 +280,9 @@ class GAE(AdaptiveObjective):
             Reinforcement Learning", arXiv 1712.00378, section 3).
         mask_truncated: leave such responses out of the loss; see :class:`AdaptiveObjective`.
         distill: weight of a teacher; see :class:`AdaptiveObjective`. It is added after whitening.
+        over: what the estimate runs over: ``tokens``, or ``turns``, each one action with the sum of its tokens' rewards
+            and the value before the first of them, whose advantage and return all its tokens have; ``gamma`` and
+            ``lam`` then decay by turns (Turn-PPO: Li et al. 2025, arXiv 2512.17008).
 
     Raises:
         ConfigError: a value is out of range, there is no such estimator, or truncated responses are both bootstrapped
@@ -295,6 +302,7 @@ class GAE(AdaptiveObjective):
     bootstrap_truncated: bool = False
     mask_truncated: bool = False
     distill: NonNegative = 0.0
+    over: Over = field(default="tokens", kw_only=True)
     control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -306,7 +314,7 @@ class GAE(AdaptiveObjective):
             )
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Report a reference, a teacher or a critic that is needed, and not connected."""
+        """Report a reference, a teacher, a critic or turns that are needed, and not there."""
         needing = {
             "bootstrap_truncated": self.bootstrap_truncated,
             "lam_value": self.lam_value is not None,
@@ -314,7 +322,7 @@ class GAE(AdaptiveObjective):
         }
         lacking = [name for name, needs in needing.items() if needs and "value" not in named]
         faults = [f"has {name}, which needs a critic: connect value=stream, or leave {name} out" for name in lacking]
-        return [*super().faults(stages, named), *faults]
+        return [*super().faults(stages, named), *faults, *_without_turns(stages, "over", self.over)]
 
     def estimated(self, batch: Batch) -> Batch:
         """Return the batch with rewards, advantages and returns, and update the KL controller from it."""
@@ -333,17 +341,28 @@ class GAE(AdaptiveObjective):
 
     def _estimates(self, batch: Batch, rewards: FloatArray) -> tuple[FloatArray, FloatArray | None]:
         advantages, returns = np.zeros((2, len(batch.tokens)), np.float32)
-        if batch.values is None:
-            for row in batch.sampled_rows():
-                advantages[row] = returns_to_go(rewards[row], self.gamma)
-            return advantages, None
-        for row, last_value in zip(batch.sampled_rows(), self._last_values(batch), strict=True):
-            lam = self.lam if self.lam_alpha is None else max(0.0, 1.0 - 1.0 / (self.lam_alpha * len(row)))
-            estimate = partial(gae, rewards[row], batch.values[row], self.gamma, last_value=last_value)
-            advantages[row], returns[row] = estimate(lam)
+        for row, firsts, last_value in zip(
+            batch.sampled_rows(), self._firsts(batch), self._last_values(batch), strict=True
+        ):
+            lengths = np.diff(firsts, append=len(row))
+            earned = np.add.reduceat(rewards[row], firsts, dtype=np.float64).astype(np.float32)
+            if batch.values is None:
+                advantages[row] = np.repeat(returns_to_go(earned, self.gamma), lengths)
+                continue
+            lam = self.lam if self.lam_alpha is None else max(0.0, 1.0 - 1.0 / (self.lam_alpha * len(firsts)))
+            estimate = partial(gae, earned, batch.values[row[firsts]], self.gamma, last_value=last_value)
+            advantage, target = estimate(lam)
             if self.lam_value is not None:
-                returns[row] = estimate(self.lam_value)[1]
-        return advantages, returns
+                target = estimate(self.lam_value)[1]
+            advantages[row], returns[row] = np.repeat(advantage, lengths), np.repeat(target, lengths)
+        return advantages, None if batch.values is None else returns
+
+    def _firsts(self, batch: Batch) -> Sequence[NDArray[np.int64]]:
+        # Where an action begins among the sampled tokens of its row.
+        if self.over == "tokens":
+            return [np.arange(len(row)) for row in batch.sampled_rows()]
+        lengths = [[0, *map(len, turns)] for turns in sampled_turns(batch)]
+        return [np.cumsum(row[:-1])[np.array(row[1:]) > 0] for row in lengths]
 
     def _last_values(self, batch: Batch) -> Sequence[float]:
         if not self.bootstrap_truncated:
@@ -355,6 +374,22 @@ class GAE(AdaptiveObjective):
                 "return one more"
             )
         return [float(value) for value in np.where(truncated(batch), batch.last_values, 0.0)]
+
+
+def sampled_turns(batch: Batch) -> Sequence[Sequence[NDArray[np.int64]]]:
+    # As `Batch.sampled_rows()`, split where an environment answered; a gap in `sampled` alone ends no turn.
+    found = []
+    for row, turns, at in zip(batch.rows(), batch.answered or [()] * len(batch), batch.sampled_rows(), strict=True):
+        ends = [row.start + turn.end for turn in turns]
+        found.append(np.split(at, np.searchsorted(at, [end for end in ends if end < row.stop])))
+    return found
+
+
+def _without_turns(stages: Sequence[object], name: str, value: str) -> Sequence[str]:
+    sources = [stage for stage in stages if isinstance(stage, Generate)]
+    if value in {"tokens", "response"} or not sources or any(stage.environment is not None for stage in sources):
+        return []
+    return [f"has {name} = {value!r}, and nothing answers turns: give Generate an environment, or leave {name} out"]
 
 
 ALONE = "left alone in its group"
@@ -375,6 +410,14 @@ class GroupRelative(AdaptiveObjective):
     left alone is dropped too. An agent with several conversations is compared once, by the score of the first one and
     the KL of all, and all have its advantage. It has the named inputs of :class:`BatchStage`.
 
+    With ``credit = "turns"`` a turn's advantage, the same for each of its tokens, follows from its return to go, that
+    of its rewards and of those of later turns, and those of the same turn in the group
+    (:func:`oppo.returns.zero_filled`). With ``credit = "state"`` it is the advantage of the response, plus what follows
+    from the returns to go of all turns in the group that were taken in the same state (GiGPO: Feng et al. 2025, arXiv
+    2505.10978): 0 for a turn that is alone in its state, or has no key. The mean of responses is over
+    responses. Then a response alone in its group has advantage 0, and is not dropped. Further conversations of an agent
+    have the advantage of the first turn.
+
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO), ``centred`` (Dr. GRPO), ``batch_standardised`` or
             ``max_rl``; see :func:`oppo.returns.group_advantages`. ``each_reward`` standardises each of several named
@@ -387,10 +430,12 @@ class GroupRelative(AdaptiveObjective):
         shaping: of the scores, before they are rewards; replaced by its successor after each batch.
         mask_truncated: leave responses that ended at the length cap out of the loss; see :class:`AdaptiveObjective`.
         distill: weight of a teacher; see :class:`AdaptiveObjective`. It is added after the comparison.
+        credit: what is compared: the ``response``, its ``turns``, or the turns in a ``state``.
+        gamma: discount of the rewards of later turns.
 
     Raises:
         ConfigError: there is no such estimator, or ``kl`` is no coefficient or would be standardised; or scores are
-            shaped, of which ``each_reward`` knows the parts only.
+            shaped, of which ``each_reward`` knows the parts only; or it, or a ``gamma``, has no effect with ``credit``.
         ValueError: the coefficient of the KL penalty is negative or not finite.
     """
 
@@ -400,10 +445,22 @@ class GroupRelative(AdaptiveObjective):
     shaping: ScoreShaping = field(default_factory=ScoreShaping)
     mask_truncated: bool = False
     distill: NonNegative = 0.0
+    credit: Credit = field(default="response", kw_only=True)
+    gamma: Fraction = field(default=1.0, kw_only=True)
     control: KLControl = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.control = controlled(self.kl)
+        if self.credit == "response" and self.gamma != 1.0:
+            raise ConfigError(
+                f"gamma = {self.gamma} discounts rewards of later turns, and credit = 'response' sums them: set credit "
+                "to 'turns' or 'state', or leave gamma out"
+            )
+        if self.credit != "response" and self.advantage == "each_reward":
+            raise ConfigError(
+                f"advantage = 'each_reward' compares whole responses, reward by reward, and credit = {self.credit!r} "
+                "their turns: leave one of the two out"
+            )
         if self.advantage == "each_reward" and self.shaping != ScoreShaping():
             raise ConfigError(
                 "advantage = 'each_reward' compares rewards one by one, and the shaping changes their sum: expected "
@@ -417,14 +474,19 @@ class GroupRelative(AdaptiveObjective):
                 "'leave_one_out'"
             )
 
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Report a reference, a teacher or turns that are needed, and not there."""
+        return [*super().faults(stages, named), *_without_turns(stages, "credit", self.credit)]
+
     def unfit(self, batch: Batch) -> Sequence[Drop]:
         """Return the drops of rollouts whose values may overflow float32, and of those then alone in their group."""
         drops = list(super().unfit(batch))
         gone = {drop.rollout for drop in drops}
         prompts = [response.prompt for response in batch.responses if response.prompt.rollout not in gone]
         sizes = Counter(prompt.group for prompt in prompts if not prompt.branch)
-        drops += [Drop(each.rollout, ALONE) for each in prompts if not each.branch and sizes[each.group] == 1]
-        compared = {each.rollout for each in prompts if not each.branch and sizes[each.group] > 1}
+        least = 2 if self.credit == "response" else 1
+        drops += [Drop(each.rollout, ALONE) for each in prompts if not each.branch and sizes[each.group] < least]
+        compared = {each.rollout for each in prompts if not each.branch and sizes[each.group] >= least}
         return [*drops, *(Drop(each.rollout, ASTRAY) for each in prompts if each.branch and each.first not in compared)]
 
     def estimated(self, batch: Batch) -> Batch:
@@ -432,25 +494,64 @@ class GroupRelative(AdaptiveObjective):
         objective = self.objective(batch)
         rewards = objective.rewards(batch)
         at, penalties = batch.sampled_rows(), np.float32(-objective.coefficient) * objective.kl
-        returns, conversations = np.zeros(len(batch), np.float32), batch.conversations()
+        turns = [[row] for row in at] if self.credit == "response" else sampled_turns(batch)
+        earned, conversations = dict[int, FloatArray](), batch.conversations()
         for first, *further in conversations:
-            earned = rewards[at[first]].sum(dtype=np.float64)
-            returns[first] = earned + sum(penalties[at[row]].sum(dtype=np.float64) for row in further)
+            by_turn = np.array([rewards[turn].sum(dtype=np.float64) for turn in turns[first]])
+            by_turn[-1] += sum(penalties[at[row]].sum(dtype=np.float64) for row in further)
+            earned[first] = by_turn.astype(np.float32)
         firsts = batch.firsts
         group_of = np.array([batch.responses[row].prompt.group for row in firsts], np.int64)
         groups = [firsts[group_of == group] for group in np.unique(group_of)]
-        deviation = float(returns[firsts].std(ddof=1, dtype=np.float64)) if len(firsts) > 1 else 0.0
-        relative = np.zeros(len(batch), np.float32)
-        if self.advantage == "each_reward":
-            relative = _by_reward(batch, groups)
-        else:
-            for members in groups:
-                relative[members] = group_advantages(returns[members], self.advantage, deviation)
-        for rows in conversations:
-            relative[rows] = relative[rows[0]]
-        advantages = np.where(batch.sampled, np.repeat(relative, np.diff(batch.offsets)), np.float32(0))
+        advantages = np.zeros(len(batch.tokens), np.float32)
+        relative = self._relative(batch, earned, groups)
+        for first, *further in conversations:
+            for turn, advantage in zip(turns[first], relative[first], strict=True):
+                advantages[turn] = advantage
+            for row in further:
+                advantages[at[row]] = relative[first][0]
         metrics = {**objective.metrics(batch), **_spread([objective.shaped[members] for members in groups])}
         return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
+
+    def _relative(
+        self, batch: Batch, earned: Mapping[int, FloatArray], groups: Sequence[NDArray[np.int64]]
+    ) -> Mapping[int, FloatArray]:
+        # The advantage of each turn of first conversations, by row, from what the turns earned.
+        if self.advantage == "each_reward":
+            return dict(enumerate(_by_reward(batch, groups).reshape(-1, 1)))
+        estimator, relative = self.advantage, dict[int, FloatArray]()
+        returns = {row: returns_to_go(rewards, self.gamma) for row, rewards in earned.items()}
+        deviation = 0.0
+        if estimator == "batch_standardised" and len(returns) > 1:
+            deviation = float(zero_filled([*returns.values()]).std(ddof=1, axis=-1, dtype=np.float64).max())
+
+        def compared(values: FloatArray) -> FloatArray:
+            alone = values.shape[-1] < 2
+            return np.zeros_like(values) if alone else group_advantages(values, estimator, deviation)
+
+        for group in groups:
+            members = group.tolist()
+            if self.credit != "state":
+                table = compared(zero_filled([returns[row] for row in members]))
+                relative |= {row: of_row[: len(returns[row])] for row, of_row in zip(members, table.T, strict=True)}
+                continue
+            whole = compared(np.array([earned[row].sum(dtype=np.float64) for row in members], np.float32))
+            states = defaultdict[str, list[tuple[int, int]]](list)
+            for row, of_row in zip(members, whole, strict=True):
+                relative[row] = np.full(len(returns[row]), of_row, np.float32)
+                for number, turn in enumerate(batch.answered[row]):
+                    if not turn.key:
+                        raise ProtocolError(
+                            f"credit = 'state' compares turns in equal states, and turn {number} of rollout "
+                            f"{batch.rollouts[row]} has no key of one: give it with the answer (get_turn_state() of a "
+                            "class, TextAnswer(key=...) of a function, Answer(key=...)), or set credit = 'turns'"
+                        )
+                    states[turn.key].append((row, number))
+            for same in states.values():
+                steps = compared(np.array([returns[row][number] for row, number in same], np.float32))
+                for (row, number), step in zip(same, steps, strict=True):
+                    relative[row][number] += step
+        return relative
 
 
 def _by_reward(batch: Batch, groups: Sequence[NDArray[np.int64]]) -> FloatArray:
@@ -472,7 +573,7 @@ def _by_reward(batch: Batch, groups: Sequence[NDArray[np.int64]]) -> FloatArray:
 def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
     if not groups:
         return {}
-    deviations = [float(scores.std(ddof=1, dtype=np.float64)) for scores in groups]
+    deviations = [float(scores.std(ddof=min(1, len(scores) - 1), dtype=np.float64)) for scores in groups]
     return {
         "objective/group_std": float(np.mean(deviations)),
         "objective/frac_zero_std": float(np.mean([not deviation for deviation in deviations])),

@@ -185,6 +185,7 @@ class ScoredRollouts:
             teacher_ids=np.concatenate([each.ids for each in tops], dtype=np.int32) if known else None,
             teacher_top=np.concatenate([each.top for each in tops], dtype=np.float32) if known else None,
             named_scores=self._named_scores(),
+            answered=tuple(each.finish.answered for each in self.rollouts),
         )
 
     def _named_scores(self) -> Mapping[str, tuple[float, FloatArray]]:

@@ -15,8 +15,9 @@ import anyio.lowlevel
 import numpy as np
 from anyio.abc import TaskGroup
 
+from oppo.declared import require_real
 from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
-from oppo.events import Chunk, Drop, IntArray, Prompt, described
+from oppo.events import AnsweredTurn, Chunk, Drop, IntArray, Prompt, described
 from oppo.graph import Step
 from oppo.models import entered
 from oppo.stages.ledger import InFlightRollout
@@ -34,12 +35,21 @@ class _Memory:
     state: str = "null"
     calls: int = 0  # of tools, in these turns
     failures: int = 0
-    said: list[Sequence[Mapping[str, object]]] = field(default_factory=list)  # the messages of each answer
+    length: int = 0  # tokens of the response, up to the last answer
+    turns: list[AnsweredTurn] = field(default_factory=list)
 
-    def after(self, answer: Answer) -> _Memory:
-        calls, failures = self.calls + answer.calls, self.failures + answer.failures
-        said = [*self.said, [dict(each) for each in answer.said]]
-        return _Memory(self.answered + 1, _as_json(answer.state), calls, failures, said=said)
+    def after(self, answer: Answer, turn: int) -> _Memory:
+        # Of a turn of so many tokens.
+        end, said = self.length + turn, [dict(each) for each in answer.said]
+        reward = None if answer.reward is None else float(answer.reward)
+        return _Memory(
+            self.answered + bool(len(answer.tokens)),
+            _as_json(answer.state),
+            self.calls + answer.calls,
+            self.failures + answer.failures,
+            end + len(answer.tokens),
+            [*self.turns, AnsweredTurn(end, reward, answer.key, said)],
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +57,7 @@ class _Call:
     """One call of the environment, which goes on when a step is cut, and is cancelled if its rollout is closed."""
 
     started: float
+    turn: int  # tokens
     ended: float = 0.0
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     done: anyio.Event = field(default_factory=anyio.Event)
@@ -116,7 +127,7 @@ class Conversations:
                 except Exception as error:
                     step.note(call.answered(number, memory.answered, error=one_line(error)))
                     raise
-            given = outcome.tokens if isinstance(outcome, Answer) else None
+            given = outcome.tokens if isinstance(outcome, Answer) and len(outcome.tokens) else None
             if isinstance(outcome, Drop):
                 rollout.dropped = outcome.reason
             if not (decode.finish() if given is None else decode.proceed(given)):
@@ -124,7 +135,7 @@ class Conversations:
             del self._calls[number]
             step.note(call.answered(number, memory.answered, 0 if given is None else len(given), rollout.dropped))
             if isinstance(outcome, Answer):
-                self._memories[number] = memory.after(outcome)
+                self._memories[number] = memory.after(outcome, call.turn)
                 self._tools = self._tools or bool(outcome.calls)
             step.record(Averaged({"turns/answer_seconds": [call.ended - call.started]}))
             for name, seconds in outcome.seconds if isinstance(outcome, Answer) else ():
@@ -139,7 +150,7 @@ class Conversations:
             raise ProtocolError("an environment answers in a run only: open the graph first")
         number = rollout.prompt.rollout
         self._known[number] = rollout.prompt
-        call = self._calls[number] = _Call(anyio.current_time())
+        call = self._calls[number] = _Call(anyio.current_time(), len(tokens))
         said = partial(_turns_read, rollout, memory.answered, len(tokens))
         turn = Turn(rollout.prompt, memory.answered, tokens, json.loads(memory.state), said)
         self._tasks.start_soon(self._answer, call, turn, name=f"answer rollout {number}")
@@ -155,8 +166,8 @@ class Conversations:
         call.ended = anyio.current_time()
         call.done.set()
 
-    def said(self, rollout: int) -> Sequence[Sequence[Mapping[str, object]]]:
-        return self._memories.get(rollout, _Memory()).said
+    def answered(self, rollout: int) -> Sequence[AnsweredTurn]:
+        return self._memories.get(rollout, _Memory()).turns
 
     def forget(self, prompt: Prompt) -> None:
         """Forget a rollout whose response has ended, or begins again; cancel a call that nothing waits for any more."""
@@ -164,7 +175,7 @@ class Conversations:
         self._ended.append(memory)
         if call is not None:
             call.scope.cancel()
-            memory = memory.after(call.outcome) if isinstance(call.outcome, Answer) else memory
+            memory = memory.after(call.outcome, call.turn) if isinstance(call.outcome, Answer) else memory
         self._known[prompt.rollout] = prompt
         if (forget := getattr(self._environment, "forget", None)) is not None:
             forget(prompt, json.loads(memory.state))
@@ -187,10 +198,13 @@ class Conversations:
         return Averaged(found)
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(rollout): asdict(memory) for rollout, memory in self._memories.items() if memory.answered}
+        return {str(rollout): asdict(memory) for rollout, memory in self._memories.items() if memory.turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._memories = {int(rollout): _Memory(**memory) for rollout, memory in state.items()}
+        self._memories = {
+            int(rollout): _Memory(**{**memory, "turns": [AnsweredTurn(**turn) for turn in memory["turns"]]})
+            for rollout, memory in state.items()
+        }
         self._tools = any(memory.calls for memory in self._memories.values())
 
 
@@ -210,8 +224,13 @@ def _require_outcome(outcome: object) -> TurnOutcome:
     if not isinstance(outcome, Answer):
         raise ProtocolError(f"an environment returns an Answer, a Drop, or None to end; got {described(outcome)}")
     tokens: object = outcome.tokens
-    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or not len(tokens):
-        raise ProtocolError(f"an answer has tokens, a NumPy array, int32 [1 or more]; got {described(tokens)}")
+    least = 0 if outcome.reward is not None or outcome.key else 1  # without any it ends the response
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or len(tokens) < least:
+        raise ProtocolError(f"an answer has tokens, a NumPy array, int32 [{least} or more]; got {described(tokens)}")
+    if outcome.reward is not None:
+        require_real("the reward of a turn", outcome.reward, error=ProtocolError)
+    if not isinstance(outcome.key, str):
+        raise ProtocolError(f"the key of the state of a turn is a text; got {described(outcome.key)}")
     for each in (outcome.state, [*map(dict, outcome.said)]):
         _as_json(each)
     return outcome

@@ -32,6 +32,7 @@ from oppo.declared import require_whole
 from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
 from oppo.events import (
     COLUMN_KINDS,
+    AnsweredTurn,
     Chunk,
     Drop,
     Finish,
@@ -330,11 +331,11 @@ class InFlightRollout:
     def response(self) -> Response:
         return Response.of(self.prompt, self.pieces)
 
-    def ending(self, answers: Sequence[Sequence[Mapping[str, object]]] = ()) -> Finish | Drop:
+    def ending(self, answered: Sequence[AnsweredTurn] = ()) -> Finish | Drop:
         number = self.prompt.rollout
         if self.reason is None:
             raise ProtocolError(f"rollout {number} has a place in the batch but is still being read")
-        return Drop(number, self.dropped) if self.dropped else Finish(number, self.response(), self.reason, answers)
+        return Drop(number, self.dropped) if self.dropped else Finish(number, self.response(), self.reason, answered)
 
     async def aclose(self) -> None:
         with noted(f"while closing rollout {self.prompt.rollout}"):

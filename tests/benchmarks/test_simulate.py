@@ -33,7 +33,7 @@ from oppo.models import Passes
 from oppo.observe import Observer, Span
 from oppo.report.records import work_of
 from oppo.simulate.costs import Lognormal, System, Workload
-from oppo.simulate.run import LAST, SimulatedRun
+from tests.kit.graph_run import LAST, GraphRun
 from tests.simulate.systems import machine
 
 STEPS, ROUNDS, WARM_UP = 4, 3, 4
@@ -85,14 +85,13 @@ def truth(mode: str, bench: BenchWorkload) -> System:
 def measured(mode: str, bench: BenchWorkload) -> list[dict[str, Any]]:
     chosen, kept = MODES[mode], Kept()
     steps = WARM_UP + ROUNDS * STEPS
-    SimulatedRun(
+    GraphRun(
         truth(mode, bench),
         Workload(batch=bench.batch, lengths=Lognormal(median=(24, 24), sigma=1.5, cap=768), cap=768, prompt=28),
         schedule_of(chosen, bench),
         steps + LAST + chosen.lookahead,
         WARM_UP,
         seed=3,
-        grain=1,
         observers=[kept],
         listener=kept.on_work,
         drain_after=range(WARM_UP - 1, steps, STEPS),

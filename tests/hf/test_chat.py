@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from oppo.errors import ConfigError
-from oppo.events import Chunk, Finish, Prompt, Response, ToolTokens
+from oppo.events import AnsweredTurn, Chunk, Finish, Prompt, Response, ToolTokens
 from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.tool_calls import ToolCall, tool_schema
@@ -276,7 +276,7 @@ def test_a_response_with_turns_is_messages_with_what_tools_said(name: str, text:
         ids, start = np.array(tokens, np.int32), len(response)
         chunk = Chunk(0, start, ids, np.zeros(len(ids), n), np.zeros(len(ids), np.int32))
         response = response.then(chunk if sampled else ToolTokens(0, start, ids))
-    first, *answers, last = chat.conversation(Finish(0, response, "eos", [results]))
+    first, *answers, last = chat.conversation(Finish(0, response, "eos", [AnsweredTurn(len(turn), said=results)]))
     calls = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in arguments]
     assert first == {"role": "assistant", "content": "", "tool_calls": calls}
     assert answers == results
@@ -510,7 +510,7 @@ def lost(case: Case, key: str) -> bool:
     """
     schema, value = case.tool["function"]["parameters"]["properties"][key], case.arguments[key]
     unread = {"allOf", "const", "enum", "$ref"}.intersection(schema) or not schema or "boolean" in json.dumps(schema)
-    whole = value in ("-2.0", "1e5") and "integer" in json.dumps(schema)
+    whole = str(value) in ("-2.0", "1e5") and "integer" in json.dumps(schema)
     return bool(unread) or whole or value == 1e300 or (isinstance(value, str) and value != value.strip())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
+from oppo.events import AnsweredTurn, Chunk, Drop, Finish, Prompt, Response, ToolTokens
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.turns import Answer, Turn
@@ -39,6 +39,7 @@ class Said:
     prompt: Prompt
     tokenizer: HfTokenizer
     pieces: list[Chunk | ToolTokens] = field(default_factory=list)
+    answered: list[AnsweredTurn] = field(default_factory=list)
     state: Any = None
     number: int = 0
 
@@ -46,6 +47,7 @@ class Said:
         turn = Turn(self.prompt, self.number, self.write(text, end), self.state, self.said)
         answer: Answer | Drop | None = await self.environment.answer(turn)
         if isinstance(answer, Answer):
+            self.answered.append(AnsweredTurn(self.length, answer.reward, answer.key, answer.said))
             self.pieces.append(ToolTokens(self.prompt.rollout, self.length, answer.tokens))
             self.state, self.number = json.loads(json.dumps(answer.state)), self.number + 1
         return answer
@@ -65,7 +67,7 @@ class Said:
         return [each for each in self.pieces if isinstance(each, Chunk)]
 
     def finish(self, reason: Any = "eos") -> Finish:
-        return Finish(self.prompt.rollout, Response.of(self.prompt, self.pieces), reason)
+        return Finish(self.prompt.rollout, Response.of(self.prompt, self.pieces), reason, self.answered)
 
     async def reward(self, reason: Any = "eos") -> float | Drop:
         found: Sequence[float | Drop] = await self.environment.reward.finish([self.finish(reason)])

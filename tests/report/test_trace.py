@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from xml.etree import ElementTree as ET
@@ -10,7 +12,7 @@ from oppo.events import Defer
 from oppo.observe import Role, Span
 from oppo.report.charts import LEFT, RIGHT, TIMELINE_WIDTH, Excerpt, timeline
 from oppo.report.records import work_of
-from oppo.report.trace import TimedStep, Timekeeper
+from oppo.report.trace import Cores, TimedStep, Timekeeper
 from tests.report.synthetic import CHANNELS, finish, report
 
 ROLES: dict[str, Role] = {"policy": "decode", "reward model": "score", "critic": "score", "trainer": "update"}
@@ -171,3 +173,28 @@ def test_a_picture_of_steps_in_flight_shows_work_for_others_faintly_and_arrows_f
     starts = [start for start, end in shafts if start > 0]
     assert starts == pytest.approx([ACROSS * 10 / 28, ACROSS * 18 / 28], abs=0.1)
     assert all(start < end for start, end in shafts)
+
+
+@pytest.mark.parametrize(
+    ("own", "busy", "others"),
+    [(1.0, 1.0, 0.0), (0.5, 2.0, 0.75), (0.0, 2.0, 1.0), (2.0, 1.9, 0.0)],
+    ids=["alone", "beside others", "waiting", "as clocks differ"],
+)
+def test_what_other_processes_took_is_what_the_cores_did_without_this_program_and_its_children(
+    own: float, busy: float, others: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = iter([(5.0, 9.0, 90.0), (5.0 + own, 9.0 + busy, 92.0)])
+    monkeypatch.setattr(Cores, "_taken", lambda cores: next(taken))
+    cores = Cores()
+    assert not cores.measure(least=1e9)
+    assert cores.others == 0.0
+    assert cores.measure()
+    assert cores.others == pytest.approx(others)
+
+
+def test_the_time_of_this_program_and_of_its_children_is_its_own() -> None:
+    before = Cores()._taken()
+    subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+    after = Cores()._taken()
+    assert all(new >= old >= 0 for new, old in zip(after, before, strict=True))
+    assert after[0] > before[0], "the child has ended, and its time is ours"

@@ -78,9 +78,9 @@ async def test_rewards_at_places_that_are_not_there_are_failures_of_the_function
 def test_the_token_that_completes_a_character_is_rewarded_whatever_the_tokens_are(
     text: str, data: st.DataObject
 ) -> None:
-    response = ended(0, [*text.encode()]).response
+    end = ended(0, [*text.encode()])
     at = data.draw(st.integers(0, len(text) - 1))
-    rewarded = token_rewards(ByCharacter({at: 1.0}), response, lambda ids: bytes(ids).decode("utf-8", errors="replace"))
+    rewarded = token_rewards(ByCharacter({at: 1.0}), end, lambda ids: bytes(ids).decode("utf-8", errors="replace"))
     first, last = len(text[:at].encode()), len(text[: at + 1].encode())
     (position,) = np.flatnonzero(rewarded.rewards)
     assert first <= position < last
@@ -110,11 +110,11 @@ def test_a_character_is_earned_by_the_token_from_which_on_every_text_has_it(
 ) -> None:
     tokens = np.array(tokenizer.encode(text).ids, np.int32)
     cut = min(most, len(tokens))  # by the length cap, in a character
-    response = ended(0, tokens[:cut].tolist()).response
+    end = ended(0, tokens[:cut].tolist())
     texts = [tokenizer.decode(tokens[: n + 1].tolist()) for n in range(cut)]
     for at in range(len(texts[-1])):
         lacking = [n for n, each in enumerate(texts) if not each.startswith(texts[-1][: at + 1])]
-        rewards = token_rewards(ByCharacter({at: 1.0}), response, tokenizer.decode).rewards
+        rewards = token_rewards(ByCharacter({at: 1.0}), end, tokenizer.decode).rewards
         assert np.flatnonzero(rewards).tolist() == [max(lacking, default=-1) + 1]
 
 
@@ -128,7 +128,7 @@ def test_few_texts_are_decoded_to_find_the_token_of_a_character() -> None:
 
     for text in ("ab;" * 1000, "é;b" * 1000):
         asked.clear()
-        token_rewards(ByCharacter({1501: 1.0}), ended(0, level.encode(text).ids).response, decode)
+        token_rewards(ByCharacter({1501: 1.0}), ended(0, level.encode(text).ids), decode)
         assert sum(count > 1 for count in asked) < 20
 
 

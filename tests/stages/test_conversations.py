@@ -127,9 +127,9 @@ def test_a_finished_response_has_what_its_answers_said_also_one_that_was_restore
         run_virtual(partial(made.run_part, begin, end, tmp_path))
         finished += [item for _, _, item in made.tap.items if isinstance(item, Finish)]
     for each in finished:
-        said = [[message["content"] for message in answer] for answer in each.answers]
+        said = [[message["content"] for message in answer] for answer in (turn.said for turn in each.answered)]
         assert said == [[f"{number}</tool_response>"] * 2 for number in range(turns_answered(each.response))]
-    assert max(len(each.answers) for each in finished) == 2
+    assert max(len(each.answered) for each in finished) == 2
 
 
 def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> None:

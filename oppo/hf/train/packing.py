@@ -120,6 +120,15 @@ def _read(batch: Batch, row: int) -> int:
     return len(response.prompt.tokens) + len(response) - 1
 
 
+def shares(batch: Batch) -> FloatArray:
+    """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
+    sampled = np.array([len(row) for row in batch.sampled_rows()], np.float64)
+    whole = np.ones(len(batch))
+    for rows in batch.conversations():
+        whole[rows] = max(1.0, sampled[rows].sum())
+    return (sampled / whole).astype(np.float32)
+
+
 def pack(
     batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collection[Input] = (), *, packed: bool = False
 ) -> MicroBatch:
@@ -177,7 +186,7 @@ def pack(
         for name, column in held.items()
         if column is not None and (name in inputs or name == "behaviour")
     }
-    floats = _uploaded({**given, "shares": batch.shares()[list(rows)]}, np.float32, device)
+    floats = _uploaded({**given, "shares": shares(batch)[list(rows)]}, np.float32, device)
     return MicroBatch(
         lengths=read,
         mask=whole.pop("mask").bool(),

@@ -38,7 +38,7 @@ from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
-from oppo.hf.train.packing import MicroBatch, longest_read, micro_batches, minibatches, pack, tokens_read, units
+from oppo.hf.train.packing import MicroBatch, longest_read, micro_batches, minibatches, pack, shares, tokens_read, units
 from oppo.hf.train.ranks import SHARDS, Ranked, Replicas, Team, reset, whole
 from oppo.hf.weights import SharedModel
 from oppo.losses import (
@@ -91,7 +91,7 @@ def _contents(batch: Batch) -> dict[int, tuple[object, ...]]:
     # The inputs of each row that an update may read, by rollout.
     columns: list[NDArray[Any] | None] = [getattr(batch, name) for name in _COMPARED]
     whole = [None if column is None else column.astype(np.float64) for column in columns]
-    rows = zip(batch.responses, batch.scores.tolist(), batch.shares().tolist(), batch.rows(), strict=True)
+    rows = zip(batch.responses, batch.scores.tolist(), shares(batch).tolist(), batch.rows(), strict=True)
     return {
         response.prompt.rollout: (
             response.prompt.group,
