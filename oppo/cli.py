@@ -22,7 +22,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from oppo.declared import require_real, require_whole
-from oppo.durable import put
+from oppo.durable import nearby, put
 from oppo.errors import (
     ConfigError,
     DataError,
@@ -178,7 +178,7 @@ def carry_out(settings: Settings, *, resume: bool = False, accept_changed_code: 
         return DONE
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE)
-    console = Console()
+    console, directory = Console(), nearby(settings.run_directory)
     try:
         with session:
             try:
@@ -187,20 +187,20 @@ def carry_out(settings: Settings, *, resume: bool = False, accept_changed_code: 
                 leave(error)
             except Exception as error:
                 if session.checkpoints.sealed:
-                    error.add_note(f"go on with `oppo resume {settings.run_directory}`")
+                    error.add_note(f"go on with `oppo resume {directory}`")
                 raise
     except KeyboardInterrupt as error:  # reported once the models' threads are done: they may be saving
         complete = ended(settings.run_directory)
         if complete is None:
             final = settings.run_directory / FINAL
-            saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
-            advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.sealed else ""
+            saved = f"what was learned is in {nearby(final)}" if final.exists() else "nothing was saved"
+            advice = f"go on with `oppo resume {directory}`" if session.checkpoints.sealed else ""
             summary = "; ".join(filter(None, (interrupted(error), saved, advice)))
             return complain("\n".join([summary, *getattr(error, "__notes__", ())]), code_of(error))
         made = complete
     planned = settings.run.steps
     early = f" after {made} of {planned} steps, with the end of the data" if made < planned else ""
-    console.out(f"done{early}: {settings.run_directory / 'report.html'}", highlight=False)
+    console.out(f"done{early}: {directory}/report.html", highlight=False)
     return DONE
 
 
