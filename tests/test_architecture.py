@@ -104,7 +104,7 @@ BUDGETS = {
     "report": 3_301,
     "rewards": 1_802,
     "run": 5_201,
-    "simulate": 3_797,
+    "simulate": 3_765,
     "stages": 3_922,
     "testing": 1_414,
     "vllm": 4_218,
