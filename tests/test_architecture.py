@@ -101,7 +101,7 @@ BUDGETS = {
     "losses": 1_135,
     "oppo": 6_152,
     "placement": 3_828,
-    "report": 3_301,
+    "report": 3_303,
     "rewards": 1_802,
     "run": 5_201,
     "simulate": 3_765,
