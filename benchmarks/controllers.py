@@ -1,4 +1,4 @@
-"""Controllers of overcommit in eight regimes: the real graph of stages, models of cost, virtual time.
+"""Controllers of overcommit in eight regimes, simulated: their own decisions, models of cost, virtual time.
 
 ``python -m benchmarks.controllers [ENGINE ...]`` makes the runs that ``results/controllers.json`` lacks, then writes
 ``results/controllers.md`` and its figure. Nothing here was measured on a device.
@@ -127,7 +127,7 @@ FIXED = (0, 4, 8, 16)  # values of Delta on the frontier
 
 STEPS, SKIPPED = 80, 15
 
-GRAIN, CHUNK = 8, 256  # tokens for which a fake token stands, and tokens of a chunk
+CHUNK = 256  # tokens of a chunk
 
 SEEDS = (0, 1, 2)  # seeds of the lengths; the first is for all controllers, the others show the spread
 
@@ -156,7 +156,7 @@ class Cell:
     def run(self) -> ScheduleOutcome:
         regime = next(regime for regime in REGIMES if regime.name == self.regime)
         costs = system(regime, ENGINES[self.engine])
-        return SimulatedRun(costs, regime.workload, self.schedule(regime.batch), STEPS, SKIPPED, self.seed, GRAIN).run()
+        return SimulatedRun(costs, regime.workload, self.schedule(regime.batch), STEPS, SKIPPED, self.seed).run()
 
     def schedule(self, batch: int) -> Schedule:
         """Return the schedule: the reward model reads along."""

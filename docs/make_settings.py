@@ -15,6 +15,8 @@ from oppo.config.load import SEEDED
 from oppo.config.rewards import REWARD_KINDS, ScorerSection
 from oppo.config.settings import keys_of
 from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
+from oppo.run.simulation import KINDS as PROFILE_SECTIONS
+from oppo.simulate.costs import ENGINES, GPUS, MODELS
 
 PAGE = Path(__file__).with_name("settings.md")
 
@@ -300,6 +302,15 @@ The settings of an admission or a loss of your own, which `step.admission` or `s
 parameters, with the types and defaults that it declares ([compose.md](compose.md#parts-of-your-own-by-their-file)).
 """
 
+PROFILE = """## Profiles
+
+The keys of the file that [`oppo simulate profile.toml`](schedules.md#predict-it-oppo-simulate) reads, which describes
+hardware that one does not have. `decode = 4` is four replicas: each device has a whole copy of the actor, with rows and
+decode steps of its own. An actor on several devices (tensor parallelism) is described as one device that is as much
+faster, in `[gpus.NAME]`. Known are:
+
+"""
+
 POSTFACE = """## Where the demo differs
 
 `make demo` names its models and prompts, and leaves every other key at its default but these:
@@ -328,9 +339,22 @@ def tables() -> dict[str, dict[str, dict[str, Declared]]]:
 def page() -> str:
     """Return the page."""
     sections = [line for name, keys in tables().items() for line in _section(name, keys)]
-    return "\n".join(
-        [PREFACE, *sections, OWN, VLLM, POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())]
-    )
+    demo = POSTFACE + "".join(_because(key, why) for key, why in DEMO.items())
+    return "\n".join([PREFACE, *sections, OWN, VLLM, demo, *_profiles()])
+
+
+def _profiles() -> Iterator[str]:
+    """Yield the lines of the part on profiles."""
+    yield PROFILE.rstrip()
+    for what, names in (("GPUs", GPUS), ("models", MODELS), ("engines", ENGINES)):
+        yield f"- {what}: {', '.join(f'`{name}`' for name in names)}"
+    for name, kind in PROFILE_SECTIONS.items():
+        title = f"{name}.NAME" if name in {"gpus", "sizes"} else name
+        yield f"\n### `[{title}]` of a profile\n\n| key | values | default | what it is |\n|---|---|---|---|"
+        for key, declared in declared_of(kind).items():
+            cells = (_values(declared.kind), _default({"": declared}), _first_up(declared.description))
+            yield f"| {' | '.join((f'`{key}`', *cells))} |"
+    yield ""
 
 
 def _section(name: str, keys: Mapping[str, Mapping[str, Declared]]) -> Iterator[str]:

@@ -32,7 +32,7 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Run, join
 from oppo.models import Policy, Sampling, Scorer, Trainer, Weights
-from oppo.placement import PolicyPool, Process, Thread
+from oppo.placement import Process, Thread
 from oppo.rewards import FunctionReward, Rewards
 from oppo.stages import GAE, Generate, GroupRelative, Score, Update, synced_models
 from oppo.training import TrainerSettings
@@ -57,7 +57,6 @@ __all__ = [
     "OppoError",
     "Overcommit",
     "Policy",
-    "PolicyPool",
     "Process",
     "Prompt",
     "PromptStream",

@@ -22,7 +22,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from oppo.declared import require_real, require_whole
-from oppo.durable import put
+from oppo.durable import nearby, put
 from oppo.errors import (
     ConfigError,
     DataError,
@@ -178,7 +178,7 @@ def carry_out(settings: Settings, *, resume: bool = False, accept_changed_code: 
         return DONE
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE)
-    console = Console()
+    console, directory = Console(), nearby(settings.run_directory)
     try:
         with session:
             try:
@@ -187,20 +187,20 @@ def carry_out(settings: Settings, *, resume: bool = False, accept_changed_code: 
                 leave(error)
             except Exception as error:
                 if session.checkpoints.sealed:
-                    error.add_note(f"go on with `oppo resume {settings.run_directory}`")
+                    error.add_note(f"go on with `oppo resume {directory}`")
                 raise
     except KeyboardInterrupt as error:  # reported once the models' threads are done: they may be saving
         complete = ended(settings.run_directory)
         if complete is None:
             final = settings.run_directory / FINAL
-            saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
-            advice = f"go on with `oppo resume {settings.run_directory}`" if session.checkpoints.sealed else ""
+            saved = f"what was learned is in {nearby(final)}" if final.exists() else "nothing was saved"
+            advice = f"go on with `oppo resume {directory}`" if session.checkpoints.sealed else ""
             summary = "; ".join(filter(None, (interrupted(error), saved, advice)))
             return complain("\n".join([summary, *getattr(error, "__notes__", ())]), code_of(error))
         made = complete
     planned = settings.run.steps
     early = f" after {made} of {planned} steps, with the end of the data" if made < planned else ""
-    console.out(f"done{early}: {settings.run_directory / 'report.html'}", highlight=False)
+    console.out(f"done{early}: {directory}/report.html", highlight=False)
     return DONE
 
 
@@ -251,10 +251,11 @@ def simulate(
     *,
     run: Annotated[Path | None, Parameter(name="--from")] = None,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
-    layout: Literal["shared", "split"] = "shared",
+    layout: Annotated[Literal["shared", "split"] | None, Parameter(show_default=False)] = None,
     staleness: float = 1.25,
+    precise: Annotated[bool, Parameter(negative=())] = False,
     steps: Annotated[int | None, Parameter(show_default=False)] = None,
-    seeds: int = 3,
+    seeds: Annotated[int | None, Parameter(show_default=False)] = None,
     json: Path | None = None,
 ) -> int:
     """Say what each schedule would take: for a run that has finished, or for hardware as a TOML file describes it.
@@ -263,26 +264,32 @@ def simulate(
         profile: The file that describes hardware, models and lengths; docs/schedules.md says more.
         run: The directory of a run that has finished, instead of a profile: its measurements are simulated.
         override: Change one setting of the profile: section.key=value, the value as in TOML. Can be repeated.
-        layout: Of a run: whether decoding, scoring and training share the cores or the device (shared), or have their
-            own.
+        layout: Of a run: whether decoding, scoring and training share the cores or the device (shared, unless given),
+            or have their own (split).
         staleness: The most updates between a token and its training, on average, of a schedule that is recommended.
-        steps: Steps of each simulated run, of which the first quarter does not count: 24 unless given, 12 of large
-            batches.
-        seeds: Runs of each schedule, with other lengths; with fewer than 3 no schedule is recommended.
+        precise: Simulate until the speeds are known to half a percent, which takes minutes, not to 2 %.
+        steps: Steps of each simulated run, of which the first half does not count: 8 to 24, by the batch, unless given.
+        seeds: Runs of each schedule, with other lengths: as many as the intervals need unless given.
         json: Write the figures to this file too.
     """
-    for name, count in (("--steps", 1 if steps is None else steps), ("--seeds", seeds)):
-        require_whole(name, count, 1, error=ConfigError)
+    if steps is not None:
+        require_whole("--steps", steps, 6, error=ConfigError)
+    if seeds is not None:
+        require_whole("--seeds", seeds, 1, error=ConfigError)
+    if precise and seeds is not None:
+        raise ConfigError("--precise says how many seeds there are, so --seeds beside it has no effect: leave one out")
     require_real("--staleness", staleness, 0.0, error=ConfigError)
     if (profile is None) == (run is None):
         raise ConfigError("oppo simulate needs either a profile, `oppo simulate profile.toml`, or `--from` and a run")
     if run is not None and override:
         raise ConfigError("--set changes a profile; a run is simulated as it was measured")
+    if profile is not None and layout is not None:
+        raise ConfigError("--layout says what shared the devices of a run (--from); a profile says so in [layout]")
     from oppo.run.simulation import of_profile, of_run  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.simulate.study import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
 
-    simulation = of_run(run, layout) if run is not None else of_profile(profile or Path(), override)
-    found = simulation.run(steps=steps, seeds=seeds)
+    simulation = of_run(run, layout or "shared") if run is not None else of_profile(profile or Path(), override)
+    found = simulation.run(steps=steps, seeds=seeds, precise=precise)
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)

@@ -323,21 +323,23 @@ def awaited(call: Awaitable[T]) -> Generator[Any, Any, T]:
     caught = 0
     while True:
         before = task.cancelling() if task else 0
-        waits, ended = None, None
+        waits, ended, returned = None, None, False
         try:
             waits = next(steps) if thrown is None else steps.throw(thrown)
+        except StopIteration as end:  # kept, it would be a cycle with this frame, which holds what the call was given
+            result: T
+            returned, result = True, end.value
         except BaseException as error:  # noqa: BLE001 - raised again below
             ended = error
         own = task.cancelling() - before if task else 0
         if task and own > 0:
             for _ in range(own):
                 task.uncancel()
-            if ended is not None:
+            if returned or ended is not None:
                 with suppress(asyncio.CancelledError):  # before Python 3.13 it comes, in spite of that
                     yield
                 raise asyncio.CancelledError from ended
-        if isinstance(ended, StopIteration):
-            result: T = ended.value
+        if returned:
             return result
         if ended is not None:
             raise ended

@@ -120,7 +120,7 @@ class TokenColumns:
     def concatenate(cls, parts: Iterable[tuple[TokenColumns, int]]) -> TokenColumns:
         """Return the columns of all parts' tokens, end to end; each part comes with its number of tokens."""
         parts = list(parts)
-        kinds = dict.fromkeys(type(column) for part, _ in parts for column in part)
+        kinds = dict.fromkeys(type(column) for part, _ in parts if part is not NO_COLUMNS for column in part)
         return cls(*(kind.concatenate((part[kind], n) for part, n in parts) for kind in kinds)) if kinds else NO_COLUMNS
 
     def slice(self, start: int, stop: int | None) -> TokenColumns:
@@ -356,16 +356,15 @@ class Response:
     @classmethod
     def of(cls, prompt: Prompt, pieces: Iterable[Chunk | ToolTokens]) -> Response:
         """Return the response that consists of these pieces, in order."""
-        chunks, sampled, version = list[Chunk](), list[bool](), 0
+        chunks, sampled = list[Chunk](), list[bool]()
         for piece in pieces:
-            tokens, n = piece.tokens, len(piece.tokens)
             sampled.append(isinstance(piece, Chunk))
             if isinstance(piece, Chunk):
                 chunks.append(piece)
-                version = int(piece.versions[-1]) if n else version
             else:
+                n, version = len(piece.tokens), next((one.versions[-1] for one in chunks[::-1] if len(one.tokens)), 0)
                 zeros, versions = np.zeros(n, np.float32), np.full(n, version, np.int32)
-                chunks.append(Chunk(piece.rollout, piece.start, tokens, zeros, versions))
+                chunks.append(Chunk(piece.rollout, piece.start, piece.tokens, zeros, versions))
         if not chunks:
             return cls.empty(prompt)
         whole, mask = chunks[0].merge(*chunks[1:]), np.repeat(sampled, [len(chunk.tokens) for chunk in chunks])

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Generic, Self, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, Self, TypeAlias, TypeVar, cast
 
 import anyio
+from numpy.typing import NDArray
 
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
 from oppo.events import NO_COLUMNS, Chunk, Finish, Prompt, Response, TokenColumns, ToolTokens
@@ -213,7 +214,7 @@ class RolloutSessions(dict[int, S], Generic[S]):
             session = self._new(event)
         else:
             session = self[rollout]
-            if event.start != session.response:
+            if event.start != session.received - session.prompt:
                 raise ProtocolError(
                     f"rollout {rollout}: {reader} expected tokens from {session.response} of the response on, but "
                     f"{type(event).__name__} starts at {event.start}"
@@ -224,15 +225,19 @@ class RolloutSessions(dict[int, S], Generic[S]):
                 f"rollout {rollout} has {length} tokens, prompt included, but {reader} reads at most {self._longest}: "
                 f"{self._remedy}"
             )
-        for ids in (event.tokens, *(column.ids for column in extra if column.of_tokens)):
-            if self._vocabulary is not None and len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
-                raise ModelError(
-                    f"rollout {rollout} has token ids from {ids.min()} to {ids.max()}, but the vocabulary of {reader} "
-                    f"has {self._vocabulary}: policy and scorers must share a tokenizer"
-                )
+        if self._vocabulary is not None:
+            for ids in (event.tokens, *(column.ids for column in extra if column.of_tokens)):
+                self._require_known(rollout, ids, self._vocabulary)
         session.received = length
         self[rollout] = session
         return session
+
+    def _require_known(self, rollout: int, ids: NDArray[Any], vocabulary: int) -> None:
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
+            raise ModelError(
+                f"rollout {rollout} has token ids from {ids.min()} to {ids.max()}, but the vocabulary of "
+                f"{self._reader} has {vocabulary}: policy and scorers must share a tokenizer"
+            )
 
     def whole(self, rollout: int, length: int) -> S:
         """Return the session of a finished rollout, whose response has ``length`` tokens.

@@ -23,7 +23,6 @@ NAMES = [
     "OppoError",
     "Overcommit",
     "Policy",
-    "PolicyPool",
     "Process",
     "Prompt",
     "PromptStream",

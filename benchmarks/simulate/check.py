@@ -16,7 +16,6 @@ from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,12 +25,10 @@ from benchmarks.ladder.workloads import MODES, WORKLOADS, BenchWorkload, Layout,
 from oppo.admission import Observation
 from oppo.admission.chunking import Fixed
 from oppo.errors import DataError
-from oppo.events import StepReport
 from oppo.models import Passes
-from oppo.observe import Observer, Span
 from oppo.simulate.calibrate import LAYOUTS, Contention, MeasuredStep, calibrated, measured_step
 from oppo.simulate.costs import Reader, ScorerName, System, Updater, Workload
-from oppo.simulate.run import LAST, Schedule, SimulatedRun
+from oppo.simulate.run import Schedule, SimulatedRun
 
 WITHIN: Final = 0.10  # the relative error of a ratio up to which the simulator is right
 
@@ -159,26 +156,6 @@ class Dealt:
         return np.concatenate([before, known, after])[:units, None]
 
 
-class Ends(Observer):
-    """Notes when each step ends, in seconds, and the response tokens that it trained."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-        self.tokens: list[float] = []
-
-    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        pass
-
-    def on_span(self, span: Span) -> None:
-        pass
-
-    def on_step(self, step: int, result: object, channels: Mapping[str, Mapping[str, int]]) -> None:
-        del step, channels
-        if isinstance(result, StepReport):
-            self.at.append(anyio.current_time())
-            self.tokens.append(result.metrics["response_length/tokens"])
-
-
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """A mode's speed over that of the baseline, measured and simulated."""
@@ -277,19 +254,15 @@ def _simulated(system: System, result: LadderResult, mode: str, seed: int) -> li
         prompt=round(sum(bench.prompt_tokens) / 2),
     )
     bounds = list(accumulate(map(len, result.rounds[mode]), initial=result.warm_up))
-    ends, steps = Ends(), bounds[-1] + LAST + chosen.lookahead
-    SimulatedRun(
-        system,
-        workload,
-        schedule_of(chosen, bench),
-        steps,
-        result.warm_up,
-        seed,
-        grain=1,
-        observers=[ends],
-        drain_after={bound - 1 for bound in bounds},
-    ).run()
-    return [(ends.at[stop - 1] - ends.at[start - 1]) / sum(ends.tokens[start:stop]) for start, stop in pairwise(bounds)]
+    drained = {bound - 1 for bound in bounds}
+    run = SimulatedRun(
+        system, workload, schedule_of(chosen, bench), bounds[-1], result.warm_up, seed, drain_after=drained
+    )
+    run.run()
+    return [
+        (run.ended[stop - 1].ended - run.ended[start - 1].ended) / sum(each.tokens for each in run.ended[start:stop])
+        for start, stop in pairwise(bounds)
+    ]
 
 
 def schedule_of(mode: Mode, workload: BenchWorkload) -> Schedule:

@@ -51,8 +51,8 @@ class Outcomes(Generic[Run]):
 
 
 def record_of(outcome: ScheduleOutcome) -> dict[str, Any]:
-    """Return what is kept of an outcome: what bounds a step is for people who look at one."""
-    return {name: value for name, value in asdict(outcome).items() if name != "parts"}
+    """Return what is kept of an outcome: what bounds a step, and its parts, are for people who look at one."""
+    return {name: value for name, value in asdict(outcome).items() if name not in {"parts", "blocks"}}
 
 
 def outcome_of(record: Mapping[str, Any]) -> ScheduleOutcome:

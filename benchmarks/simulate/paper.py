@@ -21,8 +21,7 @@ from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
 from oppo.run.simulation import load_profile
 from oppo.simulate.costs import EngineSection, Profile
-from oppo.simulate.run import FORESEEN, LAST, Schedule, ScheduleOutcome, SimulatedRun
-from oppo.simulate.study import Spread
+from oppo.simulate.run import FORESEEN, Schedule, ScheduleOutcome, SimulatedRun
 
 RESULTS: Final = Path(__file__).with_name("paper.json")
 PROFILES: Final = Path(__file__).with_name("profiles")
@@ -126,8 +125,7 @@ class Cell:
         profile = profile_of(self.setting, self.engine, self.decode)
         profile = replace(profile, schedule=replace(profile.schedule, kv_on_sync=row.kv_on_sync))
         schedule = row.schedule(profile.workload.batch, self.max_deferrals)
-        steps = STEPS + LAST + schedule.lookahead
-        return SimulatedRun(profile.system(), profile.work(), schedule, steps, SKIPPED, self.seed).run()
+        return SimulatedRun(profile.system(), profile.work(), schedule, STEPS, SKIPPED, self.seed).run()
 
 
 @cache
@@ -147,11 +145,37 @@ def profile_of(setting: str, engine: Engine, decode: int = 0) -> Profile:
 
 
 def bound(setting: str, engine: Engine, decode: int = 0) -> float:
-    """Return the work bound in seconds for each trained token (:meth:`oppo.simulate.costs.Profile.bound`)."""
+    """Return the work bound in seconds for each trained token (:func:`work_bound`)."""
     profile = profile_of(setting, engine, decode)
     batches = 200
     lengths = profile.work().lengths(batches * profile.workload.batch, 1, FIRST)
-    return profile.bound(lengths.reshape(batches, profile.workload.batch)) * batches / float(lengths.sum())
+    return work_bound(profile, lengths.reshape(batches, profile.workload.batch)) * batches / float(lengths.sum())
+
+
+def work_bound(profile: Profile, lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
+    """Return the seconds of a step below which no schedule comes on these devices (the work bound).
+
+    All devices but the reward model's share all work but its own, and decode steps cost what their rows do::
+
+        max( (decoding of rows + reference and critic + update) / devices + fixed + weight sync,  reward model )
+    """
+    layout, engine, system = profile.layout, profile.engine, profile.system()
+    pool = layout.decode + layout.train
+    rows = profile.workload.prompt + lengths.astype(np.float64)
+    decoder, updater = system.decoder, system.updater
+    context = profile.workload.prompt + lengths / 2
+    decoding = (lengths * (decoder.row + decoder.context * context)).sum(1) / pool
+    share = {"actor": layout.decode, "trainer": layout.train}
+    training = np.array([updater.seconds(row) for row in rows]) - updater.fixed
+    total = decoding + training * share[updater.device] / pool
+    busy = np.zeros(len(rows))
+    for reader in system.readers.values():
+        seconds = np.array([reader.passes.whole(row) for row in rows])
+        if reader.device in share:
+            total = total + seconds * share[reader.device] / pool
+        else:
+            busy = busy + seconds
+    return float(np.maximum(total + engine.fixed_seconds + engine.weight_sync_seconds, busy).mean())
 
 
 class Results(Outcomes[Cell]):
@@ -288,11 +312,11 @@ def per_token(outcomes: Sequence[ScheduleOutcome]) -> float:
     return float(np.mean([each.per_token for each in outcomes]))
 
 
-def speeds(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome]) -> Spread:
-    return Spread.of(one.per_token / other.per_token for one, other in zip(base, found, strict=True))
+def speeds(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome]) -> Sequence[float]:
+    """Return the speed of each seed."""
+    return [one.per_token / other.per_token for one, other in zip(base, found, strict=True)]
 
 
-def ranged(spread: Spread) -> str:
-    if spread.low == spread.high:
-        return f"{spread.mean:.2f}"
-    return f"{spread.mean:.2f} ({spread.low:.2f} - {spread.high:.2f})"
+def ranged(values: Sequence[float]) -> str:
+    mean = f"{np.mean(values):.2f}"
+    return mean if min(values) == max(values) else f"{mean} ({min(values):.2f} - {max(values):.2f})"

@@ -38,15 +38,6 @@ _READ: Final = frozenset(
 BODY: Final = 8 * 2**20
 """The most bytes of a request."""
 
-CHARACTERS: Final = 1_000_000
-"""The most characters of a request, in all of its texts and names; any other value counts as one."""
-
-MESSAGES: Final = 4096
-"""The most messages of a request."""
-
-DEPTH: Final = 100
-"""The most levels of lists and objects."""
-
 LONG: Final = 20_000
 """Bytes or characters above which they are processed in a thread."""
 
@@ -163,8 +154,6 @@ class ChatRequests:
         return text[min(found)[2] :] if found else ""
 
     def messages(self, body: Json) -> list[Json]:
-        if (count := len(body["messages"])) > MESSAGES:
-            raise Refusal(f"there are {count} messages, more than {MESSAGES}: leave some out")
         found = [_message(each, number) for number, each in enumerate(body["messages"])]
         if found[-1]["role"] == "assistant":
             raise Refusal("the last message is the assistant's: expected one of a user or a tool, to be answered")
@@ -220,7 +209,7 @@ def _message(value: object, number: int) -> Json:
     try:
         if value.get("tool_calls"):
             found["tool_calls"] = [_called(each) for each in value["tool_calls"]]
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise Refusal(f"message {number} has a call that cannot be read: {one_line(error)}") from error
     return found
 
@@ -228,35 +217,8 @@ def _message(value: object, number: int) -> Json:
 def _called(call: Any) -> Json:
     function = call["function"]
     arguments = function.get("arguments") or {}
-    read = read_json(arguments) if isinstance(arguments, str) else arguments
+    read = json.loads(arguments) if isinstance(arguments, str) else arguments
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": read}}
-
-
-def read_json(text: bytes | str) -> object:
-    counted = text.count if isinstance(text, bytes) else text.encode("utf-8", "replace").count
-    if sum(map(counted, (b"[", b"{", b","))) > CHARACTERS:  # before there are objects
-        raise ValueError(f"it has more than {CHARACTERS} values: shorten its messages")
-    try:
-        value: object = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"it is nested more than {DEPTH} levels deep") from None
-    length, level = 0, [value]
-    for _ in range(DEPTH):
-        inner = list[object]()
-        for each in level:
-            if isinstance(each, dict):
-                length += sum(map(len, each))
-                inner += each.values()
-            elif isinstance(each, list):
-                inner += each
-            else:
-                length += len(each) if isinstance(each, str) else 1
-        if length + len(inner) > CHARACTERS:
-            raise ValueError(f"it has more than {CHARACTERS} characters: shorten its messages")
-        if not inner:
-            return value
-        level = inner
-    raise ValueError(f"it is nested more than {DEPTH} levels deep")
 
 
 async def apart(size: int, work: Callable[[], T]) -> T:

@@ -9,14 +9,13 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 from anyio.abc import TaskGroup
 
 from oppo.agents.conversation import ENDED, Session
-from oppo.agents.requests import BODY, MODEL, Json, Refusal, apart, read_json
+from oppo.agents.requests import BODY, MODEL, Json, Refusal, apart
 from oppo.errors import ConfigError, as_itself, shortened
 from oppo.log import logger
 
@@ -29,9 +28,6 @@ PATH: Final = "/v1/chat/completions"
 
 BACKLOG: Final = 2048
 """Connections that may wait to be accepted."""
-
-WHOLE: Final = 60
-"""Seconds in which a request must be whole, from its first byte, or from the beginning of its connection."""
 
 FOREVER: Final = 10**9
 """Seconds for which an idle connection is kept: its client may be about to send, and closes idle ones itself."""
@@ -79,7 +75,8 @@ class AgentServer:
 
         config = uvicorn.Config(
             app,
-            http=_protocol(_connections()),
+            http="h11",  # which bounds the headers that it reads
+            limit_concurrency=_connections(),
             interface="asgi3",
             ws="none",
             lifespan="off",
@@ -122,6 +119,8 @@ class AgentServer:
             answer = await self._answer(http)
         except Refusal as refusal:
             answer = _error(refusal)
+        except RecursionError:
+            answer = _error(Refusal("the request is nested too deep: leave levels of lists and objects out"))
         except ClientDisconnect:
             return
         except Exception:
@@ -228,7 +227,7 @@ async def _read(http: HttpRequest) -> Any:
         if length > BODY:
             raise refusal
     try:
-        return await apart(length, partial(read_json, b"".join(parts)))
+        return await apart(length, partial(json.loads, b"".join(parts)))
     except ValueError as error:
         raise Refusal(f"the request cannot be read: {error}") from error
 
@@ -250,61 +249,9 @@ def _as_events(completion: Json, *, with_usage: bool) -> str:
     return "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
 
 
-def _protocol(most: int) -> type[asyncio.Protocol]:
-    # What serves a connection: H11's, which bounds the headers that it reads.
-    import h11  # noqa: PLC0415 - of the extra
-    from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415
-
-    class Protocol(H11Protocol):
-        half_open: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                text = f"{most} connections are open, as many as the limit of open files (ulimit -n) has room for"
-                logger.once(f"agents: {text}")
-                self.refuse(Refusal(text, code="too_many_connections", status=503))
-            else:
-                self.half_open = self.loop.call_later(WHOLE, self.late)
-
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            super().data_received(data)
-            theirs = self.conn.their_state
-            if theirs is not h11.SEND_BODY and not (theirs is h11.IDLE and self.conn.trailing_data[0]):
-                self.unwatch()
-            elif self.half_open is None:
-                self.half_open = self.loop.call_later(WHOLE, self.late)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            self.unwatch()
-
-        def unwatch(self) -> None:
-            if self.half_open is not None:
-                self.half_open.cancel()
-                self.half_open = None
-
-        def late(self) -> None:
-            self.refuse(Refusal(f"the request was not whole within {WHOLE} s", code="timeout", status=408))
-
-        def send_400_response(self, msg: str) -> None:
-            self.refuse(Refusal(msg))
-
-        def refuse(self, refusal: Refusal) -> None:
-            if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
-                body, status = json.dumps(refusal.json()).encode(), HTTPStatus(refusal.status)
-                head = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n"
-                kind = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-                self.transport.write(f"{head}{kind}".encode() + body)
-            self.transport.close()
-
-    return Protocol
-
-
 def _connections() -> int:
-    # How many there may be at once: half of the files that may be open, as agents of this process have the other ends.
+    # How many there may be at once, beyond which uvicorn answers 503: half of the files that may be open, as agents of
+    # this process have the other ends.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

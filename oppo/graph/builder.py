@@ -144,6 +144,8 @@ class Graph(Generic[O]):
     ) -> AbstractAsyncContextManager[Run[O]]:
         """Open the stages for as long as the context lasts, and run steps within it.
 
+        Meanwhile Python looks for cyclic garbage less often, unless :func:`gc.set_threshold` asked for that before.
+
         Args:
             prompts: the graph's input; items are taken one by one as the reading stage asks, never ahead, and the
                 iterable is not closed. :class:`oppo.Generate` reads :class:`oppo.Prompt`, each with an ``admission``

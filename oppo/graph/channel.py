@@ -159,7 +159,10 @@ class Channel(Generic[T]):
             self._require_open()
         if self._blocked or self._reserved or len(self._queue) >= self.capacity:
             return False
-        self._append(item)
+        if self._newest is None and not self._watchers:
+            self._queue.append(item)  # as `_append` does, which is most of the cost of an item otherwise
+        else:
+            self._append(item)
         return True
 
     def send_nowait(self, item: T, /) -> None:

@@ -14,12 +14,13 @@ result was observed; where steps begin does not depend on how fast they are.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -359,10 +360,30 @@ class _Steps(Generic[O]):
         raise StopAsyncIteration
 
 
+COLLECTION: Final = 10_000
+"""Net allocations, of objects that may be in cycles, after which Python looks for garbage while a run is open.
+
+Tasks and tokens live for a step. With Python's 700, full collections visit each of them several times and free nothing.
+"""
+
+
+@contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    before, *older = gc.get_threshold()
+    if not 0 < before < COLLECTION:  # switched off, or seldom already
+        yield
+        return
+    gc.set_threshold(COLLECTION, *older)
+    try:
+        yield
+    finally:
+        gc.set_threshold(before, *older)
+
+
 @asynccontextmanager
 async def opened(run: Run[O], topology: Topology) -> AsyncIterator[Run[O]]:
     running_loop()
-    with _occupied(topology), anyio.CancelScope() as scope:
+    with _occupied(topology), _collecting_seldom(), anyio.CancelScope() as scope:
         # Stages may hold cancel scopes, and scopes must nest: the one that shields their exit is entered first.
         async with AsyncExitStack() as stack:
             try:

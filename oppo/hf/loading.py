@@ -39,7 +39,6 @@ from oppo.hf.lora import (
     Quantization,
     add_lora,
     allow_threads,
-    check_patterns,
     load_lora,
     quantise_base,
     require_peft,
@@ -57,7 +56,6 @@ from oppo.hf.model_files import (
     entries_of,
     located,
     quiet,
-    read_adapter,
     read_object,
     require_adapter,
     require_data,
@@ -273,8 +271,7 @@ def _adapted(
     kind: Kind, model: PreTrainedModel, directory: Path, path: str | Path, *, ignore_unused: bool
 ) -> list[str]:
     # The adapter is frozen. The weights that the model does not use are returned.
-    check_patterns(what := f"the adapter in {directory}", read_adapter(directory), model)
-    with reading(directory, f"{what} cannot be used"):
+    with reading(directory, f"the adapter in {directory} cannot be used"):
         info = model.load_adapter(
             str(directory),
             use_safetensors=(directory / "adapter_model.safetensors").is_file(),

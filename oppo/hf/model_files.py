@@ -7,7 +7,6 @@ is read is complete data inside of the directory, and no code.
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ import torch
 from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not marked as exported
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
@@ -40,9 +38,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from oppo.declared import PositiveCount, expectation
 from oppo.durable import content, read_text
-from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line, shown
+from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line
 from oppo.hf.head import scored
 from oppo.hf.model_parts import score_head, token_head
 from oppo.log import logger
@@ -255,41 +252,6 @@ def read_object(file: Path) -> dict[str, object]:
     return found
 
 
-class _AdapterKeys(BaseModel):
-    # Of those that PEFT takes as they are; a key that is absent has PEFT's default.
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-    peft_type: str = ""
-    r: PositiveCount = 8
-    lora_alpha: float = 8
-    lora_dropout: float | None = 0
-    target_modules: str | list[str] | None = None
-    exclude_modules: str | list[str] | None = None
-    target_parameters: list[str] | None = None
-    modules_to_save: list[str] | None = None
-    layers_to_transform: int | list[int] | None = None
-    layers_pattern: str | list[str] | None = None
-    rank_pattern: dict[str, PositiveCount] | None = None
-    alpha_pattern: dict[str, float] | None = None
-    bias: str = "none"
-    init_lora_weights: bool | str = True
-    fan_in_fan_out: bool = False
-    use_rslora: bool = False
-    use_dora: bool = False
-
-
-def read_adapter(directory: Path) -> Mapping[str, object]:
-    found = read_object(file := directory / ADAPTER)
-    try:
-        _AdapterKeys.model_validate(found)
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-        key = str(details[0]["loc"][0])
-        expected = dict.fromkeys(expectation(each) for each in details if each["loc"][0] == key)
-        raise ConfigError(f"{file}: {key}: expected {' or '.join(expected)}, got {shown(found[key])}") from error
-    return found
-
-
 def entries_of(directory: Path) -> str:
     return ", ".join(sorted(entry.name for entry in directory.glob("*"))) or "nothing"
 
@@ -316,39 +278,11 @@ def require_data(directory: Path, *, trusted: bool, allow_pickle: bool) -> list[
             f"the weights at {directory} are quantised ({method}), and neither trained nor served exactly: expected "
             "those they were made from, in float32, bfloat16 or float16"
         )
-    _require_rope(directory / CONFIG)
     if (file := directory / GENERATION).is_file():  # transformers would ignore it if damaged
         ends = read_object(file).get("eos_token_id")
         if not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends]) if ends is not None):
             raise ConfigError(f"{file}: expected token ids under eos_token_id, got {ends!r}")
     return _weights(directory, allow_pickle=allow_pickle)
-
-
-def _require_rope(config: Path) -> None:
-    # transformers warns of a factor that makes no sense, and computes with it.
-    described = read_object(config)
-    text = described.get("text_config")
-    tables = [each.get(key) for each in (described, text) if isinstance(each, dict) for key in ROPE]
-    for table in (each for found in tables for each in _tables(found)):
-        for key, value in table.items():
-            numbers = value if isinstance(value, list) else [value]
-            if (key in ROPE_POSITIVE or key.endswith("factor")) and not all(
-                isinstance(each, int | float) and 0 < each < math.inf for each in numbers if each is not None
-            ):
-                raise ConfigError(f"{config}: {key} of the rotary embedding: expected more than 0, got {shown(value)}")
-
-
-def _tables(found: object) -> Iterator[dict[str, object]]:
-    # Of the layers of one type each, or of all.
-    if isinstance(found, dict):
-        yield found
-        for each in found.values():
-            yield from _tables(each)
-
-
-ROPE: Final = ("rope_parameters", "rope_scaling")
-
-ROPE_POSITIVE: Final = frozenset({"rope_theta", "beta_fast", "beta_slow", "original_max_position_embeddings"})
 
 
 def require_no_code(directory: Path, *, trusted: bool) -> None:
@@ -369,7 +303,7 @@ def require_adapter(directory: Path, *, allow_pickle: bool | None) -> Adapter | 
     """Return the adapter in a directory, if any; ``None``: not even ``models.allow_pickle`` allows pickles."""
     if not (file := directory / ADAPTER).is_file() or (directory / CONFIG).exists():
         return None
-    base = read_adapter(directory).get("base_model_name_or_path")
+    base = read_object(file).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise ConfigError(f"{file}: expected the model that it is for under base_model_name_or_path, got {base!r}")
     safetensors, pickle = "adapter_model.safetensors", "adapter_model.bin"

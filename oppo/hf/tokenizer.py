@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
-import resource
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, TypeAlias
 
-import psutil
 from huggingface_hub import try_to_load_from_cache
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -34,16 +28,6 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 _MARKED: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
 
-
-TEMPLATE_LINES: Final = 1_000_000  # lines that a chat template executes at most for one conversation
-TEMPLATE_BYTES = 1 << 30  # memory that a template takes at most, as measured between lines
-
-TEMPLATE_PRODUCT: Final = 1 << 24
-"""Characters that a product of constants, or of variables set to such, makes at most; and the bits of a power.
-
-What filters, methods, macros and loops repeat within a line is bounded by the memory that it takes, where no other
-thread works.
-"""
 
 _GENERATION: Final = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # tags of transformers, without output
 
@@ -65,73 +49,9 @@ class Rendered:
         return replace(self, text=self.text[start:], data=data)
 
 
-@contextmanager
-def _bounded() -> Iterator[None]:
-    # A template fails where it would go on without end; this makes it several times slower. What one line does can only
-    # be bounded for the whole process, so while no other thread works.
-    lines, before, tracing = 0, psutil.Process().memory_info(), sys.gettrace()
-    size, alone, (soft, hard) = before.rss, threading.active_count() == 1, resource.getrlimit(resource.RLIMIT_AS)
-    room = before.vms + 2 * TEMPLATE_BYTES
-    narrowed = alone and (soft == resource.RLIM_INFINITY or room < soft)
-
-    def watch(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
-        nonlocal lines
-        del event, argument
-        if frame.f_code.co_filename != "<template>":
-            return None
-        lines += 1
-        if lines > TEMPLATE_LINES:
-            raise ConfigError(f"it has executed {lines} lines and goes on: expected a template that ends")
-        seldom = lines > 1000 and lines % 1000
-        if not seldom and (taken := psutil.Process().memory_info().rss - size) > TEMPLATE_BYTES:
-            raise ConfigError(f"it has taken {taken >> 20} MiB and goes on: expected a template that ends")
-        return watch
-
-    sys.settrace(watch)
-    try:
-        with suppress(OSError, ValueError):  # macOS has limits of its own
-            if narrowed:
-                resource.setrlimit(resource.RLIMIT_AS, (room, hard))
-        yield
-    except MemoryError:
-        raise ConfigError("a line of it takes too much memory: expected a template that ends") from None
-    finally:
-        sys.settrace(tracing)
-        if narrowed:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _check_products(template: str) -> None:
-    # Jinja works out products of constants when it compiles, in one call each that nothing interrupts.
-    with suppress(TemplateSyntaxError):  # the caller that compiles the template reports it, or knows more tags
-        _bits(_parsed(template), {})
-
-
 def _parsed(template: str) -> nodes.Template:
     parser = Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"])
     return parser.parse(_GENERATION.sub("", template))
-
-
-def _bits(node: nodes.Node, known: dict[str, float]) -> float:
-    # The logarithm of a length or value, to base 2; an unknown one counts as 1.
-    match node:
-        case nodes.Name(name=name):
-            return known.get(name, 0.0)
-        case nodes.Const(value=str() | int() | float() as value):
-            return math.log2(max(1, len(value) if isinstance(value, str) else abs(value)))
-        case nodes.Assign(target=nodes.Name(name=name) | nodes.NSRef(name=name), node=value):
-            known[name] = max(_bits(value, known), known.get(name, 0.0))
-            return 0.0
-        case nodes.Mul(left=left, right=right):
-            bits, most = _bits(left, known) + _bits(right, known), math.log2(TEMPLATE_PRODUCT)
-        case nodes.Pow(left=left, right=right):
-            bits, most = _bits(left, known) * 2.0 ** min(_bits(right, known), 64.0), TEMPLATE_PRODUCT
-        case _:
-            parts = [min(_bits(part, known), 1000.0) for part in node.iter_child_nodes()]
-            return math.log2(sum(2.0**part for part in parts) or 1)
-    if bits > most:
-        raise ConfigError(f"its line {node.lineno} makes a product above {TEMPLATE_PRODUCT}: expected a smaller one")
-    return bits
 
 
 _PROBE: Final = {"key": "value"}
@@ -173,7 +93,6 @@ class HfTokenizer:
         self.beside = beside or {}
         self.tools = tools
         self.variables = variables or {}
-        self._has_rendered = False
 
     def save(self, directory: Path) -> None:
         self.inner.save_pretrained(directory)
@@ -283,18 +202,14 @@ class HfTokenizer:
     def _rendered(self, messages: Sequence[Mapping[str, object]], *, answered: bool) -> str:
         marked = [self._marked(message) for message in messages]
         continued = not answered and bool(messages) and messages[-1].get("role") == "assistant"
-        with nullcontext() if self._has_rendered else _bounded():
-            if not self._has_rendered:
-                _check_products(self.chat_template)
-            text: Any = self.inner.apply_chat_template(
-                marked,
-                tools=self._shown_tools,
-                add_generation_prompt=not answered and not continued,
-                continue_final_message=continued,
-                tokenize=False,
-                **self.variables,
-            )
-        self._has_rendered = True
+        text: Any = self.inner.apply_chat_template(
+            marked,
+            tools=self._shown_tools,
+            add_generation_prompt=not answered and not continued,
+            continue_final_message=continued,
+            tokenize=False,
+            **self.variables,
+        )
         return str(text)
 
     def encode_rendered(self, rendered: Rendered) -> list[int]:

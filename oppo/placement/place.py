@@ -140,7 +140,7 @@ class Hosted(Generic[T_co]):
 
 
 class Hosting(Protocol):
-    """Something that hosts instances."""
+    """Something that hosts instances: a place, or a wrapper of one, which returns the :class:`Hosted` of that place."""
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
         """Return the handle to an instance that is made where it lives.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from oppo.config.rewards import ModelRewardSection
 from oppo.config.sections import ModelsSection
+from oppo.durable import nearby
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Drop
 from oppo.hf.as_text.rendering import Form
@@ -140,7 +141,7 @@ class RoleLoader:
     def encoder(self, role: Role) -> Encoder:
         if role.apart:
             raise self.not_here(role)
-        logger.info(f"loading the {role.name} {role.source}")
+        logger.info(f"loading the {role.name} {nearby(role.source)}")
         return load_encoder(role.source, **self._options(role))
 
     def tokenizer(self, path: str) -> HfTokenizer:
@@ -181,7 +182,7 @@ class RoleLoader:
         return recipe
 
     def _loaded(self, role: Role, load: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-        logger.info(f"loading the {role.name} {role.source}")
+        logger.info(f"loading the {role.name} {nearby(role.source)}")
         model = load(role.source, quantization=role.quantization, **self._options(role))
         require_supported(model.dtype, model.device)
         return model

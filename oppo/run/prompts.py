@@ -16,6 +16,7 @@ from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.data.prompts import Begin
+from oppo.durable import nearby
 from oppo.environments import verifiers
 from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.events import Prompt
@@ -142,7 +143,7 @@ def _stream(settings: Settings, pools: Sequence[Sequence[Prompt]]) -> PromptStre
 
 def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = None) -> list[Prompt]:
     if rows is None:
-        logger.info(f"reading {source.path}")
+        logger.info(f"reading {nearby(source.path)}")
     if rows is None and source.taskset:
         rows = verifiers(source.taskset, **(source.config or {}))
     of = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)

@@ -131,7 +131,7 @@ def _memory(session: PreparedRun) -> str:
         memory = memory_of(device)
         there = "" if memory is None else f" of {decimal(memory[0])} free"
         found.append(f"{decimal(at_worst(models))}{there} on {device}")
-    return f"{'; '.join(found)}, at most, and PyTorch's own; `oppo doctor` has the table"
+    return f"{'; '.join(found)}, at most, besides PyTorch's own: see `oppo doctor`"
 
 
 def many(count: int, one: str, several: str = "") -> str:
@@ -162,7 +162,7 @@ async def rehearse(session: PreparedRun) -> list[str]:
         f"prompts: {prompts.size}, the longest of {prompts.longest} tokens; the first is",
         *_shown(tokenizer, tried.finish.response.prompt.tokens.tolist()),
         *_ending(tokenizer, session.assembly.sampling),
-        f"a response to it, cut off at {LONGEST} tokens at the latest, is ({tried.finish.reason})",
+        f"a response to it, of at most {LONGEST} tokens, which ended by {tried.finish.reason!r}, is",
         *_shown(tokenizer, tried.finish.response.tokens.tolist()),
         *(
             ["the environment answers that with", *_shown(tokenizer, tried.answer.tolist())]
@@ -217,10 +217,9 @@ def _ending(tokenizer: HfTokenizer, sampling: Sampling) -> Iterator[str]:
 
 def _scored(rewards: Sequence[str], tried: Tried) -> str:
     parts = ", ".join(f"{name.removeprefix('rewards/')} {value:g}" for name, value in tried.parts.items())
-    said = [f"drops it ({one.reason})" if isinstance(one, Drop) else f"says {float(one):g}" for one in tried.scores]
-    first, second = said
-    return (
-        f"the reward {' with '.join(rewards) or 'of the environment'} {first}"
-        + f" ({parts})" * bool(parts)
-        + f", and of a second response it {second}, after {tried.seconds:.3f} s"
-    )
+    one, other = tried.scores
+    first = f"drops it ({one.reason})" if isinstance(one, Drop) else f"scores it {one:g}"
+    second = f"dropped ({other.reason})" if isinstance(other, Drop) else f"{other:g}"
+    given = f" ({parts})" if parts else ""
+    named = " with ".join(rewards) or "of the environment"
+    return f"the reward {named} {first}{given}; a second response: {second}; in {tried.seconds:.3f} s"

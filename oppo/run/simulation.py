@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from oppo.admission import Admission
 from oppo.config.load import Faults, load_settings, overridden, parsed, resolve
 from oppo.config.sections import StepSection
-from oppo.declared import Table, declared
+from oppo.declared import Table, changed, declared
 from oppo.errors import ConfigError
 from oppo.log import routed
 from oppo.run.graph import admission_of
@@ -41,12 +41,6 @@ AS_IT_RAN: Final = "as it ran"
 CLOSE: Final = 0.10
 """The relative error of the simulated seconds of the run's own schedule up to which a calibration describes it."""
 
-ROLLOUTS: Final = 3072
-"""In a simulated run of as many steps as are usual: more take longer, and vary hardly less."""
-
-STEPS: Final = (12, 24)
-"""The fewest and the most steps of it."""
-
 Layout = Literal["shared", "split"]
 
 
@@ -57,6 +51,7 @@ class Simulation:
     Attributes:
         measured: median seconds for each trained token of the baseline, where it has run.
         refused: why a schedule does not go with the settings of the run, by name.
+        about: the devices and the engine, where they are not those of the run.
     """
 
     system: System
@@ -65,28 +60,27 @@ class Simulation:
     baseline: str
     measured: float | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""
 
-    def run(self, *, steps: int | None, seeds: int) -> Study:
-        """Simulate every schedule; ``None``: as many steps as hold about ``ROLLOUTS``, within ``STEPS``."""
-        if steps is None:
-            least, most = STEPS
-            steps = max(least, min(most, ROLLOUTS // (self.workload.batch * self.workload.samples)))
-        standings = study(
+    def run(self, *, steps: int | None = None, seeds: int | None = None, precise: bool = False) -> Study:
+        """Simulate every schedule (:func:`oppo.simulate.study.study`)."""
+        found = study(
             self.system,
             self.workload,
             self.schedules,
             baseline=self.baseline,
             steps=steps,
-            seeds=range(seeds),
+            seeds=seeds,
+            precise=precise,
         )
-        return replace(standings, refused=self.refused)
+        return replace(found, refused=self.refused, about=self.about)
 
     def verdict(self, found: Study) -> str:
         if self.measured is None:
             return ""
         own = found.standings[self.baseline]
         simulated = sum(outcome.per_token for outcome in own.outcomes) / len(own.outcomes)
-        seconds = self.measured * own.seconds.mean / simulated
+        seconds = self.measured * own.seconds / simulated
         off = simulated / self.measured - 1
         said = f"as it ran, a step of as many tokens took {seconds:.3g} s; simulated it takes {off:+.0%}"
         said = said.replace("%", " %")
@@ -97,28 +91,33 @@ class Simulation:
 
 def of_profile(path: Path, overrides: Sequence[str] = ()) -> Simulation:
     profile = load_profile(path, overrides)
-    given = profile.schedule
+    given, batch = profile.schedule, profile.workload.batch
+    if given.overcommit > batch and changed(given, {"overcommit"}):
+        raise ConfigError(f"schedule.overcommit: expected at most workload.batch = {batch}, got {given.overcommit}")
     schedules = ladder(
-        profile.workload.batch,
-        overcommit=min(given.overcommit, profile.workload.batch),
+        batch,
+        overcommit=min(given.overcommit, batch),
         chunk=given.chunk,
         max_deferrals=given.max_deferrals,
         staleness_price=given.staleness_price,
         kv_on_sync=given.kv_on_sync,
     )
-    return Simulation(profile.system(), profile.work(), schedules, "serial")
+    return Simulation(profile.system(), profile.work(), schedules, "serial", about=profile.about)
 
 
 def of_run(directory: Path, layout: Layout = "shared") -> Simulation:
     record = RunRecord.read(directory)
     settings = load_settings(directory / "config.toml")
     if settings.environment.answering or settings.agents.program:
-        raise ConfigError(f"the run in {directory} has an environment, whose answers a simulation does not know yet")
+        raise ConfigError(
+            f"the run in {directory} has an environment, whose answers a simulation does not know yet: give a run "
+            "without environment.source and agents.program, or a profile"
+        )
     step = settings.step
     if step.stream_updates:
         raise ConfigError(
-            f"the run in {directory} trains groups while others are written (step.stream_updates), which a simulation "
-            "does not know yet"
+            f"the run in {directory} trains groups while others are written, which a simulation does not know yet: "
+            "give a run with step.stream_updates = false"
         )
     system = calibrated(
         record.steps,

@@ -21,6 +21,7 @@ from oppo.config.extensions import with_name
 from oppo.config.load import BY_DATA, load_settings, overridden, resolve
 from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
+from oppo.durable import nearby
 from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, behind, exits_told
 from oppo.evaluation import Evaluate, Evaluated
 from oppo.evaluation.evaluate import BEFORE
@@ -249,7 +250,9 @@ def _resumed(
     stack.callback(lock.release)
     checkpoint = newest(chosen, directory, checkpoints)
     if checkpoint is None:
-        logger.info(f"the run in {directory} ended before its first checkpoint, so it begins anew")
+        logger.info(f"the run in {nearby(directory)} ended before its first checkpoint, so it begins anew")
+    else:
+        logger.info(f"going on after step {checkpoint.step} of {chosen.steps}")
     return lock, checkpoint
 
 

@@ -291,7 +291,10 @@ class RunRecord:
             cast("int", each["step"]): in_own_names(each) for each in read(directory / METRICS, _refuse)
         }
         if any(each.get("selection/rounds", 1) != 1 for each in metrics.values()):
-            raise ConfigError(f"the run in {directory} replaces rejected groups, which a simulation does not know yet")
+            raise ConfigError(
+                f"the run in {directory} replaces rejected groups, which a simulation does not know yet: give a run "
+                "with algorithm.dynamic_sampling = false"
+            )
         work = {
             cast("int", each["step"]): cast("Any", each.get("models", {})) for each in read(directory / WORK, _refuse)
         }

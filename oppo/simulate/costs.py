@@ -56,6 +56,7 @@ from oppo.declared import (
     Positive,
     PositiveCount,
     Table,
+    changed,
     required,
     setting,
 )
@@ -399,6 +400,11 @@ class LengthsSection:
     def __post_init__(self) -> None:
         if (self.median is None) == (not self.file):
             raise ConfigError("[lengths] needs either median, of a lognormal distribution, or file, and not both")
+        if self.file and (idle := changed(self, {"last_median", "sigma", "runaways"})):
+            raise ConfigError(
+                f"lengths.{min(idle)} is of a lognormal distribution, and has no effect beside lengths.file: leave it "
+                "out, or give lengths.median in place of the file"
+            )
 
     def law(self) -> DrawLengths:
         if self.median is None:
@@ -423,7 +429,9 @@ class LayoutSection:
     """``[layout]``: which devices do what."""
 
     gpu: Filled = required("the devices, all alike, by name")
-    decode: PositiveCount = required("devices that decode, each with a copy of the actor")
+    decode: PositiveCount = required(
+        "devices that decode, each a replica: a whole copy of the actor, not a part of one"
+    )
     train: Count = setting(0, "devices that train; 0: those that decode")
     score: Count = setting(0, "devices of the reward model; 0: those that decode")
     forward: Literal["decode", "train", "score"] = setting(
@@ -508,6 +516,17 @@ class Profile:
     def gpu(self) -> Gpu:
         return _named(self.layout.gpu, {**GPUS, **self.gpus}, "layout.gpu", "GPU")
 
+    @property
+    def about(self) -> str:
+        """Return what decodes, in a sentence."""
+        layout, name = self.layout, self.engine.name
+        many = "device decodes" if layout.decode == 1 else "devices decode"
+        own = "" if self.engine.step_seconds is None else ", at the seconds of [engine]"
+        return (
+            f"{layout.decode} {many} on {name}{own}, each a replica: a whole copy of {self.models.actor} with rows and "
+            "decode steps of its own (no tensor parallelism)"
+        )
+
     def size(self, key: str) -> Transformer:
         return _named(getattr(self.models, key), {**MODELS, **self.sizes}, f"models.{key}", "model")
 
@@ -577,31 +596,6 @@ class Profile:
                 device=device,
             )
         return readers
-
-    def bound(self, lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
-        """Return the seconds of a step below which no schedule comes on these devices (the work bound).
-
-        All devices but the reward model's share all work but its own, and decode steps cost what their rows do::
-
-            max( (decoding of rows + reference and critic + update) / devices + fixed + weight sync,  reward model )
-        """
-        layout, engine, system = self.layout, self.engine, self.system()
-        pool = layout.decode + layout.train
-        rows = self.workload.prompt + lengths.astype(np.float64)
-        decoder, updater = system.decoder, system.updater
-        context = self.workload.prompt + lengths / 2
-        decoding = (lengths * (decoder.row + decoder.context * context)).sum(1) / pool
-        share = {"actor": layout.decode, "trainer": layout.train}
-        training = np.array([updater.seconds(row) for row in rows]) - updater.fixed
-        total = decoding + training * share[updater.device] / pool
-        busy = np.zeros(len(rows))
-        for reader in system.readers.values():
-            seconds = np.array([reader.passes.whole(row) for row in rows])
-            if reader.device in share:
-                total = total + seconds * share[reader.device] / pool
-            else:
-                busy = busy + seconds
-        return float(np.maximum(total + engine.fixed_seconds + engine.weight_sync_seconds, busy).mean())
 
 
 def _scaled(passes: Passes, by: float) -> Passes:

@@ -31,7 +31,7 @@ import heapq
 import math
 import selectors
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
 from contextvars import Context
@@ -192,14 +192,6 @@ class Device:
     def __init__(self, interference: Interference = time_shared) -> None:
         self._interference = interference
         self._jobs: dict[Job, None] = {}  # an ordered set
-        self._done: dict[str, float] = {}
-
-    def done(self) -> Mapping[str, float]:
-        """Return the seconds of work done by now, by kind."""
-        done = dict(self._done)
-        for job in self._jobs:
-            done[job.kind] = done.get(job.kind, 0.0) + job.done
-        return done
 
     async def work(self, kind: str, seconds: float) -> None:
         """Do this many seconds of work."""
@@ -215,7 +207,6 @@ class Device:
         try:
             yield job
         finally:
-            self._done[kind] = self._done.get(kind, 0.0) + job.done
             del self._jobs[job]
             self._changed()
 
@@ -237,11 +228,6 @@ class Job:
         self._timer: asyncio.TimerHandle | None = None
         self._wake = anyio.Event()
         self._due = False
-        self._first = self.position
-
-    @property
-    def done(self) -> float:
-        return self.position - self._first
 
     @property
     def position(self) -> float:
@@ -320,42 +306,30 @@ class Lane(Generic[RowT]):
         *,
         waits: Callable[[], bool] = lambda: False,
         device: Device | None = None,
-        static: bool = False,  # an ended row keeps its place, padded to the longest, as in a batch
     ) -> None:
         self._seconds = seconds
         self._attend = attend
         self._on_tokens = count
         self._waits = waits
         self._device = device
-        self._static = static
         self._seats: dict[RowT, Seat] = {}
         self._agenda: list[tuple[int, int, RowT]] = []  # by decode step, then by order
         self._joined = 0
         self.steps = 0
         self._context = 0  # tokens of all rows after these steps
-        self._longest = 0  # most tokens of any row less the steps made; counts for a static lane only
-        self._places = 0  # rows that had a place since decoding began
         self._ends: list[float] = []  # positions at which the next steps end
         self._active = 0  # rows of the first of them
         self._paused = 0.0  # seconds before the next step that has no end yet
         self._planned = 0  # the step with the next event
         self._changes: list[Callable[[], None]] = []  # between this decode step and the next
         self._job: Job | None = None
-        self._worked = 0.0  # seconds at work, before the present work
-        self._begun = 0.0
         self.homes = 0  # rows that have begun here, and not ended
-        self.peak_rows = self.peak_tokens = self.places = 0  # places: of rows in all decode steps
-        self.pauses = 0.0  # seconds
 
     def __contains__(self, row: object) -> bool:
         return row in self._seats
 
     def __len__(self) -> int:
         return len(self._seats)
-
-    @property
-    def busy(self) -> float:
-        return self._worked + (0.0 if self._job is None else anyio.current_time() - self._begun)
 
     def made(self, row: RowT) -> int:
         seat = self._seats.get(row)
@@ -370,9 +344,6 @@ class Lane(Generic[RowT]):
         self._joined += 1
         self._seats[row] = seat
         self._context += seat.made
-        self._longest = max(self._longest, seat.made - seat.since) if self._places else seat.made - seat.since
-        self._places += 1
-        self.peak_rows = max(self.peak_rows, len(self._seats))
         self._note(row, seat)
         self._replan()
 
@@ -393,7 +364,6 @@ class Lane(Generic[RowT]):
     def pause(self, seconds: float) -> None:
         self.settle()
         self._paused += seconds
-        self.pauses += seconds
         self._replan()
 
     def between_steps(self, change: Callable[[], None]) -> None:
@@ -404,20 +374,16 @@ class Lane(Generic[RowT]):
         self._changes.append(change)
         self._replan()
 
-    def clear(self) -> None:
-        self._places = len(self._seats)
-
     async def run(self) -> None:
         if self._job is not None:
             return
         with nullcontext(Job("decode")) if self._device is None else self._device.job("decode") as job:
-            self._job, self._begun = job, anyio.current_time()
+            self._job = job
             try:
                 while self._seats and not self._waits():
                     await self._advance(job)
             finally:
                 self.settle()
-                self._worked = self.busy
                 self._job, self._ends = None, []
                 self._change()
 
@@ -463,8 +429,6 @@ class Lane(Generic[RowT]):
             rows, context = len(self._seats), self._context
             if ahead:
                 context += self._active + (ahead - 1) * rows
-            if self._static:
-                rows, context = self._places, self._places * (self._longest + self.steps + ahead)
             begun = self._ends[-1] if ahead else job.position
             self._ends.append(begun + self._paused + self._seconds(rows, context))
             self._paused = 0.0
@@ -485,8 +449,6 @@ class Lane(Generic[RowT]):
         del self._ends[:steps]
         self.steps += steps
         self._context += tokens
-        self.peak_tokens = max(self.peak_tokens, self._context)
-        self.places += steps * self._places if self._static else tokens
         self._on_tokens(tokens)
         self._active = len(self._seats)
 

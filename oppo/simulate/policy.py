@@ -84,7 +84,6 @@ class FakePolicy:
         prefilled: tokens read so far before their rollouts went on.
         replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
             fewest when it is first decoded.
-        static: a rollout that has ended keeps its place in the decode step, padded to the longest, until the cut.
         device: that decode steps work on, as work of the kind ``decode``.
 
     Example:
@@ -102,7 +101,6 @@ class FakePolicy:
     kept: int = 0
     version: int = 0
     replicas: int = 1
-    static: bool = False
     device: Device | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
     reading: float | ReadSeconds = 0.0
@@ -142,7 +140,6 @@ class FakePolicy:
             count,
             waits=lambda: self.holds and bool(self._waiting),
             device=self.device,
-            static=self.static,
         )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
@@ -216,8 +213,6 @@ class FakePolicy:
         try:
             with as_itself():
                 async with anyio.create_task_group() as self._loops:
-                    for lane in self.lanes:
-                        lane.clear()
                     await self.add(live)
                     yield self if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
                     self._loops.cancel_scope.cancel()

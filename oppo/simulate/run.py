@@ -1,48 +1,33 @@
-"""One run of one schedule: the real graph of stages, from prompts to updates, with models of cost; its statistics."""
+"""One run of one schedule: the ledger and the admission of training decide, the work is simulated in bulk."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from oppo.admission import Admission, Continuous, Overcommit, Restarting, Synchronous, TailAdaptive
-from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
-from oppo.algorithms.ppo import ppo
-from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
-from oppo.graph import Graph
-from oppo.models import Capabilities, Passes, Trained
-from oppo.observe import Observer, SpanListener, silent
+from oppo.admission import (
+    Admission,
+    Continuous,
+    Observation,
+    Overcommit,
+    ReportsMetrics,
+    Scoring,
+    Synchronous,
+    TailAdaptive,
+)
+from oppo.events import Prompt
+from oppo.graph.stage import UNKNOWN
+from oppo.simulate.bulk import Backlog, Clock, Device, Job, Lane, Place, Row, Scorer
 from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
-from oppo.simulate.engine import Device, run_virtual
-from oppo.simulate.models import FakeCritic, FakePlace, FakeScorer, FakeTrainer, PlacedCritic, PlacedScorer
-from oppo.simulate.policy import FakePolicy
-from oppo.stages import Generate, Update
-from oppo.stages.hold import held
+from oppo.stages.ledger import Ledger, Unit
 
-LAST = 3  # the last steps do not count: they admit only what can still be trained, so they are shorter
-
-
-@dataclass(frozen=True, slots=True)
-class BatchFacts:
-    """Lengths (tokens) and staleness (versions) of a batch; ``token_staleness``: mean over its sampled tokens."""
-
-    lengths: NDArray[np.int64]
-    staleness: NDArray[np.int64]
-    token_staleness: float
-
-    @classmethod
-    def of(cls, batch: Batch, version: int) -> BatchFacts:
-        first = np.array([int(response.versions[0]) for response in batch.responses], np.int64)
-        staleness = float(np.mean(version - batch.versions[batch.sampled])) if batch.sampled.any() else 0.0
-        return cls(np.diff(batch.offsets), version - first, staleness)
+BLOCKS: Final = 3  # parts of a run whose means tell how far chance goes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +35,10 @@ class Restarts:
     waste: float  # discarded tokens for each trained token
     swing: float  # standard deviation of the batches' mean lengths, over their mean
 
-    @classmethod
-    def of(cls, steps: Sequence[StepReport], trained: Sequence[BatchFacts]) -> Restarts:
-        discarded = sum(report.metrics.get("deferral/discarded_tokens", 0.0) for report in steps)
-        means = np.array([each.lengths.mean() for each in trained])
-        return cls(float(discarded / sum(each.lengths.sum() for each in trained)), float(means.std() / means.mean()))
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOutcome:
-    # Without the first and last steps of the run.
+    # Without the first steps of the run.
     seconds: float  # mean of a step, until the next could begin
     tokens: float  # trained in a step, mean
     staleness: float  # mean versions between a rollout's first token and its update
@@ -74,6 +53,7 @@ class ScheduleOutcome:
     # of a step's time, what the busiest device did in it: the parts of a decode step, `scoring`, `training`; shares,
     # the largest first
     parts: Mapping[str, float] = field(default_factory=dict)
+    blocks: tuple[float, ...] = ()  # seconds for each trained token, in each of `BLOCKS` parts
     restarts: Restarts | None = None  # only of controllers that restart rollouts
 
     @property
@@ -82,7 +62,6 @@ class ScheduleOutcome:
 
 
 MakeAdmission = Callable[[], Admission]
-MakeChunks = Callable[[], ChunkSize]
 
 # The largest `max_deferrals` that the adaptive schedule reckons with; nothing is deferred so often
 FORESEEN: Final = 64
@@ -99,9 +78,6 @@ class Schedule:
     in_flight: bool = False  # the actor gets new weights between two decode steps, instead of at the cut
     # the keys of `[step]` with which `oppo train` runs it; empty: it has none
     step: Mapping[str, object] = field(default_factory=dict)
-
-    def chunks(self, grain: int = 1) -> ChunkSize:
-        return WholeRollout() if self.chunk is None else Fixed(max(1, self.chunk // grain))
 
 
 def ladder(
@@ -161,208 +137,461 @@ def ladder(
     return found
 
 
-T = TypeVar("T")
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step that is alive; times are NaN until they are known."""
 
-# The track of the spans of each scorer's model, as in `oppo train`
-TRACKS: Final[Mapping[ScorerName, str]] = MappingProxyType(
-    {"reference": "reference", "reward": "reward model", "critic": "critic", "teacher": "teacher"}
-)
+    index: int
+    ahead: int  # steps that were alive when it began
+    started: float
+    backlogs: Mapping[ScorerName, Backlog]
+    begun: float = math.nan  # when it decoded
+    cut: float = math.nan
+    updating: float = math.nan
+    updated: float = math.nan
+    syncing: float = math.nan
+    synced: float = math.nan
+    seconds: float = 0.0
+    steps: int = 0  # decode steps
+    had: dict[Row, int] = field(default_factory=dict)  # tokens of each row that is decoded, when it joined
+    after: dict[Row, int] = field(default_factory=dict)  # decode steps before it
+    trained: list[Row] = field(default_factory=list)
+    seen: Observation = field(default_factory=lambda: Observation(0))  # its decoding from the cut, all from its end
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the controller
+    discarded: int = 0  # tokens
+    staleness: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # of trained rows, in updates
+    token_staleness: float = 0.0
+    lane_seconds: float = 0.0  # in which replicas have decoded by its end
+    work: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # seconds by device and part by its end
+    ended: float = math.nan
 
-GRAINS = 1024  # the longest response has about this many fake tokens at most, each of which stands for several
+    @property
+    def generated(self) -> bool:
+        return not math.isnan(self.cut)
 
+    @property
+    def scored(self) -> bool:
+        return self.generated and all(each.answered == len(self.trained) for each in self.backlogs.values())
 
-class Longest(Observer):
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._step = -1
-
-    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
-        del stage, at
-        if isinstance(item, Finish):
-            self.tokens = max(self.tokens if step == self._step else 0, len(item.response))
-            self._step = step
-
-
-@dataclass(eq=False)
-class CostTrainer(FakeTrainer):
-    facts: list[BatchFacts] = field(default_factory=list)
-
-    async def update(self, batch: Batch) -> Trained:
-        trained = await super().update(batch)
-        self.facts.append(BatchFacts.of(batch, self.version - 1))
-        self.batches.clear()
-        return trained
+    @property
+    def tokens(self) -> int:
+        return sum(row.length for row in self.trained)
 
 
 @dataclass(eq=False)
 class SimulatedRun:
+    """Runs a schedule until so many steps have ended; its statistics leave out the first ``skipped``, at least one.
+
+    Attributes:
+        grain: lengths are rounded to so many tokens: those that end in one decode step are one event.
+        drain_after: indexes of steps that end before any later one begins, whatever the lookahead.
+        ended, alive: the steps, in order.
+        rows: those in flight, by rollout.
+        lanes: the replicas.
+    """
+
     system: System
     workload: Workload
     schedule: Schedule
     steps: int = 120
-    skipped: int = 20  # first steps that do not count; at least one
-    seed: int = 0  # draws the lengths
-    grain: int = 0  # tokens for which a fake token stands; 0: as many as keep the longest response short
-    observers: Sequence[Observer] = ()
-    listener: SpanListener = silent  # called with the span of each call of a scorer
-    drain_after: Collection[int] = ()  # indexes of steps that end before any later one begins, whatever the lookahead
+    skipped: int = 20
+    seed: int = 0
+    grain: int = 1
+    drain_after: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        workload = self.workload
-        self.grain = self.grain or max(1, round(workload.cap / GRAINS))
-        units = (self.steps + self.schedule.lookahead + 1) * workload.batch
-        tokens = workload.lengths(units, workload.samples, self.seed)
-        self._lengths = np.maximum(1, np.round(tokens / self.grain)).astype(np.int64)
+        workload, decoder, grain = self.workload, self.system.decoder, self.grain
+        units = (self.steps + self.schedule.lookahead + 2) * workload.batch
+        lengths = grain * np.rint(workload.lengths(units, workload.samples, self.seed) / grain).astype(np.int64)
+        self._lengths = np.clip(lengths, 1, workload.cap).tolist()
         self._noise = np.random.default_rng(self.seed + 999).standard_normal(self.steps + 1) * 0.1
-        self._longest = Longest()
-        self._places: dict[str, FakePlace] = {}
-        self._devices: dict[str, Device] = {}
         self.admission = self.schedule.admission()
-        self.policy = self._policy()
-        self.trainer = self._trainer()
-
-    def graph(self) -> Graph[StepReport]:
-        critic = FakeCritic()
-        critic.value = _zeros
-        reward = self._scorer("reward", FakeScorer(lambda event, read, version: self._score()))
-        graph = ppo(
-            policy=self.policy,
-            reference=self._scorer("reference", FakeScorer(_zeros)),
-            reward=reward,
-            critic=self._scorer("critic", critic),
-            teacher=self._scorer("teacher", FakeScorer(_zeros)) if "teacher" in self.system.readers else None,
-            trainer=self.trainer,
-            admission=self.admission,
-            chunks=self.schedule.chunks(self.grain),
-        )
-        graph = graph.replace(generate=replace(graph.stage("generate", Generate), samples=self.workload.samples))
-        if self.schedule.in_flight:
-            graph = graph.replace(update=replace(graph.stage("update", Update), after=()))
-        late = [stage for name, stage in STAGES.items() if self.schedule.held or not self._reader(name).streams]
-        waiting = [stage for stage in late if stage in graph.nodes]
-        return held(graph, waiting) if waiting else graph
+        self._ledger = Ledger(self.admission)
+        self._clock = Clock()
+        self._devices: dict[str, Device] = {}
+        self._places: dict[str, Place] = {}
+        readers, held = self.system.readers, self.schedule.held
+        self._scorers = {name: self._scorer(name, reader) for name, reader in readers.items()}
+        self._late = {name for name, reader in readers.items() if held or not reader.streams}  # told at the cut
+        self._early = [name for name, each in self._scorers.items() if each.whole is None and name not in self._late]
+        device, static = self._device(decoder.device), decoder.static and self.schedule.held
+        self.lanes = [
+            Lane(self._clock, device, decoder, workload.prompt, self.schedule.chunk or 0, static, self._attend)
+            for _ in range(decoder.replicas)
+        ]
+        self.rows: dict[int, Row] = {}  # in flight
+        self._taken = 0  # units
+        self.alive: list[_Step] = []
+        self._generating: _Step | None = None
+        self._updating: _Step | None = None
+        self._draining = False
+        self._refills = False
+        self._unheard: list[Observation] = []
+        self._version = 0  # of the trainer
+        self._served = 0  # of the newest weights that a lane has
+        self._adopted = 0  # of all lanes
+        self._last = -math.inf  # when weights were given last
+        self.ended: list[_Step] = []
 
     def run(self) -> ScheduleOutcome:
-        return run_virtual(self._run)
+        self._fill()
+        while len(self.ended) < self.steps:
+            self._clock.advance()
+        return self._outcome()
 
-    async def _run(self) -> ScheduleOutcome:
-        reports: list[StepReport] = []
-        ends: list[float] = []
-        busy: list[float] = []
-        done: list[Mapping[str, Mapping[str, float]]] = []
-        prompt = np.zeros(max(1, self.workload.prompt // self.grain), np.int32)
-        prompts = [Prompt(n, n, prompt, group=n) for n in range(len(self._lengths))]
-        ahead = self.schedule.lookahead
-        async with self.graph().open(prompts, observers=[self._longest, *self.observers], lookahead=ahead) as run:
-            async for report in run.steps(self.steps, drain_after=self.drain_after.__contains__):
-                reports.append(report)
-                ends.append(anyio.current_time())
-                busy.append(sum(lane.busy for lane in self.policy.lanes))
-                done.append({name: self._done(device) for name, device in self._devices.items()})
-        first, last, lanes = self.skipped, self.steps - LAST - ahead, self.policy.lanes
-        steps, trained = reports[first:last], self.trainer.facts[first:last]
-        elapsed = ends[last - 1] - ends[first - 1]
-        seconds = np.diff(ends)[first - 1 : last - 1]
-        staleness = np.concatenate([each.staleness for each in trained])
-        predicted = np.array([report.metrics.get("deferral/predicted_seconds", math.nan) for report in steps])
-        extras = tuple(int(report.metrics.get("deferral/overcommit", 0)) for report in reports)
-        return ScheduleOutcome(
-            seconds=float(seconds.mean()),
-            tokens=self.grain * float(np.mean([each.lengths.sum() for each in trained])),
-            staleness=float(staleness.mean()),
-            longest_staleness=int(staleness.max()),
-            token_staleness=float(np.mean([each.token_staleness for each in trained])),
-            extra=float(np.mean(extras[first:last])),
-            predicted=float(predicted.mean() / seconds.mean()),
-            spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
-            extras=extras,
-            # a decode step may end after the step
-            idle=max(0.0, 1 - (busy[last - 1] - busy[first - 1]) / len(lanes) / elapsed),
-            peak_tokens=sum(self.grain * lane.peak_tokens + self.workload.prompt * lane.peak_rows for lane in lanes),
-            parts=_busiest(done[first - 1], done[last - 1], elapsed),
-            restarts=Restarts.of(steps, trained) if isinstance(self.admission, Restarting) else None,
+    def _fill(self) -> None:
+        while len(self.alive) <= self.schedule.lookahead and not (self.alive and self._draining):
+            ahead = len(self.alive)
+            index = len(self.ended) + ahead
+            backlogs = {name: scorer.begins() for name, scorer in self._scorers.items()}
+            self.alive.append(_Step(index, ahead, self._clock.now, backlogs))
+            self._draining |= index in self.drain_after
+        self._progress()
+
+    def _progress(self) -> None:
+        # Whatever waited for what has happened.
+        for step in self.alive:
+            if self._generating is None and not step.generated:
+                self._generate(step)
+        following = next((each for each in self.alive if math.isnan(each.updating)), None)
+        if self._updating is None and following is not None and following.scored:
+            self._train(following)
+        training = self._updating
+        if training is not None and math.isnan(training.syncing) and not math.isnan(training.updated):
+            later = self.alive[self.alive.index(training) + 1 :]
+            if self.schedule.in_flight or all(each.generated for each in later):
+                training.syncing = self._clock.now
+                self._clock.after(self.system.updater.weight_sync, partial(self._sync, training))
+        if self.alive:
+            oldest = self.alive[0]
+            if not math.isnan(oldest.synced) and all(each.over for each in oldest.backlogs.values()):
+                self._end(oldest)
+
+    def _later(self, call: Callable[[], None]) -> None:
+        self._clock.then[call] = None
+
+    # Generation.
+
+    def _generate(self, step: _Step) -> None:
+        self._generating, step.begun = step, self._clock.now
+        self._hear(step.index - step.ahead)
+        wanted = self._ledger.wanted(UNKNOWN)
+        if isinstance(self.admission, ReportsMetrics):
+            step.metrics = dict(self.admission.metrics())
+        resumed = list(self.rows.values())
+        groups = self._take(wanted)
+        complete = self._ledger.begin(groups)
+        opened = self._open([*(unit.prompts for unit in self._ledger.restarted), *groups])
+        for row in resumed if "critic" in self._early else ():
+            self._tell(step, row, ("critic",))  # it has forgotten them
+        for unit in complete:
+            self._finish(unit, step)
+        live = [row for row in self.rows.values() if row.made < row.length]
+        if not live or self._ledger.is_cut():
+            for row in opened:
+                row.sent = 0
+                self._tell(step, row)
+            self._cut(step)
+            return
+        step.seen = replace(step.seen, rows=len(live))
+        units = {row.prompt.admission for row in live}
+        self._join([row for row in self.rows.values() if row.prompt.admission in units], step)
+        self._refills = self._ledger.refills
+        self._refill(step)
+
+    def _take(self, wanted: int) -> list[tuple[Prompt, ...]]:
+        first, self._taken = self._taken, min(self._taken + wanted, len(self._lengths))
+        tokens = np.zeros(1, np.int32)
+        return [Prompt(n, n, tokens, group=n).samples(self.workload.samples) for n in range(first, self._taken)]
+
+    def _open(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Row]:
+        prompts = [prompt for group in groups for prompt in group]
+        rows = [Row(each, self._lengths[each.admission][each.sample], len(self._scorers)) for each in prompts]
+        self.rows |= {row.prompt.rollout: row for row in rows}
+        return rows
+
+    def _join(self, rows: Sequence[Row], step: _Step) -> None:
+        prefill, recomputes = self.system.decoder.prefill, self.system.decoder.recomputes
+        for row in rows:
+            step.had[row], step.after[row] = row.made, step.steps
+            if row.made == row.length:  # of a unit whose other rows are decoded
+                continue
+            if row.home is None:
+                row.home = min(self.lanes, key=lambda lane: lane.homes)
+                row.home.homes += 1
+            reread = row.load < 0 or (recomputes and row.load != self._adopted)
+            row.load = self._adopted
+            row.follow(self._served, row.made)
+            row.home.join(row, prefill.reading(0, self.workload.prompt + max(row.made - 1, 0)) if reread else 0.0)
+            if row.sent < 0:
+                row.sent = 0
+                self._tell(step, row)
+        for lane in dict.fromkeys(row.home for row in rows):
+            if lane is not None:
+                lane.start()
+
+    def _refill(self, step: _Step) -> None:
+        # Until the prompts do not reach.
+        if self._refills:
+            wanted = self._ledger.refill(UNKNOWN)
+            groups = self._take(wanted)
+            if groups:
+                self._ledger.add(groups)
+                self._join(self._open(groups), step)
+            self._refills = len(groups) == wanted and self._ledger.decoding > 0
+
+    def _attend(self, lane: Lane, ended: list[Row], grown: list[Row]) -> None:
+        step = self._generating
+        if step is None:
+            return
+        for row in grown:
+            row.sent = lane.made(row)
+            self._tell(step, row)
+        if not ended:
+            return
+        lane.pause(self.system.decoder.ending * len(ended))
+        lane.homes -= len(ended)
+        for row in ended:
+            row.sent = row.length
+            self._tell(step, row)
+            step.steps = max(step.steps, step.after[row] + row.length - step.had[row])
+        numbers = sorted(row.prompt.rollout for row in ended)
+        cut = self._ledger.finished(numbers)
+        for number in numbers:
+            unit = self._ledger.place_of(number)
+            if unit is not None and not unit.sent:
+                self._finish(unit, step)
+        if cut:
+            self._cut(step)
+        else:
+            self._refill(step)
+
+    def _finish(self, unit: Unit, step: _Step) -> None:
+        unit.sent = True
+        rows = [self.rows.pop(prompt.rollout) for prompt in unit.prompts]
+        step.trained += rows
+        for name, scorer in self._scorers.items():
+            if name not in self._late:
+                step.backlogs[name].finished += rows
+                self._later(scorer.wake)
+
+    def _cut(self, step: _Step) -> None:
+        self._generating, step.cut = None, self._clock.now
+        stopped = [row for lane in self.lanes for row in lane.stop()]
+        for row in stopped:
+            step.steps = max(step.steps, step.after[row] + row.made - step.had[row])
+            if row.made > row.sent:
+                row.sent = row.made
+                self._tell(step, row)
+        step.seen = self._decoded(step)
+        late = {prompt.rollout for unit in self._ledger.end() for prompt in unit.prompts}
+        deferred = [row for rollout, row in self.rows.items() if rollout in late]
+        for name, scorer in self._scorers.items():
+            backlog = step.backlogs[name]
+            if name in self._late:
+                backlog.finished += step.trained
+                backlog.unread |= {row: row.sent for row in deferred} if scorer.whole is None else {}
+            if name == "critic" or self._ledger.restarts:  # it forgets them
+                for row in deferred:
+                    backlog.unread.pop(row, None)
+                    scorer.forget(row)
+            backlog.ended = True
+            self._later(scorer.wake)
+        if self._ledger.restarts:
+            step.discarded = sum(row.made for row in deferred)
+            for row in deferred:
+                del self.rows[row.prompt.rollout]
+                if row.home is not None and row.made < row.length:
+                    row.home.homes -= 1
+        self._later(self._progress)
+
+    # Scoring.
+
+    def _tell(self, step: _Step, row: Row, names: Collection[ScorerName] = ()) -> None:
+        # These scorers, or all that do, may read on.
+        for name in names or self._early:
+            step.backlogs[name].unread[row] = row.sent
+            self._clock.then[self._scorers[name].wake] = None
+
+    def _scorer(self, name: ScorerName, reader: Reader) -> Scorer:
+        place = self._places.setdefault("scorers" if self.schedule.held else reader.place, Place())
+        reads = reader.streams and not (self.schedule.held and reader.padded)
+        return Scorer(
+            list(self.system.readers).index(name),
+            reader,
+            self._clock,
+            self._device(reader.device),
+            place,
+            self.workload.prompt,
+            None if reads else partial(self._whole, reader),
+            partial(self._later, self._progress),
+        )
+
+    def _whole(self, reader: Reader, finished: Sequence[Row]) -> float:
+        rows = self._whole_rows(finished)
+        return reader.call + reader.passes.whole(rows, padded=reader.padded) + reader.answer * len(finished)
+
+    def _whole_rows(self, rows: Sequence[Row]) -> NDArray[np.float64]:
+        # Prompts included, float64 [n].
+        return self.workload.prompt + np.array([row.length for row in rows], np.float64)
+
+    def _device(self, name: str) -> Device:
+        return self._devices.setdefault(name, Device(self._clock, self.system.interference))
+
+    # The update.
+
+    def _train(self, step: _Step) -> None:
+        self._updating, step.updating = step, self._clock.now
+        updater = self.system.updater
+        device = self._device(updater.device)
+
+        def over() -> None:
+            device.finish(job)
+            step.updated = self._clock.now
+            step.staleness = np.array([self._version - row.runs[0][1] for row in step.trained], np.int64)
+            tokens = sum(row.version_sum for row in step.trained)
+            step.token_staleness = self._version - tokens / max(1, step.tokens)
+            self._version += 1
+            self._later(self._progress)
+
+        job = Job("train", over)
+        device.begin(job, updater.seconds(self._whole_rows(step.trained)))
+
+    def _sync(self, step: _Step) -> None:
+        # Give the weights to the actor: now, or to each lane between two of its decode steps.
+        version, missing = self._version, set(self.lanes)
+
+        def adopt(lane: Lane) -> None:
+            missing.remove(lane)
+            self._served = version
+            prefill = self.system.decoder.prefill
+            for row, made in lane.live():
+                row.follow(version, made)
+                if self.system.decoder.recomputes and row.load != version:
+                    lane.pause(prefill.reading(0, self.workload.prompt + max(made - 1, 0)))
+                row.load = version
+            if not missing:
+                self._adopted, self._updating, step.synced = version, None, self._clock.now
+                began = max(step.started, self._last) if step.ahead else step.started
+                step.seconds, self._last = step.synced - began, step.synced
+                self._later(self._progress)
+
+        for lane in self.lanes:
+            lane.between_steps(partial(adopt, lane))
+
+    # The end.
+
+    def _end(self, step: _Step) -> None:
+        self.alive.pop(0)
+        step.ended = self._clock.now
+        step.lane_seconds = sum(lane.busy for lane in self.lanes)
+        step.work = {name: self._done(device) for name, device in self._devices.items()}
+        self.ended.append(step)
+        step.seen = self._observed(step)
+        self._unheard.append(step.seen)
+        if not self.alive:
+            self._draining = False
+            self._hear(step.index + 1)
+        self._fill()
+
+    def _hear(self, observed: int) -> None:
+        for each in self._unheard:
+            if each.step < observed:
+                self.admission.observe(each)
+        self._unheard = [each for each in self._unheard if each.step >= observed]
+
+    def _decoded(self, step: _Step) -> Observation:
+        units: dict[int, list[Row]] = {}
+        for row in step.had:
+            units.setdefault(row.prompt.admission, []).append(row)
+        longest = [
+            (max(row.made for row in unit), all(row.made == row.length for row in unit)) for unit in units.values()
+        ]
+        finished = tuple(length for length, complete in longest if complete)
+        return replace(
+            step.seen,
+            step=step.index,
+            decode_seconds=step.cut - step.begun,
+            decode_steps=step.steps,
+            tokens=sum(row.made - had for row, had in step.had.items()),
+            finished=finished,
+            capped=sum(length >= self.workload.cap for length in finished),
+            deferred=tuple(length for length, complete in longest if not complete),
+            lookahead=self.schedule.lookahead,
+            chunk=self.schedule.chunk or 0,
+        )
+
+    def _observed(self, step: _Step) -> Observation:
+        answers = {STAGES[name]: each for name, each in step.backlogs.items() if each.answered}
+        waited = max([step.cut, *(each.last for each in answers.values())])
+        rest = max(0.0, step.seconds - (waited - step.begun))
+        if self.schedule.lookahead:
+            rest = step.updated - step.updating + step.synced - step.syncing
+        return replace(
+            step.seen,
+            seconds=step.seconds,
+            scoring=tuple(_scoring(stage, each, step.cut) for stage, each in sorted(answers.items())),
+            rest_seconds=rest,
+            # it rises to a plateau; the noise is of the step's mean
+            score=4.1 * (1 - math.exp(-step.index / 100)) + float(self._noise[min(step.index, self.steps)]),
         )
 
     def _done(self, device: Device) -> Mapping[str, float]:
-        done, lanes, grain = dict(device.done()), self.policy.lanes, self.grain
+        done, lanes = device.done(), self.lanes
         parts = {name: done.pop(kind) for kind, name in (("score", "scoring"), ("train", "training")) if kind in done}
         if "decode" not in done:
             return parts
-        for lane in lanes:
-            lane.settle()
         decoding = self.system.decoder.parts(
             done["decode"],
-            steps=grain * sum(lane.steps for lane in lanes),
-            rows=grain * sum(lane.places for lane in lanes),
+            steps=sum(lane.steps for lane in lanes),
+            rows=sum(lane.places for lane in lanes),
             pauses=sum(lane.pauses for lane in lanes),
         )
         return {**parts, **{name: seconds / len(lanes) for name, seconds in decoding.items()}}
 
-    def _policy(self) -> FakePolicy:
-        decoder, grain, prompt = self.system.decoder, self.grain, self.workload.prompt
-
-        def seconds(rows: int, tokens: int) -> float:
-            return grain * decoder.seconds(rows, grain * tokens + rows * (prompt + grain / 2))
-
-        return FakePolicy(
-            lambda prompt_: int(self._lengths[prompt_.admission, prompt_.sample]),
-            seconds,
-            reading=partial(self._reading, decoder.prefill),
-            ending=decoder.ending,
-            kv_on_sync="recompute" if decoder.recomputes else "keep",
-            cap=max(1, self.workload.cap // grain),
-            replicas=decoder.replicas,
-            static=decoder.static and self.schedule.held,
-            device=self._device(decoder.device),
-            capabilities=Capabilities(adds_while_decoding=True, loads_while_decoding="between decode steps"),
+    def _outcome(self) -> ScheduleOutcome:
+        first, lanes = self.skipped, self.lanes
+        steps, before, after = self.ended[first:], self.ended[first - 1], self.ended[-1]
+        elapsed = after.ended - before.ended
+        seconds = np.diff([each.ended for each in self.ended[first - 1 :]])
+        staleness = np.concatenate([each.staleness for each in steps])
+        predicted = np.array([each.metrics.get("deferral/predicted_seconds", math.nan) for each in steps])
+        extras = tuple(int(each.metrics.get("deferral/overcommit", 0)) for each in self.ended)
+        tokens = np.array([each.tokens for each in steps])
+        means = np.array([each.tokens / len(each.trained) for each in steps])
+        waste = float(sum(each.discarded for each in steps) / tokens.sum())
+        return ScheduleOutcome(
+            seconds=float(seconds.mean()),
+            tokens=float(tokens.mean()),
+            staleness=float(staleness.mean()),
+            longest_staleness=int(staleness.max()),
+            token_staleness=float(np.mean([each.token_staleness for each in steps])),
+            extra=float(np.mean(extras[first:])),
+            predicted=float(predicted.mean() / seconds.mean()),
+            spread=float(np.sqrt(np.mean((predicted / seconds - 1) ** 2))),
+            extras=extras,
+            idle=max(0.0, 1 - (after.lane_seconds - before.lane_seconds) / len(lanes) / elapsed),
+            peak_tokens=float(sum(lane.peak_tokens + self.workload.prompt * lane.peak_rows for lane in lanes)),
+            parts=_busiest(before.work, after.work, elapsed),
+            blocks=tuple(
+                float(took.sum() / trained.sum())
+                for took, trained in zip(np.array_split(seconds, BLOCKS), np.array_split(tokens, BLOCKS), strict=True)
+                if len(took)
+            ),
+            restarts=Restarts(waste, float(means.std() / means.mean())) if self._ledger.restarts else None,
         )
 
-    def _trainer(self) -> CostTrainer:
-        updater = self.system.updater
-        return CostTrainer(
-            lambda batch: updater.seconds(self._rows(np.diff(batch.offsets))),
-            syncing=updater.weight_sync,
-            device=self._device(updater.device),
-        )
 
-    def _scorer(self, name: ScorerName, fake: FakeScorer[T]) -> PlacedScorer[T]:
-        reader = self._reader(name)
-        fake.device = self._device(reader.device)
-        if reader.streams and not (self.schedule.held and reader.padded):
-            fake.per_token, fake.per_call = partial(self._reading, reader.passes), reader.call
-            fake.answering = lambda finished: reader.answer * len(finished)
-        else:
-            fake.answering = partial(self._whole, reader)
-        place = "scorers" if self.schedule.held else reader.place
-        made = self._places.setdefault(place, FakePlace(self.listener))
-        kind: type[PlacedScorer[T]] = PlacedCritic if isinstance(fake, FakeCritic) else PlacedScorer
-        return kind(fake, made, TRACKS[name])
-
-    def _reader(self, name: ScorerName) -> Reader:
-        return self.system.readers.get(name, Reader(place=name, device=name))
-
-    def _reading(self, passes: Passes, start: int, stop: int) -> float:
-        # Positions of the prompt are below 0.
-        prompt = self.workload.prompt
-        return passes.reading(0 if start < 0 else prompt + self.grain * start, prompt + self.grain * stop)
-
-    def _whole(self, reader: Reader, finished: Sequence[Finish]) -> float:
-        lengths = [len(event.response) for event in finished]
-        if reader.padded:
-            lengths = [self._longest.tokens] * len(finished)
-        return reader.call + reader.passes.whole(self._rows(lengths)) + reader.answer * len(finished)
-
-    def _rows(self, lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-        # Prompts included, float64 [n].
-        return self.workload.prompt + self.grain * np.asarray(lengths, np.float64)
-
-    def _device(self, name: str) -> Device:
-        return self._devices.setdefault(name, Device(self.system.interference))
-
-    def _score(self) -> float:
-        # It rises to a plateau; the noise is of the step's mean.
-        step = self.trainer.version
-        return 4.1 * (1 - math.exp(-step / 100)) + float(self._noise[min(step, self.steps)])
+def _scoring(stage: str, backlog: Backlog, cut: float) -> Scoring:
+    waited = [call for call in backlog.calls if call[1] <= backlog.last]
+    return Scoring(
+        stage,
+        before=sum(max(0.0, min(end, cut) - start) for start, end in waited),
+        after=sum(max(0.0, end - max(start, cut)) for start, end in waited),
+        spare=sum(end - start for start, end in backlog.calls if end > backlog.last),
+        calls=len(backlog.calls),
+        answered=backlog.answered,
+    )
 
 
 def _busiest(
@@ -374,7 +603,3 @@ def _busiest(
     ]
     busiest = max(shares, key=lambda parts: sum(parts.values()))
     return dict(sorted(busiest.items(), key=lambda part: -part[1]))
-
-
-def _zeros(event: Finish, _read: tuple[int, ...], _version: int) -> FloatArray:
-    return np.zeros(len(event.response), np.float32)

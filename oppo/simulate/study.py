@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import threading
@@ -11,57 +12,79 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import active_children, get_context, parent_process
+from types import MappingProxyType
 from typing import Final
 
+import numpy as np
 import tomli_w
 from rich.table import Table
 
 from oppo.log import logger
 from oppo.simulate.costs import System, Workload
-from oppo.simulate.run import LAST, Schedule, ScheduleOutcome, SimulatedRun
+from oppo.simulate.run import Schedule, ScheduleOutcome, SimulatedRun
 
 WORTHWHILE: Final = 1.05  # the least speed-up over the present schedule that is worth a change
 
 ALIKE: Final = 0.97  # of schedules within 3 % of the fastest, the one with the least staleness is recommended
 
-FEWEST: Final = 3  # the fewest seeds for a recommendation: with fewer, chance decides
+CONFIDENCE: Final = 1.959964  # standard deviations of a normal distribution that an interval of 95 % reaches
 
-WARM: Final = 4  # every so-many-th of the steps does not count: those in which a schedule fills its buffers
+# The default question, and `--precise`: most rollouts simulated of a schedule, half of an interval at which it is right
+DEFAULT, PRECISE = (18_432, 0.03), (147_456, 0.005)
+STEPS: Final = (8, 24)  # the fewest and the most of a run unless they are given
+A_RUN: Final = 6144  # rollouts of a run, as far as `STEPS` let it
+SEEDS: Final = 32  # the most of a study
+GRAINS: Final = 1024  # ends of responses that are told apart, but in a precise study
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    # Over seeds. The range of n seeds holds the median of any further ones with probability 1 - 2^(1 - n).
+class Interval:
+    """The mean of some measurements of the same, and its confidence interval of 95 %, by Student's distribution.
+
+    Its quantile is the series of Abramowitz and Stegun 26.7.5.
+    """
+
     mean: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        sample = list(values)
-        return cls(sum(sample) / len(sample), min(sample), max(sample))
+    def of(cls, values: Iterable[float]) -> Interval:
+        sample = np.array(list(values), np.float64)
+        mean, free, z = float(sample.mean()), len(sample) - 1, CONFIDENCE
+        if not free:
+            return cls(mean, mean, mean)
+        quantile = (
+            z
+            + (z**3 + z) / (4 * free)
+            + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+            + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
+        )
+        half = quantile * float(sample.std(ddof=1)) / math.sqrt(len(sample))
+        return cls(mean, mean - half, mean + half)
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One schedule in a study; ``speeds``: trained tokens a second over the baseline's, by seed."""
+    """One schedule in a study; ``speeds``: trained tokens a second over the baseline's, by seed and part of the run."""
 
     schedule: Schedule
     outcomes: Sequence[ScheduleOutcome]
     speeds: Sequence[float]
 
     @property
-    def seconds(self) -> Spread:
-        return Spread.of(outcome.seconds for outcome in self.outcomes)
+    def seconds(self) -> float:
+        return _mean(outcome.seconds for outcome in self.outcomes)
 
     @property
-    def speed(self) -> Spread:
-        return Spread.of(self.speeds)
+    def speed(self) -> Interval:
+        return Interval.of(self.speeds)
 
     @property
     def staleness(self) -> float:
-        return Spread.of(outcome.staleness for outcome in self.outcomes).mean
+        return _mean(outcome.staleness for outcome in self.outcomes)
 
     @property
     def longest_staleness(self) -> int:
@@ -69,17 +92,21 @@ class Standing:
 
     @property
     def idle(self) -> float:
-        return Spread.of(outcome.idle for outcome in self.outcomes).mean
+        return _mean(outcome.idle for outcome in self.outcomes)
 
     @property
     def parts(self) -> Mapping[str, float]:
         names = dict.fromkeys(name for outcome in self.outcomes for name in outcome.parts)
-        shares = {name: Spread.of(each.parts.get(name, 0.0) for each in self.outcomes).mean for name in names}
+        shares = {name: _mean(each.parts.get(name, 0.0) for each in self.outcomes) for name in names}
         return dict(sorted(shares.items(), key=lambda part: -part[1]))
 
     @property
     def peak_tokens(self) -> float:
         return max(outcome.peak_tokens for outcome in self.outcomes)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +117,13 @@ class Study:
     seeds: Sequence[int] = field(default=(0,))
     # why a schedule cannot be chosen, whatever it takes; by name
     refused: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""  # what is simulated
 
     def recommended(self, limit: float) -> str:
         """Return the name of the schedule to choose: the baseline's if no other is worth a change.
 
         It is the least stale one among those within 3 % of the fastest, of all that can be chosen, whose mean staleness
-        is at most ``limit``, and that are at least 5 % faster than the baseline with every seed.
+        is at most ``limit``, and that are at least 5 % faster than the baseline in all of their interval.
         """
         allowed = {name: each for name, each in self.standings.items() if not self._fault(name, limit)}
         if not allowed:
@@ -117,7 +145,7 @@ class Study:
         if each.staleness > limit + 1e-9:
             return f"its mean staleness of {each.staleness:.2f} updates is above --staleness {limit:g}"
         if each.speed.low < WORTHWHILE:
-            return f"not 5 % faster than {self.baseline!r} with every seed"
+            return f"not 5 % faster than {self.baseline!r} in all of its interval"
         return ""
 
 
@@ -127,32 +155,55 @@ def study(
     schedules: Mapping[str, Schedule],
     *,
     baseline: str,
-    steps: int,
-    seeds: Sequence[int],
+    steps: int | None = None,
+    seeds: int | None = None,
+    precise: bool = False,
 ) -> Study:
-    """Simulate every schedule with every seed, in processes; the first quarter of the steps does not count."""
-    outcomes: dict[str, list[ScheduleOutcome]] = {}
-    with _workers(len(schedules) * len(seeds)) as pool:
-        made = {
-            name: [pool.submit(_outcome, system, workload, each, steps, seed) for seed in seeds]
-            for name, each in schedules.items()
-        }
-        for name, futures in made.items():
-            logger.info(f"simulating {name}: {steps} steps, {len(seeds)} seeds")
-            outcomes[name] = [future.result() for future in futures]
-    base = outcomes[baseline]
+    """Simulate every schedule with the same seeds, in processes, until the intervals of the speeds are narrow.
+
+    The first half of each run does not count. ``steps``, ``seeds``: of each run, and their number; ``None``: as many
+    as the workload and ``precise`` ask for.
+    """
+    most, narrow = PRECISE if precise else DEFAULT
+    rollouts = workload.batch * workload.samples
+    steps = steps or max(STEPS[0], min(STEPS[1], A_RUN // rollouts))
+    grain = 1 if precise else max(1, workload.cap // GRAINS)
+    run = partial(_outcome, system, workload, steps=steps, grain=grain)
+    outcomes: dict[str, list[ScheduleOutcome]] = {name: [] for name in schedules}
+    limit = seeds or max(1, min(SEEDS, most // (steps * rollouts)))
+    with _workers(len(schedules) * limit) as pool:
+        while not (done := len(outcomes[baseline])) or (
+            done < limit and (seeds or _widest(outcomes, baseline) > narrow)
+        ):
+            more = range(done, min(limit, done + (seeds or max(1, done))))
+            logger.info(f"simulating {len(schedules)} schedules: {steps} steps, {more.stop} of at most {limit} seeds")
+            made = {name: [pool.submit(run, each, seed=seed) for seed in more] for name, each in schedules.items()}
+            for name, futures in made.items():
+                outcomes[name] += [future.result() for future in futures]
     standings = {
-        name: Standing(
-            schedules[name], each, [one.per_token / other.per_token for one, other in zip(base, each, strict=True)]
-        )
-        for name, each in outcomes.items()
+        name: Standing(schedules[name], each, _speeds(outcomes, baseline, name)) for name, each in outcomes.items()
     }
-    return Study(standings, baseline, system.cache, seeds)
+    return Study(standings, baseline, system.cache, range(len(outcomes[baseline])))
 
 
-def _outcome(system: System, workload: Workload, schedule: Schedule, steps: int, seed: int) -> ScheduleOutcome:
-    count = steps + LAST + schedule.lookahead
-    return SimulatedRun(system, workload, schedule, count, max(1, steps // WARM), seed).run()
+def _speeds(outcomes: Mapping[str, Sequence[ScheduleOutcome]], baseline: str, name: str) -> list[float]:
+    return [
+        slow / fast
+        for one, other in zip(outcomes[baseline], outcomes[name], strict=True)
+        for slow, fast in zip(one.blocks, other.blocks, strict=True)
+    ]
+
+
+def _widest(outcomes: Mapping[str, Sequence[ScheduleOutcome]], baseline: str) -> float:
+    # Half of the widest interval of a speed, as a share of it.
+    speeds = [Interval.of(_speeds(outcomes, baseline, name)) for name in outcomes]
+    return max((each.high - each.low) / 2 / each.mean for each in speeds)
+
+
+def _outcome(
+    system: System, workload: Workload, schedule: Schedule, /, *, steps: int, grain: int, seed: int
+) -> ScheduleOutcome:
+    return SimulatedRun(system, workload, schedule, steps, steps // 2, seed, grain).run()
 
 
 @contextmanager
@@ -191,10 +242,18 @@ def _follow_parent() -> None:
 WIDTH: Final = 120  # columns where the output is no terminal
 
 LEGEND: Final = (
-    "Speed is trained tokens a second, relative to {baseline!r} (*); ranges are over seeds. Staleness is in updates, "
+    "Speed is trained tokens a second, relative to {baseline!r} (*), with its 95 % interval. Staleness is in updates, "
     "from a response's first token to its training. Idle is the share of the time in which the actor decodes nothing; "
     "in flight is what it decodes at once at the most, with its KV cache. A step is bound by what takes the largest "
     "share of it on the busiest device; of {baseline!r}: {parts}."
+)
+# What a part of a step is where its name does not say it
+MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "launching kernels": "a decode step waits for each layer's kernels to begin and end, however few rows it has: "
+        "more rows at a time cost little, and a step's seconds follow its longest response",
+        "weights": "a decode step waits until each weight has been read from memory: more rows at a time cost little",
+    }
 )
 
 
@@ -217,7 +276,9 @@ def legend(study: Study) -> str:
     width = max(map(len, study.standings))
     lines = [f"  {name:<{width}}  {_described(each)}" for name, each in study.standings.items()]
     parts = ", ".join(_bounds(study.standings[study.baseline]))
-    return "\n".join([*lines, "", LEGEND.format(baseline=study.baseline, parts=parts)])
+    named = dict.fromkeys(next(iter(each.parts), "") for each in study.standings.values())
+    meanings = [f"Bound by {name}: {MEANINGS[name]}." for name in named if name in MEANINGS]
+    return "\n".join([*lines, "", LEGEND.format(baseline=study.baseline, parts=parts), *meanings])
 
 
 def _described(each: Standing) -> str:
@@ -234,7 +295,7 @@ def _percent(share: float) -> str:
 
 
 def cells(study: Study, each: Standing) -> Iterator[str]:
-    yield ranged(each.seconds)
+    yield rounded(each.seconds)
     yield ranged(each.speed)
     yield f"{each.staleness:.2f}"
     yield f"{each.longest_staleness}"
@@ -242,29 +303,28 @@ def cells(study: Study, each: Standing) -> Iterator[str]:
     yield f"{each.peak_tokens * study.cache / 1e9:.1f}" if study.cache else f"{each.peak_tokens:,.0f}"
 
 
-def ranged(spread: Spread) -> str:
-    digits = 3 if spread.mean < 1 else 2 if spread.mean < 100 else 0
-    if spread.low == spread.high:
-        return f"{spread.mean:.{digits}f}"
-    return f"{spread.mean:.{digits}f} ({spread.low:.{digits}f} - {spread.high:.{digits}f})"
+def rounded(value: float) -> str:
+    return f"{value:.{3 if value < 1 else 2 if value < 100 else 0}f}"
+
+
+def ranged(interval: Interval) -> str:
+    mean, low, high = (f"{each:.2f}" for each in (interval.mean, interval.low, interval.high))
+    return mean if low == high else f"{mean} ({low} - {high})"
 
 
 def advice(study: Study, limit: float) -> str:
-    if len(study.seeds) < FEWEST:
-        return f"{len(study.seeds)} seeds are too few to recommend a schedule: give --seeds {FEWEST} or more"
     name = study.recommended(limit)
     chosen = study.standings[name]
-    seeds = f"over {len(study.seeds)} seeds"
     if name == study.baseline:
         said = (
-            f"leave it as it is: no schedule of a mean staleness of at most {limit:g} is 5 % faster than {name!r} with "
-            f"every seed ({seeds})"
+            f"leave it as it is: no schedule of a mean staleness of at most {limit:g} is 5 % faster than {name!r} in "
+            "all of its interval"
         )
     else:
         said = (
-            f"choose {name!r} ({chosen.schedule.about}): {ranged(chosen.speed)} times as fast as {study.baseline!r} "
-            f"{seeds}, at a mean staleness of {chosen.staleness:.2f} updates, {chosen.longest_staleness} at most; what "
-            "that costs in learning is not simulated (docs/schedules.md)"
+            f"choose {name!r} ({chosen.schedule.about}): {ranged(chosen.speed)} times as fast as {study.baseline!r}, "
+            f"at a mean staleness of {chosen.staleness:.2f} updates, {chosen.longest_staleness} at most; what that "
+            "costs in learning is not simulated (docs/schedules.md)"
         )
     faster = [
         f"  {other!r}, {ranged(study.standings[other].speed)} times as fast: {why}"
@@ -272,7 +332,7 @@ def advice(study: Study, limit: float) -> str:
     ]
     left_out = ["", "faster, and left out:", *faster] if faster else []
     settings = [] if name == study.baseline else ["", f"the settings of {name!r}:", "", snippet(chosen.schedule)]
-    return "\n".join([said, *left_out, "", NOT_SIMULATED, *settings])
+    return "\n".join([said, *left_out, "", *filter(None, [study.about]), NOT_SIMULATED, *settings])
 
 
 def snippet(schedule: Schedule) -> str:
@@ -284,7 +344,7 @@ def as_json(study: Study, limit: float) -> str:
         name: {
             "about": each.schedule.about,
             "step": dict(each.schedule.step),
-            "seconds": asdict(each.seconds),
+            "seconds": each.seconds,
             "speed": asdict(each.speed),
             "staleness": each.staleness,
             "longest_staleness": each.longest_staleness,
@@ -297,7 +357,7 @@ def as_json(study: Study, limit: float) -> str:
     }
     facts = {
         "baseline": study.baseline,
-        "recommended": study.recommended(limit) if len(study.seeds) >= FEWEST else None,
+        "recommended": study.recommended(limit),
         "left_out": dict(study.left_out(limit)),
         "seeds": list(study.seeds),
         "schedules": schedules,

@@ -21,6 +21,7 @@ from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import (
+    NO_COLUMNS,
     Batch,
     Chunk,
     ChunkState,
@@ -318,7 +319,7 @@ class Generate:
             async with decoding as engine, anyio.create_task_group() as conversations:
                 async with anyio.create_task_group() as readers:
 
-                    def read(rollout: InFlightRollout) -> None:
+                    def read(round_: DecodingRound, rollout: InFlightRollout) -> None:
                         number = rollout.prompt.rollout
                         readers.start_soon(self._read, rollout, size, out, round_, name=f"read rollout {number}")
                         if self._conversations is not None:
@@ -501,15 +502,17 @@ class Generate:
 class DecodingRound:
     """The rollouts of one decoding; ``read`` starts the reader of one, ``cut`` is set once the step is cut."""
 
+    # ``read`` is given the round: bound to it, it would be a cycle, which keeps all tokens of the step alive.
+
     engine: Decoding
     meter: DecodeMeter
-    read: Callable[[InFlightRollout], None]
+    read: Callable[[DecodingRound, InFlightRollout], None]
     cut: anyio.Event = field(default_factory=anyio.Event, init=False)
     _news: anyio.Event = field(default_factory=anyio.Event, init=False, repr=False)
 
     def begin(self, rollouts: Sequence[InFlightRollout]) -> None:
         for rollout in rollouts:
-            self.read(rollout)
+            self.read(self, rollout)
 
     def note_end(self, rollout: InFlightRollout) -> None:
         self.meter.note_end(rollout)
@@ -628,7 +631,7 @@ def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
     extra: object = chunk.extra
     if not isinstance(extra, TokenColumns):
         return f"a chunk whose further columns are {described(extra)}; expected TokenColumns"
-    for column in extra:
+    for column in extra if extra is not NO_COLUMNS else ():
         if len(column.counts) != n or column.ids.ndim != 1 + column.dimensions or column.ids.dtype.kind not in "iu":
             return (
                 f"a chunk of {n} tokens whose {column.name} is of {len(column.counts)} tokens, with "

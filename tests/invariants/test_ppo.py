@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from typing import TypeVar
 
 import anyio
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
+from oppo.admission import Overcommit
+from oppo.admission.chunking import Fixed
+from oppo.algorithms.ppo import ppo
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, Support, rollout_of
 from oppo.models import Cut, Decode, Decoding
 from oppo.simulate.policy import FakeDecode
-from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
+from oppo.stages.ledger import InFlightRollout
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts, run_virtual
 from tests.kit.known import known
 from tests.kit.pipelines import Pipeline, Setting, on_policy, same_batches, settings
 
 pytestmark = pytest.mark.schedules
+
+T = TypeVar("T")
 
 
 def played(setting: Setting) -> Pipeline:
@@ -232,3 +240,38 @@ def test_closing_gives_up_every_rollout_though_one_of_them_cannot_be() -> None:
         assert len(pipeline.reports) == 3, "the graph can be opened again"
 
     run_virtual(main)
+
+
+def test_rollouts_that_have_ended_leave_memory_without_the_garbage_collector() -> None:
+    async def main() -> None:
+        graph = ppo(
+            policy=FakePolicy(lambda prompt: 4 + prompt.admission % 5),
+            reward=FakeScorer(fake_scalar),
+            critic=FakeScorer(fake_per_token),
+            reference=FakeScorer(fake_per_token),
+            trainer=FakeTrainer(),
+            admission=Overcommit(24, 8),
+            chunks=Fixed(1),
+        )
+        async with graph.open(prompts(100)) as run:
+            gc.collect()
+            others = {id(each) for each in gc.get_objects()}
+
+            def made(kind: type[T]) -> list[T]:
+                return [each for each in gc.get_objects() if type(each) is kind and id(each) not in others]
+
+            await run.step()
+            report = await run.step()
+            assert report is not None
+            deferred = {event.rollout for event in report.deferred}
+            assert {each.prompt.rollout for each in made(InFlightRollout)} == deferred
+            assert {chunk.rollout for chunk in made(Chunk)} <= deferred
+            assert not made(StopIteration), "of calls that have returned"
+
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        run_virtual(main)
+    finally:
+        if before:
+            gc.enable()

@@ -165,7 +165,6 @@ def test_nothing_in_the_package_unpickles_or_imports_by_name() -> None:
         "oppo/libraries.py: importlib.util",  # asks whether an extra is installed
         "oppo/placement/process.py: subprocess",  # the one place that starts a worker, which is this package's
         "oppo/vllm/processes.py: subprocess",  # ends vLLM's processes if this one is killed
-        "oppo/hf/lora.py: subprocess",  # tries an adapter's regular expressions, which nothing else could end
         "oppo/rewards/tasks.py: subprocess",  # runs the code of responses within limits, if the user asks for that
         "oppo/hf/weights.py: pickle",  # PickleBuffer alone: bytes of weights that cross to another process
         "oppo/placement/child.py: pickle",  # over the socket to that process, never from a file

@@ -283,18 +283,16 @@ def test_a_prompt_goes_through_the_template_and_the_reward_is_called_once_with_t
     assert lines[0] == "1, the longest of 8 tokens; the first is"
     assert lines[1].split() == ["<s>", "w5", "w6", "w7", "<s>", "w8", "w9", "w90"]
     assert lines[2] == "a response ends at 12 tokens, or with one of these: 2 '</s>', 40 'w40'"
-    assert lines[3].startswith("a response to it, cut off at 32 tokens at the latest, is (")
-    assert lines[5].startswith(
-        f"the reward {folder / 'judges.py'}:known says 1, and of a second response it says 1, after 0.0"
-    )
+    assert lines[3].startswith("a response to it, of at most 32 tokens, which ended by '")
+    assert lines[5].startswith(f"the reward {folder / 'judges.py'}:known scores it 1; a second response: 1; in 0.0")
 
 
 def test_what_a_reward_takes_and_its_parts_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = tried(folder, capsys, "rewards.0.source=judges.py:slow", 'sampling.stop_strings=["w77"]')
     assert "or with the text 'w77'" in said
-    assert re.search(r"judges.py:slow says 1, and of a second response it says 1, after \d+\.\d{3} s$", said.strip())
+    assert re.search(r"judges.py:slow scores it 1; a second response: 1; in \d+\.\d{3} s$", said.strip())
     said = tried(folder, capsys, "rewards.0.source=judges.py:several")
-    assert re.search(r"says 2 \(long/share 1, .*\), and of a second response it says 2, after .* s$", said.strip())
+    assert re.search(r"scores it 2 \(long/share 1, .*\); a second response: 2; in .* s$", said.strip())
 
 
 def test_a_response_with_turns_is_tried_out_with_the_answers_of_its_environment(
@@ -322,11 +320,11 @@ def test_special_tokens_are_kept_for_rewards_and_environments_that_ask_for_them(
     judged = ("rewards.0.source=judges.py:words", "environment.source=judges.py:counting_tool")
     longest = (*judged, "sampling.min_new_tokens=12")
     plain = tried(folder, capsys, *longest)
-    assert "judges.py:words says 12" not in plain
+    assert "judges.py:words scores it 12" not in plain
     assert "answers that with\n    w72" not in plain
     kept = ("rewards.0.keep_special_tokens=true", "environment.keep_special_tokens=true")
     whole = tried(folder, capsys, *longest, *kept)
-    assert "judges.py:words says 12, and of a second response it says 12, after" in whole
+    assert "judges.py:words scores it 12; a second response: 12; in " in whole
     assert "answers that with\n    w72" in whole
 
 

@@ -125,7 +125,7 @@ def test_what_was_decided_is_shown_and_all_settings_only_if_they_are_asked_for(
     assert shown["policy"].startswith("actor, llama of 21.7k parameters in float32; decodes on cpu, thread 'actor'")
     assert "critic" not in shown
     assert shown["trainer"] == "policy on cpu, thread 'trainer'"
-    assert shown["memory"].endswith("`oppo doctor` has the table")
+    assert shown["memory"].endswith("see `oppo doctor`")
     assert len(lines) < 25
     assert oppo(folder, "--dry-run --verbose", *chosen) == DONE
     every = capsys.readouterr().out.splitlines()

@@ -8,7 +8,8 @@ from oppo.models import Passes
 from oppo.report import RunDirectory
 from oppo.simulate.calibrate import DEVICE, Contention
 from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
-from oppo.simulate.run import Schedule, SimulatedRun
+from oppo.simulate.run import Schedule
+from tests.kit.graph_run import GraphRun
 
 WORKLOAD = Workload(batch=16, lengths=Lognormal(median=(40, 40), sigma=0.9, cap=300), cap=300, prompt=20)
 
@@ -30,7 +31,7 @@ def machine(contention: Contention) -> System:
 def recorded(system: System, schedule: Schedule, folder: Path, *, steps: int = 18, finished: bool = True) -> Path:
     directory = folder / schedule.name.replace(" ", "-")
     with RunDirectory(directory, threaded=False) as records:
-        simulated = SimulatedRun(
+        simulated = GraphRun(
             system, WORKLOAD, schedule, steps, steps // 5, seed=7, observers=[records], listener=records.model_span
         )
         simulated.run()

@@ -20,7 +20,7 @@ SCHEDULES = ladder(WORKLOAD.batch, overcommit=3, chunk=32)
 
 
 def seconds(system: System, name: str) -> float:
-    return SimulatedRun(system, WORKLOAD, SCHEDULES[name], 18, 4, seed=1).run().seconds
+    return SimulatedRun(system, WORKLOAD, SCHEDULES[name], 15, 4, seed=1).run().seconds
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -62,10 +62,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_finished_run_is_simulated_in_every_schedule(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, figures = workplace / "runs" / "finished", workplace / "figures.json"
-    assert main(["simulate", "--from", str(run), "--steps", "4", "--json", str(figures)]) == 0
+    assert main(["simulate", "--from", str(run), "--steps", "6", "--json", str(figures)]) == 0
     printed = capsys.readouterr()
     assert "as it ran, a step of as many tokens took" in printed.out
-    assert "simulating chunk: 4 steps, 3 seeds" in printed.err
+    assert "simulating 11 schedules: 6 steps, 1 of at most 32 seeds" in printed.err
     assert "leave it as it is:" in printed.out or "choose '" in printed.out
     assert "not simulated: streamed updates" in printed.out
     found = json.loads(figures.read_text())
@@ -75,7 +75,7 @@ def test_a_finished_run_is_simulated_in_every_schedule(workplace: Path, capsys: 
     assert own["about"] == "overcommit, 2 deferred, chunk 4"
     assert own["speed"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     measured = [float(str(each["seconds"])) for each in records(workplace, "finished", "metrics.jsonl")[2:]]
-    assert min(measured) / 2 < own["seconds"]["mean"] < 2 * max(measured)
+    assert min(measured) / 2 < own["seconds"] < 2 * max(measured)
 
 
 def test_a_run_says_how_long_each_model_worked(workplace: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_profile_is_simulated_and_what_is_advised_can_be_pasted(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = workplace / "advised.json"
-    small = ["--set", "workload.batch=6", "--steps", "4", "--staleness", "9"]
+    small = ["--set", "workload.batch=6", "--steps", "12", "--staleness", "9"]
     assert main(["simulate", str(workplace / "profile.toml"), *small, "--json", str(figures)]) == 0
     printed = capsys.readouterr().out
     assert all(any(line.startswith(name) for line in printed.splitlines()) for name in SCHEDULES)
@@ -119,8 +119,14 @@ def test_a_profile_is_simulated_and_what_is_advised_can_be_pasted(
             "--set changes a profile; a run is simulated as it was measured",
         ),
         (["profile.toml", "--set", "lengths.median=-1"], "lengths.median: expected more than 0, got -1"),
-        (["profile.toml", "--steps", "0"], "--steps must be at least 1"),
+        (["profile.toml", "--steps", "5"], "--steps must be at least 6"),
         (["profile.toml", "--seeds", "0"], "--seeds must be at least 1"),
+        (["profile.toml", "--layout", "split"], "--layout says what shared the devices of a run (--from)"),
+        (
+            ["profile.toml", "--set", "schedule.overcommit=99"],
+            "schedule.overcommit: expected at most workload.batch = 12, got 99",
+        ),
+        (["profile.toml", "--seeds", "3", "--precise"], "--precise says how many seeds there are"),
         (["profile.toml", "--staleness", "-1"], "--staleness must be at least 0"),
     ],
 )
@@ -152,7 +158,9 @@ def test_a_run_whose_turns_an_environment_answered_is_refused(
         assert main(["simulate", "--from", "runs/finished"]) == 2
     finally:
         config.write_text(text)
-    assert "has an environment, whose answers a simulation does not know yet" in capsys.readouterr().err
+    assert (
+        "whose answers a simulation does not know yet: give a run without environment.source" in capsys.readouterr().err
+    )
 
 
 def test_a_signal_ends_it_with_a_message(
@@ -184,7 +192,7 @@ def test_records_that_hold_something_else_are_an_error(
     text = record.read_text()
     try:
         record.write_text(line if file == "summary.json" else text + line + "\n")
-        assert main(["simulate", "--from", "runs/finished", "--steps", "4", "--seeds", "1"]) == 2
+        assert main(["simulate", "--from", "runs/finished", "--steps", "6", "--seeds", "1"]) == 2
     finally:
         record.write_text(text)
     said = capsys.readouterr().err

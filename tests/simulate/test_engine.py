@@ -183,15 +183,6 @@ def test_replicas_decode_side_by_side_each_at_its_own_pace() -> None:
     assert run_virtual(decoded, two, lengths) == [2 + 3, 2 + 2, 2, 2 + 2 + 7]
 
 
-def test_a_static_batch_is_decoded_to_its_end_with_all_its_rows() -> None:
-    policy = FakePolicy(lambda prompt: [2, 5][prompt.rollout], lambda rows, tokens: rows + tokens / 8, static=True)
-    padded = sum(2 + 2 * made / 8 for made in range(5))
-    assert run_virtual(decoded, policy, [2, 5])[1] == padded
-    policy.static = False
-    policy.__post_init__()
-    assert run_virtual(decoded, policy, [2, 5])[1] == 2 + 2.25 + sum(1 + made / 8 for made in (2, 3, 4))
-
-
 Work = tuple[str, float, float]  # A kind, when it begins, and its seconds
 
 
