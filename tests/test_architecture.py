@@ -117,7 +117,7 @@ RATCHETS = {
     "protocols": 55,
     "functions that only require": 70,
     "functions given all settings": 27,
-    "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn
+    "modules that name turns": 40,  # the stage, the settings and the rewards of credit by turn
     "modules that name deterministic": 21,
     "modules that name lookahead": 24,
     "modules that name restarts": 13,
