@@ -89,7 +89,7 @@ MAX_FUNCTION_LINES = 80
 BUDGETS = {
     "admission": 1_403,
     "agents": 1_566,
-    "algorithms": 1_084,
+    "algorithms": 1_090,
     "config": 3_923,
     "data": 829,
     "demo": 1_491,
@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_828,
     "report": 3_303,
     "rewards": 1_802,
-    "run": 5_201,
+    "run": 5_202,
     "simulate": 3_765,
     "stages": 3_922,
     "testing": 1_414,
