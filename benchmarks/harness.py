@@ -21,10 +21,17 @@ from benchmarks import CHECKOUT
 from oppo.cli import call, note, program
 from oppo.errors import ConfigError
 from oppo.log import routed
+from oppo.stages import ScoredRollout
 
 Each = TypeVar("Each")
 
 END: Final = "<!-- end -->"  # the line of a page that ends a part made by a bench
+
+
+def kl_of(answer: ScoredRollout) -> float:
+    """Return the sum of the log-ratios to the reference, in nats; NaN without one."""
+    reference = answer.reference
+    return float("nan") if reference is None else float((answer.finish.response.logprobs - reference).sum())
 
 
 def command(run: Callable[..., int | None], arguments: Sequence[str] | None = None) -> int:

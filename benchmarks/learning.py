@@ -23,9 +23,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from benchmarks.convergence.comparison import TARGET, Interval, bootstrap
-from benchmarks.harness import command, keep, markdown, on_this_machine, placed, turns
+from benchmarks.harness import command, keep, kl_of, markdown, on_this_machine, placed, turns
 from oppo import FunctionReward, Overcommit, Prompt, Sampling, StepReport, TrainerSettings, grpo
-from oppo.demo.run import kl_of
 from oppo.environments import FunctionEnvironment, TextTurn
 from oppo.errors import ConfigError
 from oppo.evaluation import Answering, examine

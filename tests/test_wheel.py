@@ -14,11 +14,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PROJECT = """
-import oppo, pytest
+import oppo, oppo.report, pytest
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts
 
 def test_the_package_is_the_one_that_was_built():
     assert oppo.__file__.startswith({environment!r})
+
+def test_the_page_of_a_run_has_its_parts(tmp_path):
+    with oppo.report.RunDirectory(tmp_path / "run"):
+        pass
+    assert "<style>" in (tmp_path / "run" / "report.html").read_text()
 
 @pytest.mark.virtual
 async def test_of_a_pipeline(recorder, hidden_fraction, story):
@@ -46,7 +51,7 @@ def test_the_wheel_alone_is_enough_for_a_project_that_tests_its_pipeline(tmp_pat
     project.mkdir()
     (project / "test_pipeline.py").write_text(PROJECT.format(environment=str(environment)))
     said = run("-m", "pytest", "-q", "--strict-markers", python=python, folder=project)
-    assert "2 passed" in said
+    assert "3 passed" in said
 
 
 def run(*arguments: str, python: str | Path = sys.executable, folder: Path | None = None) -> str:

@@ -26,15 +26,20 @@ from rich.console import Console
 from benchmarks import CHECKOUT
 from benchmarks.convergence.results import Answers, Cell, Estimate, OffPolicy, Outcome, Plan, Results
 from benchmarks.convergence.studies import STUDIES, Arm
-from benchmarks.harness import cores_here
+from benchmarks.harness import cores_here, kl_of
+from oppo.data import read_prompts
 from oppo.demo.assets import Assets, cache_directory, make_assets
-from oppo.demo.run import FULL, SHORT, DemoPlan, examine, settings_of
+from oppo.demo.run import FULL, SHORT, DemoPlan, settings_of
 from oppo.errors import as_itself
+from oppo.evaluation import Answering, examine
 from oppo.hf.devices import available_cores, use_cores
-from oppo.hf.loading import load_tokenizer
+from oppo.hf.loading import load_causal, load_scalar, load_tokenizer
+from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
 from oppo.models import Sampling
+from oppo.placement import Thread
 from oppo.report.metrics import metrics_of
 from oppo.run.train import FINAL, PreparedRun, prepare, run
 from oppo.stages.hold import held
@@ -89,17 +94,18 @@ async def carry_out(session: PreparedRun, arm: Arm) -> None:
 
 
 def answers(plan: Plan, assets: Assets, actor: Path) -> Answers:
-    stop = HfTokenizer(load_tokenizer(assets.actor)).stop((), ())
-    sampling = Sampling(max_new_tokens=demo_of(plan).max_new_tokens, stop=stop, seed=NOISE)
-    found = examine(
-        actor,
-        base=assets.actor,
-        reward=assets.reward,
-        held_out=assets.held_out,
-        sampling=sampling,
-        count=plan.examined,
-    )
-    return Answers(estimate(found.scores.tolist()), estimate(found.kl.tolist()), estimate(found.lengths))
+    """Return how the policy answers held-out prompts, with the KL from the base policy."""
+    tokenizer = HfTokenizer(load_tokenizer(assets.actor))
+    sampling = Sampling(max_new_tokens=demo_of(plan).max_new_tokens, stop=tokenizer.stop((), ()), seed=NOISE)
+    prompts = read_prompts(assets.held_out, tokenizer)[: plan.examined]
+    with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:
+        policy = HfPolicy(load_causal(actor), sampling=sampling, place=thread)
+        reference = ReferenceLogprobs(load_causal(assets.actor), sampling=sampling, place=thread)
+        reward = RewardModel(load_scalar(assets.reward), place=thread)
+        how = Answering(batch=plan.examined)
+        found = anyio.run(partial(examine, policy, reward, prompts, how, reference=reference)).rollouts
+    lengths = [len(each.finish.response) for each in found]
+    return Answers(estimate([each.score for each in found]), estimate([*map(kl_of, found)]), estimate(lengths))
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -182,7 +182,8 @@ def demo(
     introduce(console, assets)
     settings = settings_of(plan, assets, target, seed, engine)
     held_out = HeldOut()
-    train(settings, console, narrator, held_out)
+    evaluation = {"prompts": str(assets.held_out), "count": plan.examined, "every": plan.steps // 2}
+    train(settings.changed({"eval": evaluation}), console, narrator, held_out)
     narrator.say("running two steps serially and streamed, in deterministic mode, on transformers")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
@@ -237,7 +238,6 @@ def settings_of(plan: DemoPlan, assets: Assets, target: Path, seed: int, engine:
             "rewards": [{"source": str(assets.reward)}],
             "data": {"prompts": str(assets.prompts)},
             "sampling": {"max_new_tokens": plan.max_new_tokens},
-            "eval": {"prompts": str(assets.held_out), "count": plan.examined, "every": plan.steps // 2},
             "step": {"admission": "adaptive", "chunk": 16},
             "trainer": {
                 "learning_rate": plan.learning_rate,

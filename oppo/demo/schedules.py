@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
 from oppo.algorithms.ppo import PPO
-from oppo.config.sections import EvalSection, ModelsSection
+from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
 from oppo.durable import temporary
@@ -127,12 +127,11 @@ class Gains:
         return {
             "schedules": [asdict(each) for each in self.standings],
             "measured": asdict(self.effort),
-            "others": self.others,
+            "cores_taken_by_others": self.others,
         }
 
 
 LEARNING_RATE: Final = 1e-9
-UNEVALUATED: Final = {"prompts": "", "count": EvalSection().count, "every": EvalSection().every}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,6 @@ def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: P
     return settings.changed(
         {
             "models": {"shared_trunk": True, "critic": ""},
-            "eval": UNEVALUATED,
             "rewards": [{"source": str(reward)}],
             "step": {"batch": effort.batch, "admission": "overcommit", **schedule.step},
             "trainer": {
@@ -259,7 +257,6 @@ class Digests:
 def compare_schedules(settings: Settings) -> Digests:
     changes: Mapping[str, Mapping[str, object]] = {
         "models": {"engine": "transformers"},
-        "eval": UNEVALUATED,
         "algorithm": {"is_correction": "none"},  # of tokens that another engine would have made
         "run": {"deterministic": True, "steps": STEPS, "scorers": "thread", "name": f"{settings.run.name}-exactness"},
         "step": {"batch": BATCH, "overcommit": 0, "admission": "overcommit"},

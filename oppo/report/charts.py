@@ -140,7 +140,7 @@ class Line:
         return zip(self.x, self.y, self.error or [None] * len(self.x), strict=True)
 
 
-WIDTH, HEIGHT = 560, 220
+WIDTH, HEIGHT = 420, 190
 MOST = 500  # blocks of steps that a picture resolves: it bounds the size of a long run's page
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 44
@@ -157,7 +157,8 @@ def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = (), s
         series, within = [replace(each, y=[*y]) for each, y in zip(series, sums, strict=True)], (0, *within)
     bars = [(x, y, error or 0.0) for each in series for x, y, error in each.points() if y is not None]
     first, last = min(x for x, _, _ in bars), max(x for x, _, _ in bars)
-    low, high = (pick([*within, *(y + sign * error for _, y, error in bars)]) for pick, sign in ((min, -1), (max, 1)))
+    low = min([*within, *(y - error for _, y, error in bars)])
+    high = max([*within, *(y + error for _, y, error in bars)])
     axes = Axes(_ACROSS, _DOWN, max(1, last - first), *_rounded(low, high))
     drawn = []
     for each, colour in zip(series, cycle(COLOURS), strict=False):
@@ -166,7 +167,9 @@ def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = (), s
             path += "" if y is None else f"{pen}{axes.at(x - first, y)}" + ("h.01" if pen == "M" else "")
             pen = "M" if y is None else "L"
             if y is not None and error is not None:
-                drawn.append(rule(axes.x(x - first), axes.y(y - error), axes.x(x - first), axes.y(y + error)))
+                drawn.append(
+                    rule(axes.x(x - first), axes.y(y - error), axes.x(x - first), axes.y(y + error), opacity=0.7)
+                )
         path += f"V{axes.height}H{axes.x(each.x[0] - first):.1f}Z" if stack else ""
         drawn.append(f'<path d="{path}" {paint}/>')
     key, rows = legend(_LEFT, HEIGHT - 7, zip([each.label for each in series], cycle(COLOURS), strict=False), _ACROSS)
@@ -206,7 +209,7 @@ def ticks(low: float, high: float) -> list[float]:
 ROLES: Final[Mapping[Role, str]] = dict(zip(("decode", "score", "update", "evaluate"), COLOURS, strict=False))
 
 TIMELINE_WIDTH, LEFT, RIGHT = 1120, 110, 60
-_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 30, 38, 45
+_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 22, 38, 45
 _TIMELINE_ACROSS = TIMELINE_WIDTH - LEFT - RIGHT
 _TICKS = 10  # at most
 _LABELS = 75  # between a step's start and its cut, for both to be named

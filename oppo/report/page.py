@@ -13,7 +13,7 @@ import os
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from html import escape
 from importlib.util import find_spec
@@ -82,7 +82,7 @@ def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = ""
 def named(runs: Sequence[Recorded]) -> list[str]:
     """Return the names of runs, with their folders where two have the same one."""
     counts = Counter(run.name for run in runs)
-    return [run.name if counts[run.name] == 1 else str(run.path) for run in runs]
+    return [run.name if counts[run.name] == 1 else printable(str(run.path)) for run in runs]
 
 
 def drawn(runs: Sequence[Recorded]) -> Iterator[tuple[Chart, list[Line]]]:
@@ -105,7 +105,7 @@ def drawn(runs: Sequence[Recorded]) -> Iterator[tuple[Chart, list[Line]]]:
 def _columns(run: Recorded) -> Mapping[str, None]:
     names = (name for each in run.records for name in each if not name.startswith("eval/"))
     held = (name for each in run.evaluations for name in each if name.startswith("eval/"))
-    return dict.fromkeys(chain(names, held))
+    return dict.fromkeys(name for name in chain(names, held) if name.isprintable())
 
 
 def _lines(chart: Chart, run: Recorded, known: Mapping[str, None], number: int) -> Iterator[Line]:
@@ -121,43 +121,29 @@ def _lines(chart: Chart, run: Recorded, known: Mapping[str, None], number: int) 
         return  # scoring of milliseconds
     for each in found.values():
         wrong = each.name in MFU.values() and any((share or 0.0) > 1 for share in each.y)
-        if any(value is not None for value in each.y) and not wrong and (any(each.y) or each.name not in _RARE):
+        distilled = each.name == "score" and "objective/teacher_kl" in known
+        zero = not any(each.y) and (distilled or each.name in _RARE or all(value is None for value in each.y))
+        if not wrong and not zero:
             yield each
 
 
-_RARE: Final = frozenset(
-    {"deferred", "dropped", "staleness/max", "staleness/mean", "mismatch/kl"}
-)  # not drawn if always 0
+# Not drawn if they are 0 all the time
+_RARE: Final = frozenset({"deferred", "dropped", "staleness/max", "staleness/mean", "mismatch/kl"})
 
 
 def _line(run: Recorded, label: str, name: str, number: int) -> Line:
-    of_evaluations = name.startswith("eval/")
-    records = cast("Sequence[Record]", run.evaluations if of_evaluations else run.records)
-    if of_evaluations:
-        records = [each for each in records if name in each]
-    x, error = [cast("int", each["step"]) + 1 for each in records], ()
-    if any(f"{name}_ci95" in each for each in records):
-        error = [cast("float | None", each.get(f"{name}_ci95")) for each in records]
-    return Line(label, name, x, [cast("float | None", each.get(name)) for each in records], error, number)
+    records = cast("Sequence[Record]", run.records)
+    if name.startswith("eval/"):
+        records = [each for each in run.evaluations if name in each]
+    x, interval = [cast("int", each["step"]) + 1 for each in records], f"{name}_ci95"
+    y, error = ([cast("float | None", each.get(key)) for each in records] for key in (name, interval))
+    return Line(label, name, x, y, error if any(interval in each for each in records) else (), number)
 
 
 def _data(chart: Chart, found: Sequence[Line]) -> dict[str, object]:
     shown = (each.thinned(_MOST, means=bool(chart.stack)) for each in found)
-    return {
-        "title": chart.title,
-        "stack": bool(chart.stack),
-        "within": list(chart.within),
-        "lines": [
-            {
-                "label": each.label,
-                "run": each.run,
-                "x": each.x,
-                "y": [*map(_short, each.y)],
-                "error": [*map(_short, each.error)],
-            }
-            for each in shown
-        ],
-    }
+    told = [{**asdict(each), "y": [*map(_short, each.y)], "error": [*map(_short, each.error)]} for each in shown]
+    return {"stack": bool(chart.stack), "within": chart.within, "lines": told}
 
 
 def _short(value: float | None) -> float | None:
@@ -185,10 +171,10 @@ def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], *, drawing: bool) ->
 
 def _head(runs: Sequence[Recorded], names: Sequence[str]) -> str:
     if len(runs) == 1:
-        head = f'<h1>{escape(runs[0].name)}</h1>{_state(runs[0])}<p id="lead">{escape(_lead(runs[0]))}</p>'
+        head = f'<h1>{escape(runs[0].name)}</h1>{_state(runs[0])}<p id="lead">{escape(printable(_lead(runs[0])))}</p>'
         return f"<header>{head}</header>{_problems(runs, names)}{_tiles(runs[0])}"
     rows = "".join(
-        f"<tr><th>{_swatch(k)}{escape(name)}</th><td>{_state(run)}</td><td>{escape(_lead(run))}</td></tr>"
+        f"<tr><th>{_swatch(k)}{escape(name)}</th><td>{_state(run)}</td><td>{escape(printable(_lead(run)))}</td></tr>"
         for k, (run, name) in enumerate(zip(runs, names, strict=True))
     )
     head = f'<header><h1>{len(runs)} runs</h1><p id="lead"></p></header>'
@@ -238,26 +224,27 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
 
     def span(name: str, digits: int = 2) -> str:
         first, last = (figures.get(name, {}).get(when) for when in ("first", "last"))
-        return (
-            "" if first is None or last is None else f"{_number(first, f'.{digits}f')} → {_number(last, f'.{digits}f')}"
-        )
+        ends = [_number(each, f".{digits}f") for each in (first, last) if each is not None]
+        return " → ".join(ends) if len(ends) > 1 else ""
 
     def one(name: str, statistic: str, form: str, unit: str = "") -> str:
         value = figures.get(name, {}).get(statistic)
         return "" if value is None else f"{value:{form}}{unit}"
 
+    if "objective/teacher_kl" in figures and not any(figures.get("score", {}).values()):
+        figures.pop("score", None)  # of a distillation without rewards
     interval = one("eval/score_ci95", "last", ".2f")
     bound = together([found for each in run.records if (found := _bound(each))][-_WINDOW:])
     rest = ", ".join(f"{name}: {one(name, 'total', ',')}" for name in ("deferred", "dropped"))
     found = {
-        "Held-out score, before → after": (
+        "Held-out score, first → last": (
             span("eval/score"),
-            "eval/score" + (f", ± {interval} after" if interval else ""),
+            "eval/score" + (f", ± {interval} at last" if interval else ""),
         ),
-        "Score of the first and last steps": (span("score"), "score"),
+        "Score, first → last steps": (span("score"), "score"),
         "KL to the reference": (one("objective/kl", "last", ".2f", " nats"), "objective/kl, last steps"),
         "KL to the teacher": (one("objective/teacher_kl", "last", ".2f", " nats"), "objective/teacher_kl, last steps"),
-        "Held-out response, before → after": (span("eval/response_length", 0), "eval/response_length, tokens"),
+        "Held-out response, first → last": (span("eval/response_length", 0), "eval/response_length, tokens"),
         "A step": (one("seconds", "median", ".3g", " s"), "seconds, median"),
         "Tokens a second": (one("throughput/tokens_per_s", "median", ",.0f"), "throughput/tokens_per_s, median"),
         "Scoring hidden": (one("overlap/hidden_fraction", "mean", ".0%"), "overlap/hidden_fraction"),

@@ -7,8 +7,8 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -19,9 +19,21 @@ from safetensors import SafetensorError, safe_open
 
 from oppo.durable import put, read_text
 from oppo.errors import ConfigError, one_line
+from oppo.redact import printable
 from oppo.report.charts import Excerpt
 from oppo.report.metrics import Metrics, metrics_of
-from oppo.report.records import EVALUATIONS, METRICS, SAMPLES, Record, ended, is_locked, is_sample, listed, read
+from oppo.report.records import (
+    EVALUATIONS,
+    METRICS,
+    SAMPLES,
+    Damaged,
+    Record,
+    ended,
+    is_locked,
+    is_sample,
+    listed,
+    read,
+)
 
 T = TypeVar("T")
 
@@ -61,7 +73,7 @@ class Recorded:
 
     @property
     def name(self) -> str:
-        return self.path.absolute().name
+        return printable(self.path.absolute().name)
 
     def setting(self, section: str, key: str) -> Any:
         held = self.settings.get(section)
@@ -70,15 +82,11 @@ class Recorded:
     def models(self) -> Mapping[str, str]:
         """Return the models that the settings name, by their roles."""
         rewards = self.settings.get("rewards")
-        sources = (
-            [str(each.get("source", "")) for each in rewards if isinstance(each, dict)]
-            if isinstance(rewards, list)
-            else []
-        )
+        found = rewards if isinstance(rewards, list) else []
+        sources = [str(each.get("source", "")) for each in found if isinstance(each, dict)]
         named = {role: str(self.setting("models", role) or "") for role in ("policy", "reference", "critic", "teacher")}
-        named |= {
-            f"reward {number}" if len(sources) > 1 else "reward": source for number, source in enumerate(sources, 1)
-        }
+        many = len(sources) > 1
+        named |= {f"reward {number}" if many else "reward": source for number, source in enumerate(sources, 1)}
         return {role: name for role, name in named.items() if name}
 
 
@@ -106,44 +114,38 @@ def recorded(path: Path, *, over: bool = False) -> Recorded:
         ConfigError: there is nothing of a run.
     """
     _refuse_others(path)
-    problems = list[str]()
-    attempt = partial(_attempt, path, problems)
-    records = attempt(METRICS, lambda damaged: metrics_of(path, damaged), ())
-    evaluations = attempt(EVALUATIONS, lambda damaged: list(read(path / EVALUATIONS, damaged)), (), needed=False)
+    files = _Files(path)
+    records = files.read(METRICS, lambda damaged: metrics_of(path, damaged), ())
+    evaluations = files.read(EVALUATIONS, lambda damaged: list(read(path / EVALUATIONS, damaged)), (), needed=False)
     last = max((int(each["step"] or 0) for each in records), default=0)
-    samples = attempt(SAMPLES, lambda damaged: list(_chosen(read(path / SAMPLES, damaged), last)), ())
-    config = attempt(CONFIG, lambda damaged: read_text(path / CONFIG), "")
-    settings = attempt(CONFIG, lambda damaged: tomllib.loads(config), {})
-    excerpts = attempt(TIMELINE, lambda damaged: _times(read_text(path / TIMELINE)), (), needed=False)
-    log = attempt(LOG, lambda damaged: list(_events(read_text(path / LOG), damaged)), (), needed=False)
+    samples = files.read(SAMPLES, lambda damaged: list(_chosen(read(path / SAMPLES, damaged), last)), ())
+    config = files.read(CONFIG, lambda damaged: read_text(path / CONFIG), "")
+    settings = files.read(CONFIG, lambda damaged: tomllib.loads(config), {})
+    excerpts = files.read(TIMELINE, lambda damaged: _times(read_text(path / TIMELINE)), (), needed=False)
+    log = files.read(LOG, lambda damaged: list(_events(read_text(path / LOG), damaged)), (), needed=False)
     begun = next((each for each in reversed(log) if each["event"] == "begin"), {})
-    return Recorded(
-        path, records, evaluations, samples, excerpts, config, settings, begun, _state(path, log, over=over), problems
-    )
+    state = _state(path, log, over=over)
+    return Recorded(path, records, evaluations, samples, excerpts, config, settings, begun, state, [*files.problems])
 
 
-def _attempt(
-    path: Path,
-    problems: list[str],
-    name: str,
-    reading: Callable[[Callable[[int, bytes], None]], T],
-    otherwise: T,
-    *,
-    needed: bool = True,
-) -> T:
-    damaged = list[int]()
-    if not (path / name).exists():
-        if needed and f"{name} is missing" not in problems:
-            problems.append(f"{name} is missing")
-        return otherwise
-    try:
-        found = reading(lambda number, line: damaged.append(number))
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{name} cannot be read: {one_line(error)}")
-        return otherwise
-    if damaged:
-        problems.append(f"{name}: {listed('line', damaged)} left out as damaged")
-    return found
+@dataclass
+class _Files:
+    path: Path
+    problems: dict[str, None] = field(default_factory=dict)
+
+    def read(self, name: str, reading: Callable[[Damaged], T], otherwise: T, *, needed: bool = True) -> T:
+        lines = list[int]()
+        if not (self.path / name).exists():
+            self.problems |= {f"{name} is missing": None} if needed else {}
+            return otherwise
+        try:
+            found = reading(lambda number, line: lines.append(number))
+        except (OSError, ValueError, RecursionError) as error:
+            self.problems[f"{name} cannot be read: {one_line(error)}"] = None
+            return otherwise
+        if lines:
+            self.problems[f"{name}: {listed('line', lines)} left out as damaged"] = None
+        return found
 
 
 @cache
@@ -178,7 +180,7 @@ def _chosen(samples: Iterator[Record], last: int) -> Iterator[Record]:
             yield from kept
 
 
-def _events(text: str, damaged: Callable[[int, bytes], None]) -> Iterator[Record]:
+def _events(text: str, damaged: Damaged) -> Iterator[Record]:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             found = json.loads(line)

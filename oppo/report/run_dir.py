@@ -1,23 +1,4 @@
-"""The run directory: a run in files that other tools can read, written beside it.
-
-====================  ===================================================================================
-``config.toml``       the resolved settings
-``metrics.jsonl``     one flat object a step, with TRL's names of metrics or verl's
-``samples.jsonl``     a few rollouts of each step, with text and score
-``eval.jsonl``        only where a run is evaluated: one object an evaluation, the first of step 0
-``journal.jsonl``     the events of every rollout, and the controllers' observation of every step
-``work.jsonl``        how long each model was at what work in each step (:mod:`oppo.report.records`)
-``log.jsonl``         the run's beginning, steps, drops and end (:mod:`oppo.report.log`)
-``trace.json``        Chrome trace of the first and the last steps: a track for each stage and model, an arrow for
-                      each rollout
-``summary.json``      totals and means of the run; ``complete``: whether it reached its end, its models saved
-``report.html``       timeline of the latest two steps, charts, summary and samples, self-contained
-``vllm.log``          only where vLLM decodes or scores: what its processes write
-``hang-report.json``  only where a run was ended because nothing moved (:mod:`oppo.liveness`)
-``nonfinite/``        only where a run was ended because it diverged: its last batch (:mod:`oppo.report.log`)
-``*.damaged``         lines that were no records any more when the run was resumed
-====================  ===================================================================================
-"""
+"""The run directory: a run in files that other tools can read, as ``docs/runs.md`` lists them, written beside it."""
 
 from __future__ import annotations
 

@@ -510,7 +510,7 @@ def lost(case: Case, key: str) -> bool:
     """
     schema, value = case.tool["function"]["parameters"]["properties"][key], case.arguments[key]
     unread = {"allOf", "const", "enum", "$ref"}.intersection(schema) or not schema or "boolean" in json.dumps(schema)
-    whole = value in ("-2.0", "1e5") and "integer" in json.dumps(schema)
+    whole = str(value) in ("-2.0", "1e5") and "integer" in json.dumps(schema)
     return bool(unread) or whole or value == 1e300 or (isinstance(value, str) and value != value.strip())
 
 

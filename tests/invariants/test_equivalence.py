@@ -54,7 +54,7 @@ def prompts() -> list[Prompt]:
 
 
 async def streamed(
-    models: dict[str, PreTrainedModel], chunks: ChunkSize, *, extra: int = 0, sampling: Sampling = SAMPLING
+    models: dict[str, PreTrainedModel], chunks: ChunkSize, *, sampling: Sampling = SAMPLING
 ) -> list[Batch]:
     def one_core() -> None:
         torch.set_num_threads(1)
@@ -68,7 +68,7 @@ async def streamed(
             reward=RewardModel(models["reward"], place=scoring, deterministic=True),
             critic=critic,
             trainer=HfTrainer(models["actor"], models["critic"], sampling=sampling, place=decoding, settings=SETTINGS),
-            admission=Overcommit(batch=BATCH, overcommit=extra),
+            admission=Overcommit(batch=BATCH, overcommit=0),
             chunks=chunks,
         )
         tap = Tap()
@@ -143,8 +143,7 @@ def mixtures() -> dict[str, PreTrainedModel]:
     return models | {"actor": actor, "reference": reference}
 
 
-@pytest.mark.parametrize("extra", [0, 2], ids=["serial", "deferring"])
-def test_streamed_runs_that_replay_experts_agree_bit_for_bit(extra: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_and_serial_runs_that_replay_experts_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     replaying, example = functools.partial(HfPolicy, routed_experts=True), oracle()
     settings = replace(SETTINGS, router_replay=True)
@@ -152,12 +151,8 @@ def test_streamed_runs_that_replay_experts_agree_bit_for_bit(extra: int, monkeyp
     monkeypatch.setitem(globals(), "HfPolicy", replaying)
     monkeypatch.setattr(example, "HfPolicy", replaying)
     ours, theirs = mixtures(), mixtures()
-    if extra:
-        before = anyio.run(functools.partial(streamed, theirs, Fixed(3), extra=extra))
-        assert any(batch.deferred for batch in before)
-    else:
-        before = anyio.run(example.serial_ppo, theirs, prompts(), BATCH, SAMPLING, settings)
-    after = anyio.run(functools.partial(streamed, ours, Fixed(7), extra=extra))
+    before = anyio.run(example.serial_ppo, theirs, prompts(), BATCH, SAMPLING, settings)
+    after = anyio.run(streamed, ours, Fixed(7))
     assert_same(before, after)
     for a, b in zip(
         (each for batch in before for each in batch.responses),
@@ -167,20 +162,6 @@ def test_streamed_runs_that_replay_experts_agree_bit_for_bit(extra: int, monkeyp
         assert a.extra[RoutedExperts].known(a.prompt) == len(a.prompt.tokens) + len(a) - 1
         assert np.array_equal(a.extra[RoutedExperts].ids, b.extra[RoutedExperts].ids)
     assert weights_digest(ours["actor"]) == weights_digest(theirs["actor"]) != weights_digest(mixtures()["actor"])
-
-
-def test_a_run_with_deferral_is_the_same_twice() -> None:
-    torch.set_num_threads(1)
-    example = oracle()
-    first, second = example.tiny_models(), example.tiny_models()
-    assert_same(anyio.run(_deferring, first, Fixed(7)), anyio.run(_deferring, second, Fixed(3)))
-    assert weights_digest(first["actor"]) == weights_digest(second["actor"])
-
-
-async def _deferring(models: dict[str, PreTrainedModel], chunks: ChunkSize) -> list[Batch]:
-    batches = await streamed(models, chunks, extra=2)
-    assert any(batch.deferred for batch in batches), "this run is meant to defer"
-    return batches
 
 
 def test_the_first_batch_agrees_with_the_plain_library_forward() -> None:

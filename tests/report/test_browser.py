@@ -168,9 +168,9 @@ def test_hover_shows_values_and_a_zoom_moves_every_x_axis(page: Page, tmp_path: 
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_selector(".plot .hoverlayer .legend")
     shown = page.locator(".plot .hoverlayer").first.text_content() or ""
-    found = re.fullmatch(r"step (\d+)(?:score : )?([\d.]+)", shown)
-    assert found is not None, shown
-    assert float(found[2]) == pytest.approx(2 + math.sin(int(found[1]) / 50), rel=1e-3)
+    hovered = re.fullmatch(r"step (\d+)(?:score : )?([\d.]+)", shown)
+    assert hovered is not None, shown
+    assert float(hovered[2]) == pytest.approx(2 + math.sin(int(hovered[1]) / 50), rel=1e-3)
     before = ranges(page)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + box["height"] / 2, steps=5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(path:
     assert curves.partition("Files")[0] in html_of(path)
 
 
-@given(gap=st.floats(0.0, 0.01), count=st.integers(1, 400), start=st.floats(-1e6, 1e6))
+@given(gap=st.floats(0.0, 0.009), count=st.integers(1, 400), start=st.floats(-1e6, 1e6))
 def test_work_that_a_picture_cannot_show_apart_is_one_and_lasts_as_long(gap: float, count: int, start: float) -> None:
     spans = [
         Span("policy", "decode", start + k * 0.01, start + (k + 1) * 0.01 - gap, 0, "decode") for k in range(count)
@@ -173,8 +173,22 @@ def test_rewards_have_a_line_each_and_metrics_of_a_trainer_of_ones_own_a_chart_e
     assert "rewards/kind/share" not in found, "it is declared"
 
 
+@pytest.mark.parametrize(("score", "shown"), [(0.0, False), (0.5, True)])
+def test_a_distillation_shows_its_distance_to_the_teacher_and_a_score_only_with_a_reward(
+    tmp_path: Path, score: float, shown: bool
+) -> None:
+    run = run_of(tmp_path, [{"step": 0, "score": score, "objective/teacher_kl": 2.5}])
+    assert [chart.title for chart, _ in drawn([run])] == [*(["Score"] if shown else []), "KL to the teacher"]
+    html = page([run])
+    assert "<b>2.50 nats</b>" in html
+    assert ("Score, first → last steps" in html) == shown
+    assert "Score, first" in page([run_of(tmp_path, [{"step": 0, "score": 0.0}])]), "of a reward never given"
+
+
 def test_a_held_out_metric_is_drawn_where_its_chart_is_and_not_as_one_of_ones_own(tmp_path: Path) -> None:
-    held = [{"step": step, "eval/score": 1.0, "eval/score_ci95": 0.5, "eval/rewards/a/mean": 2.0} for step in (-1, 3)]
+    held: list[Record] = [
+        {"step": step, "eval/score": 1.0, "eval/score_ci95": 0.5, "eval/rewards/a/mean": 2.0} for step in (-1, 3)
+    ]
     run = replace(run_of(tmp_path, [{"step": 0, "score": 0.5}]), evaluations=held)
     found = {chart.title: lines for chart, lines in drawn([run])}
     (score,) = found["Held-out score"]
@@ -194,7 +208,7 @@ NAMES = st.sampled_from(
 
 @given(records=st.lists(st.dictionaries(st.one_of(NAMES, st.text(max_size=9)), VALUE, max_size=30), max_size=4))
 def test_any_record_of_numbers_gives_a_page(
-    tmp_path_factory: pytest.TempPathFactory, records: Sequence[Mapping[str, float | None]]
+    tmp_path_factory: pytest.TempPathFactory, records: Sequence[Record]
 ) -> None:
     told = records_of({**each, "step": step} for step, each in enumerate(records))
     run = run_of(tmp_path_factory.getbasetemp(), told)
@@ -308,6 +322,16 @@ def test_how_a_run_ended_is_shown(path: Path) -> None:
         assert recorded(directory.path, over=True).state == "ended early"
         directory.conclude()
     assert recorded(directory.path).state == "complete"
+
+
+def test_names_that_no_file_can_hold_are_spelt_out(tmp_path: Path) -> None:
+    folder = tmp_path / "a\udcffb"
+    folder.mkdir()
+    records: list[Metrics] = [{"step": 0, "mine/\ud800": 1.0, "mine/\x00": 1.0, "mine/<b>": 1.0}]
+    html = page([run_of(folder, records, [{"step": 0, "score": 1.0, "prompt": "\ud800", "completion": "x"}])])
+    assert "a\\udcffb" in html
+    assert "mine/&lt;b&gt;" in html
+    assert html.encode()
 
 
 def test_two_runs_of_one_name_are_told_apart(path: Path, tmp_path: Path) -> None:

@@ -487,7 +487,6 @@ def lacks(*files: str) -> Damage:
 
 NOT_WHOLE = f"{WEIGHTS} is no safetensors file, or not the whole of one"
 NO_MODEL = "no model can be made of {model}/config.json and the weights beside it ("
-NO_CONFIG = "{model}/config.json cannot be used ("
 NO_TOKENIZER = "no tokenizer could be loaded: the directory '{model}' holds "
 
 MODELS: dict[str, tuple[Damage, str]] = {

@@ -1,13 +1,12 @@
-"""A policy in a process of its own: the same runs as in a thread, bit for bit, and what happens when the child dies."""
+"""A policy in a process of its own: its decode loop, its weights, and what happens when the child dies."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import anyio
@@ -15,111 +14,17 @@ import numpy as np
 import pytest
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
-from oppo.events import Batch, Prompt, Support, ToolTokens
-from oppo.hf.loading import ModelRecipe
+from oppo.events import ToolTokens
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.policy import HfDecode, HfPolicy
-from oppo.hf.tokenizer import HfTokenizer
-from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.weights import weights_digest
-from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
-from oppo.placement import Hosting, Process, Thread
+from oppo.placement import Process
 from oppo.rollout_buffer import DecodeStep
-from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, graph_of, prompts, serving, told
+from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, serving, told
 from tests.kit.dialogues import ANSWER
-from tests.kit.pipelines import Tap
 from tests.kit.responses import read_chunk
-from tests.kit.workplace import tokenizer
-
-DRAWN = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
-
-
-@pytest.fixture(scope="module")
-def scoring() -> Iterator[Thread]:
-    with Thread("scorers", setup=ONE) as thread:
-        yield thread
-
-
-@dataclass
-class Ran:
-    digest: str
-    batches: list[Batch]
-
-
-async def ran(
-    acting: Hosting,
-    scoring: Thread,
-    *,
-    sampling: Sampling = DRAWN,
-    keep: bool = False,
-    groups: bool = False,
-    served: ModelRecipe | None = None,
-) -> Ran:
-    """Three deterministic steps that carry rollouts over: PPO, or GRPO with groups of two.
-
-    Args:
-        served: how the policy is loaded; in place of the model that is trained.
-    """
-    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=3)
-    trained = (actor,) if groups else (actor, critic)
-    settings = TrainerSettings(learning_rate=1e-3, epochs=2)
-    made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
-    trainer = HfTrainer(
-        actor,
-        None if groups else critic,
-        sampling=sampling,
-        place=scoring,
-        settings=settings,
-        loss=ClippedLoss() if groups else PPOLoss(),
-    )
-    graph = graph_of(
-        actor,
-        None if groups else critic,
-        trainer=trainer,
-        acting=acting,
-        scoring=scoring,
-        sampling=sampling,
-        kv_on_sync="keep" if keep else "recompute",
-        decode=HfTokenizer(tokenizer()).decode,
-        served=served or actor,
-    )
-    tap, carried = Tap(), 0
-    async with graph.open(made, observers=[tap]) as run:
-        async for step in run.steps(3):
-            carried += len(step.deferred)
-    assert carried, "this run is meant to carry rollouts over"
-    batches = [item for _, _, item in tap.items if isinstance(item, Batch)]
-    return Ran("".join(map(weights_digest, trained)), batches)
-
-
-RUNS = {
-    "ppo, keep": partial(ran, keep=True),
-    "grpo, stop strings": partial(
-        ran, groups=True, sampling=replace(DRAWN, stop=(2,), stop_strings=("w7 w", "w11", "w40"))
-    ),
-    "top k": partial(ran, sampling=replace(DRAWN, top_k=20, min_new_tokens=5)),
-}
-
-
-@pytest.mark.parametrize("kind", RUNS)
-async def test_an_exact_run_is_the_same_wherever_its_policy_lives(
-    kind: str, scoring: Thread, actor_process: Process
-) -> None:
-    with Thread("actor", setup=ONE) as thread:
-        expected = await RUNS[kind](thread, scoring)
-    got = await RUNS[kind](actor_process, scoring)
-    for ours, theirs in zip(got.batches, expected.batches, strict=True):
-        assert ours.rollouts == theirs.rollouts
-        for name in ("tokens", "logprobs", "versions", "reference", "rewards", "advantages"):
-            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
-        everyone = range(len(ours))
-        assert np.array_equal(ours.column(Support, everyone).ids, theirs.column(Support, everyone).ids)
-        assert ours.column(Support, everyone).empty is not kind.startswith("top")
-    assert got.digest == expected.digest
 
 
 async def test_a_decode_that_cannot_cross_is_refused_by_name(actor_process: Process) -> None:
