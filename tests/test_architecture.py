@@ -88,7 +88,7 @@ MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
     "admission": 1_403,
-    "agents": 1_566,
+    "agents": 1_568,
     "algorithms": 1_090,
     "config": 3_923,
     "data": 829,
@@ -99,11 +99,11 @@ BUDGETS = {
     "hf": 11_437,
     "liveness": 630,
     "losses": 1_135,
-    "oppo": 6_152,
+    "oppo": 6_149,
     "placement": 3_828,
     "report": 3_303,
     "rewards": 1_802,
-    "run": 5_202,
+    "run": 5_199,
     "simulate": 3_765,
     "stages": 3_922,
     "testing": 1_414,
