@@ -163,7 +163,8 @@ def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], *, drawing: bool) ->
         if drawing:
             shown = f'<div class="plot" data-chart="{number}"></div>'
         else:
-            shown = lines(chart.title, found, within=chart.within, stack=bool(chart.stack))
+            stack = bool(chart.stack) and len({each.run for each in found}) == 1  # areas of several runs hide others
+            shown = lines(chart.title, found, within=chart.within, stack=stack)
         heading = f"<h3>{escape(chart.title)}<small>{escape(', '.join(names) + unit)}</small></h3>"
         said += f'<figure title="{escape(meaning)}"><figcaption>{heading}</figcaption>{shown}</figure>'
     return said + ("</div>" if section else "")
