@@ -68,13 +68,13 @@ function draw(plot) {
   const layout = {
     margin: { l: 52, r: 12, t: 8, b: 30 }, height: 230, hovermode: "x unified", uirevision: 1,
     font: { family: style.fontFamily, size: 11, color: colour("--dim") },
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--dim"), activecolor: colour("--ink") }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
     showlegend: chart.lines.length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 10.5 } },
     xaxis: { ...grid, range: across, uirevision: view.changes, hoverformat: ",d", tickformat: ",d", unifiedhovertitle: { text: "step %{x:,d}" } },
     yaxis: { ...grid, type: view.log ? "log" : "linear", uirevision: view.changes, autorange: !up, range: up, fixedrange: true, exponentformat: "power", nticks: 6 },
   };
-  const options = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+  const options = { displaylogo: false, responsive: true, modeBarButtons: [["toImage"]] };
   const first = !drawn.has(plot);
   drawn.set(plot, view.changes);
   Plotly.react(plot, traces(chart), layout, options);
