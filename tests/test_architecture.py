@@ -90,7 +90,7 @@ BUDGETS = {
     "admission": 1_403,
     "agents": 1_568,
     "algorithms": 1_090,
-    "config": 3_923,
+    "config": 3_922,
     "data": 829,
     "demo": 1_491,
     "environments": 1_353,
