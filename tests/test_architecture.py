@@ -101,7 +101,7 @@ BUDGETS = {
     "losses": 1_135,
     "oppo": 6_149,
     "placement": 3_828,
-    "report": 3_303,
+    "report": 3_304,
     "rewards": 1_802,
     "run": 5_199,
     "simulate": 3_765,
