@@ -175,8 +175,9 @@ class TrainerSettings:
     @property
     def warm_up(self) -> int:
         """The updates over which the learning rate grows."""
-        of = (self.total_steps or 0) if self.warmup_steps < 1 else 1
-        return math.ceil(self.warmup_steps * of)
+        if self.warmup_steps >= 1 or not self.total_steps:
+            return int(self.warmup_steps)
+        return min(math.ceil(self.warmup_steps * self.total_steps), self.total_steps - 1)
 
     def require_no_critic(self) -> None:
         """Require the defaults for the settings that need a critic.

@@ -88,9 +88,9 @@ MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
     "admission": 1_403,
-    "agents": 1_566,
-    "algorithms": 1_084,
-    "config": 3_901,
+    "agents": 1_568,
+    "algorithms": 1_090,
+    "config": 3_922,
     "data": 829,
     "demo": 1_491,
     "environments": 1_353,
@@ -99,12 +99,12 @@ BUDGETS = {
     "hf": 11_437,
     "liveness": 630,
     "losses": 1_135,
-    "oppo": 6_151,
+    "oppo": 6_149,
     "placement": 3_828,
-    "report": 3_301,
+    "report": 3_304,
     "rewards": 1_802,
-    "run": 5_201,
-    "simulate": 3_797,
+    "run": 5_199,
+    "simulate": 3_765,
     "stages": 3_922,
     "testing": 1_414,
     "vllm": 4_218,
@@ -117,7 +117,7 @@ RATCHETS = {
     "protocols": 55,
     "functions that only require": 70,
     "functions given all settings": 26,
-    "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn
+    "modules that name turns": 40,  # the stage, the settings and the rewards of credit by turn
     "modules that name deterministic": 21,
     "modules that name lookahead": 24,
     "modules that name restarts": 13,

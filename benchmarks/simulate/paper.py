@@ -145,11 +145,37 @@ def profile_of(setting: str, engine: Engine, decode: int = 0) -> Profile:
 
 
 def bound(setting: str, engine: Engine, decode: int = 0) -> float:
-    """Return the work bound in seconds for each trained token (:meth:`oppo.simulate.costs.Profile.bound`)."""
+    """Return the work bound in seconds for each trained token (:func:`work_bound`)."""
     profile = profile_of(setting, engine, decode)
     batches = 200
     lengths = profile.work().lengths(batches * profile.workload.batch, 1, FIRST)
-    return profile.bound(lengths.reshape(batches, profile.workload.batch)) * batches / float(lengths.sum())
+    return work_bound(profile, lengths.reshape(batches, profile.workload.batch)) * batches / float(lengths.sum())
+
+
+def work_bound(profile: Profile, lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
+    """Return the seconds of a step below which no schedule comes on these devices (the work bound).
+
+    All devices but the reward model's share all work but its own, and decode steps cost what their rows do::
+
+        max( (decoding of rows + reference and critic + update) / devices + fixed + weight sync,  reward model )
+    """
+    layout, engine, system = profile.layout, profile.engine, profile.system()
+    pool = layout.decode + layout.train
+    rows = profile.workload.prompt + lengths.astype(np.float64)
+    decoder, updater = system.decoder, system.updater
+    context = profile.workload.prompt + lengths / 2
+    decoding = (lengths * (decoder.row + decoder.context * context)).sum(1) / pool
+    share = {"actor": layout.decode, "trainer": layout.train}
+    training = np.array([updater.seconds(row) for row in rows]) - updater.fixed
+    total = decoding + training * share[updater.device] / pool
+    busy = np.zeros(len(rows))
+    for reader in system.readers.values():
+        seconds = np.array([reader.passes.whole(row) for row in rows])
+        if reader.device in share:
+            total = total + seconds * share[reader.device] / pool
+        else:
+            busy = busy + seconds
+    return float(np.maximum(total + engine.fixed_seconds + engine.weight_sync_seconds, busy).mean())
 
 
 class Results(Outcomes[Cell]):

@@ -164,6 +164,7 @@ class PPO(_Discounted):
             advantage=self.advantage(),
             proximal=roles.proximal,
             chunks=roles.chunks,
+            environment=roles.environment,
             teacher=roles.teacher,
             samples=self.samples,
         )
@@ -200,6 +201,7 @@ class ReinforcePP(_Discounted):
             ),
             proximal=roles.proximal,
             chunks=roles.chunks,
+            environment=roles.environment,
             teacher=roles.teacher,
             samples=self.samples,
         )

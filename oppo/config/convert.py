@@ -13,6 +13,7 @@ from oppo.config.foreign import (
     REWARD,
     Draft,
     Kind,
+    at,
     foreign_fields,
     literal,
     moved,
@@ -62,8 +63,8 @@ def convert(path: Path, *, kind: Kind | None = None, overrides: Sequence[str] = 
     {"verl": _of_verl, "openrlhf": _of_openrlhf}.get(found.kind, _of_trl)(draft)
     draft.settle()
     document = overridden(draft.document(), overrides)
-    blank = {key: what for key, what in draft.blank.items() if _at(document, key) == draft.values[key][0]}
-    notes = {key: why for key, (value, why) in draft.values.items() if _at(document, key) == value}
+    blank = {key: what for key, what in draft.blank.items() if at(document, key) == draft.values[key][0]}
+    notes = {key: why for key, (value, why) in draft.values.items() if at(document, key) == value}
     text = rendered(document, notes, blank, draft.lost, f"{path.name}, of {draft.whose}")
     return Converted(document, text, blank, draft.lost)
 
@@ -76,8 +77,8 @@ def _of_trl(draft: Draft) -> None:
     if draft.kind == "ppo":
         if (token := draft.take("stop_token_id")) is not None:
             draft.put("sampling.stop", [token], "stop_token_id")
-        if draft.take("stop_token") != "eos":
-            draft.put("sampling.eos", value=False, note="without stop_token a response has response_length tokens")
+        ends, why = draft.take("stop_token") == "eos", "without stop_token a response has response_length tokens"
+        draft.put("sampling.eos", ends, *(["stop_token"] if ends else []), note="" if ends else why)
     else:
         draft.put("trainer.learning_rate", draft.take("learning_rate", 1e-6), "learning_rate")
         (_loss_of_rloo if draft.kind == "rloo" else _loss_of_trl)(draft)
@@ -134,7 +135,6 @@ def _engine_of_trl(draft: Draft) -> None:
     if not draft.take("use_vllm", default=False):
         if idle := [name for name in draft.given if name.startswith("vllm_")]:
             draft.lose("use_vllm is off", *idle)
-            draft.seen.update(idle)
         return
     if draft.take("vllm_mode", "colocate") == "server":
         draft.put("models.engine", "vllm", "vllm_mode")
@@ -142,8 +142,9 @@ def _engine_of_trl(draft: Draft) -> None:
         url = draft.take("vllm_server_base_url", f"http://{host}:{port}")
         draft.put("vllm.urls", [url], "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
     else:
-        draft.put("models.engine", "auto", "use_vllm")
-        draft.put("vllm.gpu_memory_utilization", draft.take("vllm_gpu_memory_utilization", 0.3), "use_vllm")
+        draft.put("models.engine", "auto", "use_vllm", "vllm_mode")
+        share = draft.take("vllm_gpu_memory_utilization", 0.3)
+        draft.put("vllm.gpu_memory_utilization", share, "use_vllm", "vllm_gpu_memory_utilization")
         for name, ours in (("tensor_parallel_size", "tensor_parallel_size"), ("max_model_length", "max_model_len")):
             if (value := draft.take(f"vllm_{name}")) is not None:
                 draft.put(f"vllm.{ours}", value, f"vllm_{name}")
@@ -162,10 +163,7 @@ CORRECTIONS: Final = {
 
 def _correction_of_trl(draft: Draft, prefix: str) -> None:
     mode, low = draft.take(f"{prefix}_mode", "sequence_mask"), draft.take(f"{prefix}_clip_min")
-    named = next(
-        (name for name in (f"{prefix}_cap", f"{prefix}_clip_max") if name in draft.given), f"{prefix}_clip_max"
-    )
-    draft.seen.add(named)
+    named = f"{prefix}_cap" if f"{prefix}_cap" in draft.given else f"{prefix}_clip_max"
     high = draft.given.get(named, 3.0)
     if draft.kind == "rloo" or not draft.take(f"{prefix}_correction", default=True):
         draft.put("algorithm.is_correction", "none", f"{prefix}_correction", note=f"no {prefix}_correction")
@@ -174,7 +172,10 @@ def _correction_of_trl(draft: Draft, prefix: str) -> None:
     else:
         kind = CORRECTIONS[mode]
         draft.put("algorithm.is_correction", kind, f"{prefix}_mode")
-        draft.put("algorithm.is_cap" if kind.startswith("truncated") else "algorithm.is_high", high, named)
+        if high is None:
+            draft.lose("a mask has two bounds (see algorithm.is_high)", f"{named} = None")
+        else:
+            draft.put("algorithm.is_cap" if kind.startswith("truncated") else "algorithm.is_high", high, named)
         if kind.startswith("mask"):
             draft.put("algorithm.is_low", low or 0.0, f"{prefix}_clip_min")
         elif low is not None:
@@ -188,7 +189,8 @@ def _batch_of_trl(draft: Draft) -> int:
     rows, passes = draft.whole("per_device_train_batch_size", 8, 1), draft.whole("gradient_accumulation_steps", 1, 1)
     ranks = draft.whole("nproc_per_node", 1, 1) * draft.whole("nnodes", 1, 1)
     processes = draft.whole("num_processes", ranks, 1)
-    if not {"num_processes", "nproc_per_node"} & draft.given.keys():
+    of_ranks = ("num_processes", "nproc_per_node", "nnodes")
+    if not set(of_ranks) & draft.given.keys():
         draft.lose("a batch is counted for one process: multiply step.batch by their number", "num_processes")
     if draft.kind == "ppo":
         return _batch_of_ppo(draft, rows * passes * processes, passes)
@@ -210,7 +212,7 @@ def _batch_of_trl(draft: Draft) -> int:
             f"{names[2]} = {several}",
         )
     completions = rows * processes * several * rounds
-    draft.put("step.batch", math.ceil(completions / samples), *names, "gradient_accumulation_steps", "num_processes")
+    draft.put("step.batch", math.ceil(completions / samples), *names, "gradient_accumulation_steps", *of_ranks)
     if completions % samples:
         draft.lose(f"{completions} completions are no whole groups of {samples}: step.batch rounds up", "a batch")
     draft.put("data.drop_last", value=True, note="TRL leaves out what fills no batch")
@@ -230,7 +232,8 @@ def _batch_of_trl(draft: Draft) -> int:
 
 
 def _batch_of_ppo(draft: Draft, batch: int, passes: int) -> int:
-    draft.put("step.batch", batch, "per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
+    of_ranks = ("num_processes", "nproc_per_node", "nnodes")
+    draft.put("step.batch", batch, "per_device_train_batch_size", "gradient_accumulation_steps", *of_ranks)
     minibatches = draft.whole("num_mini_batches", 1, 1)
     if (steps := max(minibatches // passes, 1)) != minibatches:
         told = "TRL's optimizer steps after gradient_accumulation_steps passes, however few make a minibatch"
@@ -272,7 +275,7 @@ def _models_of_trl(draft: Draft) -> None:
     names = ("sft_model_path", "<policy>", "model_name_or_path")
     if named := [name for name in names if isinstance(draft.take(name), str)]:
         note = "the trainer's argument" if named[0] == "<policy>" else named[0]
-        draft.put("models.policy", policy := draft.given[named[0]], note=note)
+        draft.put("models.policy", policy := draft.given[named[0]], named[0], note=note)
     else:
         draft.open("models.policy", policy := "policy", "directory or hub name of the model to train")
     for role in ("reference", "critic"):
@@ -288,7 +291,7 @@ def _models_of_trl(draft: Draft) -> None:
         draft.lose("attention is SDPA (see models.attention)", f"attn_implementation = {attention}")
     rank, alpha = draft.take("lora_r", 16), draft.take("lora_alpha", 32)
     if draft.take("use_peft", default=False):
-        draft.put("models.lora_rank", rank, "lora_r")
+        draft.put("models.lora_rank", rank, "lora_r", "use_peft")
         draft.put("models.lora_alpha", alpha, "lora_alpha")
     if draft.take("tools"):
         draft.lose("functions that the policy calls (see environment.tools)", "tools")
@@ -296,23 +299,23 @@ def _models_of_trl(draft: Draft) -> None:
         several = factory if isinstance(factory, dict) else {"": factory}
         files = {str(name): moved(each, "environments.py") for name, each in several.items()}
         told = f"move {', '.join(map(str, several.values()))} into a file, as it is"
-        draft.open("environment.factory", files.get("", files), told)
+        draft.open("environment.factory", files.get("", files), told, "environment_factory")
         if (most := draft.take("max_tool_calling_iterations")) is not None:
             draft.put("environment.max_turns", most, "max_tool_calling_iterations")
     named = ["reward_model_path", "<reward>", "reward_model_name_or_path", "reward_funcs"]
     given = [value if isinstance(value, list) else [value] for value in map(draft.given.get, named)]
-    draft.seen.update(named)
     rewards = [each for value in given for each in value if each is not None]
-    draft.rewards(rewards[:1] if draft.kind == "ppo" else rewards, draft.take("reward_weights", []))
+    weights = draft.take("reward_weights", [])
+    draft.rewards(rewards[:1] if draft.kind == "ppo" else rewards, *named, weights=weights)
 
 
 def _data_of_trl(draft: Draft, each: int) -> None:
     name, subset = draft.take("dataset_name"), draft.take("dataset_config")
     training, held_out = draft.take("dataset_train_split", "train"), draft.take("dataset_test_split", "test")
     named = {"path": name, "subset": subset} if name else {}
-    _source(draft, "data.prompts", draft.take("<data>", {**named, "split": training}))
-    longest = draft.take("max_prompt_length")  # of an older TRL
-    if longest is not None:
+    names = ("dataset_name", "dataset_config")
+    _source(draft, "data.prompts", draft.take("<data>", {**named, "split": training}), *names, "dataset_train_split")
+    if (longest := draft.take("max_prompt_length")) is not None:  # of an older TRL
         draft.put("data.max_prompt_tokens", longest, "max_prompt_length")
     draft.put(
         "data.over_long",
@@ -321,17 +324,17 @@ def _data_of_trl(draft: Draft, each: int) -> None:
     )
     own, every = draft.take("<eval>", {**named, "split": held_out}), draft.take("eval_steps")
     if draft.take("eval_strategy", "no") != "no":
-        _source(draft, "eval.prompts", own)
+        _source(draft, "eval.prompts", own, *names, "dataset_test_split", "eval_strategy")
         if isinstance(every, int):
             draft.put("eval.every", max(every // each, 1), "eval_steps")
 
 
-def _source(draft: Draft, key: str, source: Mapping[str, object]) -> None:
+def _source(draft: Draft, key: str, source: Mapping[str, object], *names: str) -> None:
     if "path" not in source:
         draft.open(key, "prompts.jsonl", "a .jsonl, .csv or .parquet file with a column `prompt`, or a hub's dataset")
         return
     table = {name: value for name, value in source.items() if value and (name, value) != ("split", "train")}
-    draft.put(key, table["path"] if len(table) == 1 else [table], "dataset_name", note="the dataset")
+    draft.put(key, table["path"] if len(table) == 1 else [table], *names, note="the dataset")
 
 
 ESTIMATORS: Final = {
@@ -371,7 +374,8 @@ def _of_verl(draft: Draft) -> None:
         dynamic = draft.given.get("algorithm.filter_groups.enable") or long
         scaled = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
         algorithm = "dapo" if dynamic else "grpo" if scaled else "dr_grpo"
-    draft.put("step.algorithm", algorithm, "algorithm.adv_estimator")
+    names = ("algorithm.norm_adv_by_std_in_grpo", "reward_model.overlong_buffer.enable")
+    draft.put("step.algorithm", algorithm, "algorithm.adv_estimator", *names)
     draft.same(foreign_fields()["verl"])
     if not long:
         draft.put("algorithm.long_buffer", 0, "reward_model.overlong_buffer.enable")
@@ -438,8 +442,8 @@ def _kl_of_verl(draft: Draft) -> None:
     in_reward = draft.take("algorithm.use_kl_in_reward", old)
     in_loss = draft.take(f"{ACTOR}.use_kl_loss", default=False)
     reward, loss = f"{control}.kl_coef", f"{ACTOR}.kl_loss_coef"
-    of_reward = draft.take(reward, 0.001), draft.take("algorithm.kl_penalty", "kl"), reward
-    of_loss = draft.take(loss, 0.001), draft.take(f"{ACTOR}.kl_loss_type", "low_var_kl"), loss
+    of_reward = draft.take(reward, 0.001), "algorithm.kl_penalty", "kl", reward
+    of_loss = draft.take(loss, 0.001), f"{ACTOR}.kl_loss_type", "low_var_kl", loss
     adapts = draft.take(f"{control}.type", "fixed") == "adaptive"
     target, horizon = draft.take(f"{control}.target_kl", 0.1), draft.take(f"{control}.horizon", 10_000)
     if not (in_reward or in_loss):
@@ -447,15 +451,16 @@ def _kl_of_verl(draft: Draft) -> None:
         return
     if in_reward and in_loss:
         draft.lose("there is one KL penalty: that in the loss is left out", f"{ACTOR}.use_kl_loss")
-    coefficient, kind, name = of_reward if in_reward else of_loss
+    coefficient, kind, default, name = of_reward if in_reward else of_loss
     draft.put("algorithm.kl", coefficient, name)
-    place = _kl_place(draft, kind, "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss", in_reward)
-    if adapts and place == "reward":
-        draft.put("algorithm.kl_target", target, f"{control}.target_kl")
+    switch = "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss"
+    if _kl_place(draft, switch, kind, default, in_reward=bool(in_reward)) == "reward" and adapts:
+        draft.put("algorithm.kl_target", target, f"{control}.target_kl", f"{control}.type")
         draft.put("algorithm.kl_horizon", horizon, f"{control}.horizon")
 
 
-def _kl_place(draft: Draft, kind: str, name: str, in_reward: bool) -> str:
+def _kl_place(draft: Draft, name: str, of_kind: str, default: str, *, in_reward: bool) -> str:
+    kind = draft.take(of_kind, default)
     place = "reward" if in_reward else "loss"
     if in_reward and draft.algorithm in {"grpo", "dapo", "gspo"}:
         draft.lose("where scores are standardised the KL is in the loss", name)
@@ -464,7 +469,7 @@ def _kl_place(draft: Draft, kind: str, name: str, in_reward: bool) -> str:
     if place == "loss" and estimator == "k1":
         estimator = "k2"  # whose gradient is the KL's; the gradient of k1 is zero in expectation
     draft.put("algorithm.kl_in", place, name)
-    draft.put("algorithm.kl_estimator", estimator, note=f"{draft.whose}'s {kind}")
+    draft.put("algorithm.kl_estimator", estimator, of_kind, note=f"{draft.whose}'s {kind}")
     return place
 
 
@@ -478,7 +483,7 @@ def _batch_of_verl(draft: Draft) -> None:
         draft.lose(f"minibatches of one size divide the {batch} prompts of a batch", f"{ACTOR}.ppo_mini_batch_size")
     tokens = draft.take(size, 16_384)
     if draft.take(f"{ACTOR}.use_dynamic_bsz", default=False):
-        draft.put("trainer.micro_batch_tokens", tokens, size)
+        draft.put("trainer.micro_batch_tokens", tokens, size, f"{ACTOR}.use_dynamic_bsz")
     draft.epochs(draft.number("trainer.total_epochs", 30), "trainer.total_epochs")
     if total := draft.whole("trainer.total_training_steps", 0):
         draft.put("run.steps", total, "trainer.total_training_steps")
@@ -501,26 +506,31 @@ def _models_of_verl(draft: Draft) -> None:
         model = draft.take(f"{place}.{last}")
         if draft.take(f"{place}.enable", default=False) and model:
             found.append(model)
-    draft.rewards(found[:1])
+    names = [
+        f"{place}.{name}" for place in ("reward_model", "reward.reward_model") for name in ("enable", "model.path")
+    ]
+    draft.rewards(found[:1], *names, "reward.reward_model.model_path")
     for place in ("custom_reward_function", "reward.custom_reward_function"):
         file, name = draft.take(f"{place}.path"), draft.take(f"{place}.name", "compute_score")
         if file and found:
             draft.lose("rewards are a list, whose weighted sum is the score: add it", f"{place}.path = {file}")
         elif file:
             told = "let it take prompts, completions and the columns that it names, and return a score for each"
-            draft.open("rewards.0.source", f"{file}:{name}", told)
+            draft.open("rewards.0.source", f"{file}:{name}", told, f"{place}.path", f"{place}.name")
     if not found and draft.values["rewards.0.source"][0] == "rewards.py:score":
         draft.blank["rewards.0.source"] = f"verl chooses a checker by the column data_source; here it is {REWARD}"
     engine = draft.take(f"{ROLLOUT}.name", "vllm")
-    names = {"gpu_memory_utilization": "", "max_model_len": "", "tensor_parallel_size": "tensor_model_parallel_size"}
-    given = {name: draft.take(f"{ROLLOUT}.{theirs or name}") for name, theirs in names.items()}
-    if engine not in {"vllm", "hf"}:
+    sizes = {"gpu_memory_utilization": "", "max_model_len": "", "tensor_parallel_size": "tensor_model_parallel_size"}
+    given = {name: draft.take(f"{ROLLOUT}.{theirs or name}") for name, theirs in sizes.items()}
+    if engine == "hf":
+        draft.put("models.engine", "transformers", f"{ROLLOUT}.name")
+    elif engine != "vllm":
         draft.lose("models.engine is vLLM or transformers", f"{ROLLOUT}.name = {engine}")
     if engine == "vllm":
         draft.put("models.engine", "auto", f"{ROLLOUT}.name")
         for name, value in given.items():
             if value is not None:
-                draft.put(f"vllm.{name}", value, f"{ROLLOUT}.{names[name] or name}")
+                draft.put(f"vllm.{name}", value, f"{ROLLOUT}.{sizes[name] or name}")
 
 
 def _data_of_verl(draft: Draft) -> None:
@@ -545,9 +555,12 @@ def _of_openrlhf(draft: Draft) -> None:
     dynamic, long = draft.take("algo.dynamic_filtering_enable", default=False), "reward.overlong_buffer_len"
     if algorithm == "grpo" and (dynamic or draft.given.get(long)):
         algorithm = "dapo"
-    if draft.take("actor.policy_loss_type", "ppo") == "gspo":
+    if (loss := draft.take("actor.policy_loss_type", "ppo")) == "gspo":
         algorithm = "gspo"
-    draft.put("step.algorithm", algorithm, "algo.advantage.estimator", "actor.policy_loss_type")
+    elif loss != "ppo":
+        draft.lose("a loss of your own (see step.loss)", f"actor.policy_loss_type = {loss}")
+    names = ("algo.advantage.estimator", "actor.policy_loss_type")
+    draft.put("step.algorithm", algorithm, *names, note="" if names[0] in draft.given else "the default estimator")
     draft.same(rows_of("openrlhf"))
     if algorithm == "dapo":
         draft.put("algorithm.dynamic_sampling", bool(dynamic), "algo.dynamic_filtering_enable")
@@ -566,11 +579,12 @@ def _loss_of_openrlhf(draft: Draft) -> None:
         draft.put("algorithm.surrogate", "dual_clip", "actor.dual_clip")
         draft.put("algorithm.dual_clip", bound, "actor.dual_clip")
     draft.put("algorithm.value_coefficient", 1.0, note="the critic has a loss of its own")
-    coefficient, kind = draft.number("algo.kl.init_coef", 0.01), draft.take("algo.kl.estimator", "k1")
+    coefficient = draft.number("algo.kl.init_coef", 0.01)
     in_loss, horizon = draft.take("algo.kl.use_loss", default=False), draft.take("algo.kl.horizon", 10_000)
     draft.put("algorithm.kl", coefficient, "algo.kl.init_coef")
     if coefficient:
-        _kl_place(draft, kind, "algo.kl.use_loss" if in_loss else "algo.kl.init_coef", not in_loss)
+        switch = "algo.kl.use_loss" if in_loss else "algo.kl.init_coef"
+        _kl_place(draft, switch, "algo.kl.estimator", "k1", in_reward=not in_loss)
     if "algorithm.kl_target" in draft.values:
         draft.put("algorithm.kl_horizon", horizon, "algo.kl.horizon")
     place = "algo.advantage.is_correction"
@@ -613,7 +627,7 @@ def _batch_of_openrlhf(draft: Draft) -> None:
         draft.lose("the learning rate falls to 0 (see trainer.schedule)", f"actor.min_lr_ratio = {least}")
     tokens = draft.take("train.max_tokens_per_gpu", 16_192)
     if draft.take("train.dynamic_batch_enable", default=False):
-        draft.put("trainer.micro_batch_tokens", tokens, "train.max_tokens_per_gpu")
+        draft.put("trainer.micro_batch_tokens", tokens, "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
 
 
 def _models_of_openrlhf(draft: Draft) -> None:
@@ -629,20 +643,22 @@ def _models_of_openrlhf(draft: Draft) -> None:
     if draft.take("ds.attn_implementation", "sdpa") == "eager":
         draft.put("models.attention", "eager", "ds.attn_implementation")
     models, remote = draft.take("reward.model_name_or_path"), draft.take("reward.remote_url")
-    draft.rewards(str(models).split(",") if models else [])
+    draft.rewards(str(models).split(",") if models else [], "reward.model_name_or_path")
     if isinstance(remote, str):
         url = remote.startswith("http")
         told = (
             f"an HttpReward for {remote}" if url else "let it take prompts, completions and columns, and return scores"
         )
-        draft.open("rewards.0.source", "rewards.py:remote" if url else f"{remote}:reward_func", told)
+        file = "rewards.py:remote" if url else f"{remote}:reward_func"
+        draft.open("rewards.0.source", file, told, "reward.remote_url")
     if draft.whole("vllm.num_engines", 0):
         draft.put("models.engine", "auto", "vllm.num_engines")
         for name, default in (("tensor_parallel_size", 1), ("gpu_memory_utilization", 0.95)):
             draft.put(f"vllm.{name}", draft.take(f"vllm.{name}", default), f"vllm.{name}")
-    trackers = {"wandb": draft.take("logger.wandb.key"), "tensorboard": draft.take("logger.tensorboard_dir")}
+    names = ("logger.wandb.key", "logger.tensorboard_dir")
+    trackers = dict(zip(("wandb", "tensorboard"), map(draft.take, names), strict=True))
     if any(trackers.values()):
-        draft.put("run.track", [name for name, given in trackers.items() if given], note="logger")
+        draft.put("run.track", [name for name, given in trackers.items() if given], *names, note="logger")
     path = PurePosixPath(str(draft.take("ckpt.output_dir", "./ckpt")))
     draft.values.setdefault("run.name", (plain_name(path.name), "ckpt.output_dir"))
     draft.put("run.directory", str(path.parent), "ckpt.output_dir")
@@ -654,20 +670,23 @@ def _data_of_openrlhf(draft: Draft) -> None:
     if not longest:
         draft.lose("of prompt and response together; each has a limit of its own here", f"data.max_len = {both}")
     draft.put("data.over_long", "error", note="a prompt that is cut is another one")
-    shares = [each for each in str(draft.take("data.prompt_probs") or "").split(",") if each]
+    given = draft.take("data.prompt_probs") or []
+    shares = list(given) if isinstance(given, tuple | list) else [given]
     split = draft.take("data.prompt_split", "train")
     named = [each for each in str(draft.take("data.prompt_dataset") or "").split(",") if each]
     tables = [{"path": each} | ({"split": split} if split != "train" else {}) for each in named]
     if len(named) == len(shares) > 1:
         for table, share in zip(tables, shares, strict=True):
-            table["weight"] = literal(share)
+            table["weight"] = share
     if tables:
-        draft.put("data.prompts", tables if len(tables) > 1 or len(tables[0]) > 1 else named[0], "data.prompt_dataset")
+        names = ("data.prompt_dataset", "data.prompt_probs", "data.prompt_split")
+        draft.put("data.prompts", tables if len(tables) > 1 or len(tables[0]) > 1 else named[0], *names)
     else:
         _files(draft, "data.prompts", "data.prompt_dataset")
     every, apart, split = draft.whole("eval.steps", -1), draft.take("eval.dataset"), draft.take("eval.split", "train")
     if every > 0 and apart:
-        draft.put("eval.prompts", [{"path": apart, "split": split}] if split != "train" else apart, "eval.dataset")
+        held_out = [{"path": apart, "split": split}] if split != "train" else apart
+        draft.put("eval.prompts", held_out, "eval.dataset", "eval.split")
         draft.put("eval.every", every, "eval.steps")
 
 
@@ -678,13 +697,3 @@ def _files(draft: Draft, key: str, name: str) -> None:
         draft.put(key, files[0] if len(files) == 1 else files, name)
     else:
         draft.open(key, "prompts.jsonl", "a .jsonl, .csv or .parquet file, or a hub's dataset")
-
-
-def _at(document: Mapping[str, Any], key: str) -> object:
-    table: Any = document
-    for name in key.split("."):
-        if isinstance(table, list):
-            table = table[int(name)] if int(name) < len(table) else {}
-        else:
-            table = table.get(name) if isinstance(table, dict) else None
-    return table

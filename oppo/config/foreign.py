@@ -228,10 +228,8 @@ def _of_command(path: Path, text: str, *, openrlhf: bool = False) -> dict[str, o
             option = _today(option) if openrlhf else option
             (given if option in known else others)[option] = _read(value) if equals else True
             option = option if option in known else ""
-        elif word.endswith(".py") or word.startswith("openrlhf."):
-            option = ""  # of the launcher before it
-            if openrlhf:
-                others = {}
+        elif word.startswith("openrlhf.") if openrlhf else word.endswith(".py"):
+            option, others = "", {} if openrlhf else others  # of the launcher before it
         elif assigned := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
             shell[assigned[1]] = assigned[2]
         elif option:
@@ -246,9 +244,12 @@ def _of_command(path: Path, text: str, *, openrlhf: bool = False) -> dict[str, o
 
 def _today(name: str) -> str:
     """Return the name in OpenRLHF 0.11 of a flag: `n_samples_per_prompt` is `rollout.n_samples_per_prompt`."""
-    rows = foreign_fields()["OpenRLHF"]
+    rows, earlier = foreign_fields()["OpenRLHF"], _tables()["earlier"]
+    section, _, rest = name.partition("_")
     alike = [row for row in rows if f"_{row.replace('.', '_')}".endswith(f"_{name}")]
-    return str(_tables()["earlier"].get(name) or (alike[0] if name not in rows and len(alike) == 1 else name))
+    if name in rows or name in earlier or len(alike) == 1:
+        return str(earlier.get(name) or (name if name in rows else alike[0]))
+    return f"{section}.{rest}" if section in rows and rest else name
 
 
 def _read(text: str) -> object:
@@ -414,14 +415,14 @@ class Script:
 
 @dataclass(slots=True)
 class Draft:
-    """Settings in the making, each with its origin; ``seen`` are the fields that were asked for."""
+    """Settings in the making, each with its origin: the fields that were given, or a note."""
 
     kind: Kind
     given: dict[str, object]
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     blank: dict[str, str] = field(default_factory=dict)
     lost: dict[str, list[str]] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
+    origins: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def whose(self) -> str:
@@ -432,7 +433,6 @@ class Draft:
         return str(self.values["step.algorithm"][0])
 
     def take(self, name: str, default: Any = None) -> Any:
-        self.seen.add(name)
         value = self.given.get(name)
         if isinstance(value, Computed):
             self.lose("computed when the program runs: give the setting by --set", f"{name} = {value}")
@@ -456,14 +456,16 @@ class Draft:
     def put(self, key: str, value: object, *names: str, note: str = "") -> None:
         told = [name for name in names if self.given.get(name) is not None]
         self.values[key] = (value, note or ", ".join(told) or f"{self.whose}'s default")
+        self.origins[key] = told
 
-    def open(self, key: str, value: object, what: str) -> None:
+    def open(self, key: str, value: object, what: str, *names: str) -> None:
         # a value to be replaced, where the file names none
-        self.put(key, value, note="fill in")
+        self.put(key, value, *names, note="fill in")
         self.blank[key] = what
 
     def lose(self, reason: str, *names: str) -> None:
-        self.lost.setdefault(reason, []).extend(names)
+        if names:
+            self.lost.setdefault(reason, []).extend(names)
 
     def same(self, rows: Rows) -> None:
         """Carry over every field that alone says what a setting is."""
@@ -497,19 +499,19 @@ class Draft:
                 del self.values[key]
             elif section == "eval" and "eval.prompts" not in self.values:
                 del self.values[key]
-                if why in self.given:
-                    self.lose("nothing is evaluated without eval.prompts", why)
+                self.lose("nothing is evaluated without eval.prompts", *self.origins.get(key, []))
             elif name not in known[section] or of_the_critic:
                 del self.values[key]
-                if why in self.given and value not in (0, False, "none"):
-                    self.lose(f"step.algorithm = {algorithm!r} does not read {key}", why)
+                if value not in (0, False, "none"):
+                    self.lose(f"step.algorithm = {algorithm!r} does not read {key}", *self.origins.get(key, []))
             elif refusal := _refusal(known[section][name].kind, value):
                 del self.values[key]
-                self.lose(f"{key}: {refusal}", why)
-        rows = rows_of(self.kind)
+                self.lose(f"{key}: {refusal}", *(self.origins.get(key) or [why]))
+        told = {name for key in self.values for name in self.origins.get(key, [])}
+        told |= {name.partition(" = ")[0] for names in self.lost.values() for name in names}
         for name, value in self.given.items():
-            if name not in self.seen and value not in (None, False, "", [], {}):
-                self._unread(name, rows)
+            if name not in told and not name.startswith("<") and value not in (None, False, "", "no", [], {}):
+                self._unread(name, rows_of(self.kind))
 
     def _unread(self, name: str, rows: Rows) -> None:
         place = name
@@ -524,8 +526,8 @@ class Draft:
     def trackers(self, name: str) -> None:
         given = self.take(name) or []
         listed, known = [*map(str, given if isinstance(given, list) else [given])], get_args(Tracker)
-        if chosen := [each for each in known if each in listed]:
-            self.put("run.track", chosen, name)
+        if listed:
+            self.put("run.track", [each for each in known if each in listed], name)
         if others := [f"{name} = {each}" for each in listed if each not in {*known, "console", "none"}]:
             self.lose(f"run.track knows {', '.join(known)}", *others)
 
@@ -540,16 +542,16 @@ class Draft:
         if epochs % 1:
             self.lose("data.epochs counts whole passes: rounded up, so give run.steps", f"{name} = {epochs}")
 
-    def rewards(self, rewards: Sequence[object], weights: Sequence[object] = ()) -> None:
+    def rewards(self, rewards: Sequence[object], *names: str, weights: Sequence[object] = ()) -> None:
         for number, reward in enumerate(rewards):
             source, key = str(reward), f"rewards.{number}"
             code = isinstance(reward, Function | Computed) or ("/" not in source and not source.startswith((".", "~")))
             last = source.rpartition(".")[2] if code else PurePosixPath(source).name
             if code:
                 told = f"move {source} into a file: it gets completions as text, and the columns that it names"
-                self.open(f"{key}.source", moved(source, "rewards.py"), told)
+                self.open(f"{key}.source", moved(source, "rewards.py"), told, *names)
             else:
-                self.put(f"{key}.source", source, note="the reward model")
+                self.put(f"{key}.source", source, *names, note="the reward model")
             if len(rewards) > 1:
                 self.put(f"{key}.name", plain_name(last), note="its name in metrics")
             if number < len(weights):
@@ -619,3 +621,13 @@ def _toml(value: object) -> str:
 
 def _key(key: object) -> str:
     return tomli_w.dumps({str(key): 0}).rpartition(" = ")[0]
+
+
+def at(document: Mapping[str, Any], key: str) -> object:
+    table: Any = document
+    for name in key.split("."):
+        if isinstance(table, list):
+            table = table[int(name)] if int(name) < len(table) else {}
+        else:
+            table = table.get(name) if isinstance(table, dict) else None
+    return table

@@ -597,31 +597,6 @@ class Profile:
             )
         return readers
 
-    def bound(self, lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
-        """Return the seconds of a step below which no schedule comes on these devices (the work bound).
-
-        All devices but the reward model's share all work but its own, and decode steps cost what their rows do::
-
-            max( (decoding of rows + reference and critic + update) / devices + fixed + weight sync,  reward model )
-        """
-        layout, engine, system = self.layout, self.engine, self.system()
-        pool = layout.decode + layout.train
-        rows = self.workload.prompt + lengths.astype(np.float64)
-        decoder, updater = system.decoder, system.updater
-        context = self.workload.prompt + lengths / 2
-        decoding = (lengths * (decoder.row + decoder.context * context)).sum(1) / pool
-        share = {"actor": layout.decode, "trainer": layout.train}
-        training = np.array([updater.seconds(row) for row in rows]) - updater.fixed
-        total = decoding + training * share[updater.device] / pool
-        busy = np.zeros(len(rows))
-        for reader in system.readers.values():
-            seconds = np.array([reader.passes.whole(row) for row in rows])
-            if reader.device in share:
-                total = total + seconds * share[reader.device] / pool
-            else:
-                busy = busy + seconds
-        return float(np.maximum(total + engine.fixed_seconds + engine.weight_sync_seconds, busy).mean())
-
 
 def _scaled(passes: Passes, by: float) -> Passes:
     return Passes(token=by * passes.token, pair=by * passes.pair)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -152,11 +152,11 @@ class _Step:
     syncing: float = math.nan
     synced: float = math.nan
     seconds: float = 0.0
-    rows: int = 0  # decoded from the start
     steps: int = 0  # decode steps
     had: dict[Row, int] = field(default_factory=dict)  # tokens of each row that is decoded, when it joined
     after: dict[Row, int] = field(default_factory=dict)  # decode steps before it
     trained: list[Row] = field(default_factory=list)
+    seen: Observation = field(default_factory=lambda: Observation(0))  # its decoding from the cut, all from its end
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the controller
     discarded: int = 0  # tokens
     staleness: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # of trained rows, in updates
@@ -176,12 +176,6 @@ class _Step:
     @property
     def tokens(self) -> int:
         return sum(row.length for row in self.trained)
-
-    def units(self) -> Iterable[list[Row]]:
-        found: dict[int, list[Row]] = {}
-        for row in self.had:
-            found.setdefault(row.prompt.admission, []).append(row)
-        return found.values()
 
 
 @dataclass(eq=False)
@@ -234,10 +228,8 @@ class SimulatedRun:
         self._refills = False
         self._unheard: list[Observation] = []
         self._version = 0  # of the trainer
-        self._served = 0  # of the actor
-        self._load = self._adopted = (
-            0  # number of the weights given to the actor last, and of those that all lanes have
-        )
+        self._served = 0  # of the newest weights that a lane has
+        self._adopted = 0  # of all lanes
         self._last = -math.inf  # when weights were given last
         self.ended: list[_Step] = []
 
@@ -290,9 +282,8 @@ class SimulatedRun:
         groups = self._take(wanted)
         complete = self._ledger.begin(groups)
         opened = self._open([*(unit.prompts for unit in self._ledger.restarted), *groups])
-        for row in resumed:
-            if "critic" in self._early:  # it has forgotten them
-                self._tell(step, row, ("critic",))
+        for row in resumed if "critic" in self._early else ():
+            self._tell(step, row, ("critic",))  # it has forgotten them
         for unit in complete:
             self._finish(unit, step)
         live = [row for row in self.rows.values() if row.made < row.length]
@@ -302,7 +293,7 @@ class SimulatedRun:
                 self._tell(step, row)
             self._cut(step)
             return
-        step.rows = len(live)
+        step.seen = replace(step.seen, rows=len(live))
         units = {row.prompt.admission for row in live}
         self._join([row for row in self.rows.values() if row.prompt.admission in units], step)
         self._refills = self._ledger.refills
@@ -392,6 +383,7 @@ class SimulatedRun:
             if row.made > row.sent:
                 row.sent = row.made
                 self._tell(step, row)
+        step.seen = self._decoded(step)
         late = {prompt.rollout for unit in self._ledger.end() for prompt in unit.prompts}
         deferred = [row for rollout, row in self.rows.items() if rollout in late]
         for name, scorer in self._scorers.items():
@@ -467,7 +459,6 @@ class SimulatedRun:
 
     def _sync(self, step: _Step) -> None:
         # Give the weights to the actor: now, or to each lane between two of its decode steps.
-        self._load += 1
         version, missing = self._version, set(self.lanes)
 
         def adopt(lane: Lane) -> None:
@@ -476,12 +467,11 @@ class SimulatedRun:
             prefill = self.system.decoder.prefill
             for row, made in lane.live():
                 row.follow(version, made)
-                if self.system.decoder.recomputes and row.load != self._load:
+                if self.system.decoder.recomputes and row.load != version:
                     lane.pause(prefill.reading(0, self.workload.prompt + max(made - 1, 0)))
-                row.load = self._load
+                row.load = version
             if not missing:
-                self._adopted = self._load
-                self._updating, step.synced = None, self._clock.now
+                self._adopted, self._updating, step.synced = version, None, self._clock.now
                 began = max(step.started, self._last) if step.ahead else step.started
                 step.seconds, self._last = step.synced - began, step.synced
                 self._later(self._progress)
@@ -497,7 +487,8 @@ class SimulatedRun:
         step.lane_seconds = sum(lane.busy for lane in self.lanes)
         step.work = {name: self._done(device) for name, device in self._devices.items()}
         self.ended.append(step)
-        self._unheard.append(self._observed(step))
+        step.seen = self._observed(step)
+        self._unheard.append(step.seen)
         if not self.alive:
             self._draining = False
             self._hear(step.index + 1)
@@ -509,35 +500,41 @@ class SimulatedRun:
                 self.admission.observe(each)
         self._unheard = [each for each in self._unheard if each.step >= observed]
 
-    def _observed(self, step: _Step) -> Observation:
-        answers = {STAGES[name]: each for name, each in step.backlogs.items() if each.answered}
-        begin = step.begun
-        waited = max([step.cut, *(each.last for each in answers.values())])
-        rest = max(0.0, step.seconds - (waited - begin))
-        if self.schedule.lookahead:
-            rest = step.updated - step.updating + step.synced - step.syncing
-        longest = [(max(map(_tokens, unit)), all(row.made == row.length for row in unit)) for unit in step.units()]
+    def _decoded(self, step: _Step) -> Observation:
+        units: dict[int, list[Row]] = {}
+        for row in step.had:
+            units.setdefault(row.prompt.admission, []).append(row)
+        longest = [
+            (max(row.made for row in unit), all(row.made == row.length for row in unit)) for unit in units.values()
+        ]
         finished = tuple(length for length, complete in longest if complete)
-        return Observation(
-            step.index,
-            seconds=step.seconds,
-            decode_seconds=step.cut - begin,
+        return replace(
+            step.seen,
+            step=step.index,
+            decode_seconds=step.cut - step.begun,
             decode_steps=step.steps,
             tokens=sum(row.made - had for row, had in step.had.items()),
-            rows=step.rows,
             finished=finished,
             capped=sum(length >= self.workload.cap for length in finished),
             deferred=tuple(length for length, complete in longest if not complete),
-            scoring=tuple(_scoring(stage, each, step.cut) for stage, each in sorted(answers.items())),
-            rest_seconds=rest,
-            score=self._score(step.index),
             lookahead=self.schedule.lookahead,
             chunk=self.schedule.chunk or 0,
         )
 
-    def _score(self, step: int) -> float:
-        # It rises to a plateau; the noise is of the step's mean.
-        return 4.1 * (1 - math.exp(-step / 100)) + float(self._noise[min(step, self.steps)])
+    def _observed(self, step: _Step) -> Observation:
+        answers = {STAGES[name]: each for name, each in step.backlogs.items() if each.answered}
+        waited = max([step.cut, *(each.last for each in answers.values())])
+        rest = max(0.0, step.seconds - (waited - step.begun))
+        if self.schedule.lookahead:
+            rest = step.updated - step.updating + step.synced - step.syncing
+        return replace(
+            step.seen,
+            seconds=step.seconds,
+            scoring=tuple(_scoring(stage, each, step.cut) for stage, each in sorted(answers.items())),
+            rest_seconds=rest,
+            # it rises to a plateau; the noise is of the step's mean
+            score=4.1 * (1 - math.exp(-step.index / 100)) + float(self._noise[min(step.index, self.steps)]),
+        )
 
     def _done(self, device: Device) -> Mapping[str, float]:
         done, lanes = device.done(), self.lanes
@@ -583,10 +580,6 @@ class SimulatedRun:
             ),
             restarts=Restarts(waste, float(means.std() / means.mean())) if self._ledger.restarts else None,
         )
-
-
-def _tokens(row: Row) -> int:
-    return row.made
 
 
 def _scoring(stage: str, backlog: Backlog, cut: float) -> Scoring:

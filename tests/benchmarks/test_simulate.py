@@ -17,6 +17,7 @@ from benchmarks.simulate.__main__ import main
 from benchmarks.simulate.check import (
     SCORE_ON_TWO,
     TRAIN_ON_TWO,
+    WITHIN,
     LadderResult,
     Ratio,
     adapted,
@@ -154,6 +155,22 @@ def test_another_layout_and_another_reward_are_what_they_are_stated_to_be(file: 
     assert there.interference == cores_of("shared", MODES["chunk"], apart=False).contention
     assert alone.readers.keys() == {"reference", "critic"}
     assert alone.updater.passes.token == pytest.approx(4 * there.updater.passes.token)
+
+
+MEASURED = ("paper-split", "paper-shared", "rule-reward-split", "rule-reward-shared")
+
+
+@pytest.mark.deep
+def test_the_measured_ladder_is_predicted_from_one_of_its_modes() -> None:
+    """Of 23 ratios on two cores, 18 are within a tenth, and the order is right wherever ranges are disjoint."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "results" / "amd-epyc-2-cores"
+    files = [folder / f"{name}.json" for name in MEASURED]
+    checked = list(check([each for file in files for each in LadderResult.read(file)], "chunk"))
+    checked += check(LadderResult.read(folder / "balanced-split.json"), "chunk")
+    ratios = [ratio for each in checked for ratio in each.ratios]
+    assert len(ratios) == 23
+    assert sum(abs(ratio.error) <= WITHIN for ratio in ratios) >= 18
+    assert not any(each.wrong_order for each in checked)
 
 
 def ratio(mode: str, low: float, high: float, simulated: float) -> Ratio:

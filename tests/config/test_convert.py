@@ -8,20 +8,23 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 from oppo.cli import UNUSABLE, main
 from oppo.config.convert import Converted, convert
-from oppo.config.foreign import Kind, foreign_fields, ours
+from oppo.config.foreign import Kind, at, foreign_fields, ours
 from oppo.config.load import resolve
 from oppo.errors import ConfigError
 from tests.kit.workplace import furnish
 
 FOREIGN = Path(__file__).with_name("foreign")
 FILES = ["trl_ppo.sh", "trl_grpo.py", "trl_grpo.yaml", "verl_ppo.sh", "verl_grpo.yaml"]
+FILES += ["openrlhf_grpo.sh"]
 HERE = {
     "trl_ppo.sh": ["run.track=[]"],
     "trl_grpo.py": ["data.prompts=prompts.jsonl", "data.chat_template_kwargs={}"],
     "verl_ppo.sh": ["run.track=[]"],
+    "openrlhf_grpo.sh": ["run.track=[]", "models.lora_rank=2", "sampling.max_new_tokens=8", "algorithm.long_buffer=2"],
 }
 """What a user would change for the folder of the tests."""
 
@@ -60,7 +63,7 @@ def test_a_command_of_ppo_keeps_its_numbers_and_those_that_trl_would_have_taken(
     assert found["models"] == {"policy": "./actor", "dtype": "bfloat16"}
     assert found["data"] == {"prompts": "prompts.jsonl", "over_long": "error", "drop_last": True}
     assert found["rewards"] == [{"source": "./reward"}]
-    assert found["sampling"] == {"max_new_tokens": 53, "temperature": 0.7}
+    assert found["sampling"] == {"max_new_tokens": 53, "temperature": 0.7, "eos": True}
     assert found["trainer"] == {
         "schedule": "linear",
         "warmup_steps": 0.1,
@@ -68,7 +71,8 @@ def test_a_command_of_ppo_keeps_its_numbers_and_those_that_trl_would_have_taken(
         "gradient_checkpointing": 1,
         "learning_rate": 3e-6,
     }
-    assert lost(converted) == {"local_rollout_forward_batch_size", "report_to"}
+    idle = {"dataset_test_split", "model_name_or_path"}
+    assert lost(converted) == {"local_rollout_forward_batch_size", "report_to", *idle}
     assert "# sft_model_path" in converted.text
     assert "TRL's default" in converted.text
 
@@ -165,6 +169,218 @@ def test_a_mask_and_a_distillation_of_verl_say_which_settings_are_theirs(tmp_pat
     assert "(see algorithm.distill_top_k)" in reasons[f"{distillation}.topk"]
 
 
+SCRIPTS: dict[str, tuple[dict[str, object], set[str]]] = {
+    "trl_ppo.sh": ({"step.batch": 16, "run.steps": 10}, {"local_rollout_forward_batch_size", "report_to"}),
+    "trl_grpo_vllm.sh": (
+        {
+            "step.batch": 8,
+            "algorithm.samples": 8,
+            "trainer.minibatches": None,
+            "trainer.epochs": 1,
+            "algorithm.is_correction": "mask_product",
+            "algorithm.is_low": 0.0,
+            "algorithm.is_high": 3.0,
+            "algorithm.ratio_base": "proximal",
+            "models.dtype": "bfloat16",
+            "data.epochs": 1,
+            "run.steps": None,
+            "trainer.warmup_steps": 0.03,
+            "algorithm.kl_estimator": "k2",
+            "run.checkpoint_every": 50,
+        },
+        {"config_file", "log_completions", "push_to_hub"},
+    ),
+    "trl_rloo.sh": (
+        {
+            "step.batch": 32,
+            "algorithm.samples": 4,
+            "trainer.minibatches": 2,
+            "trainer.epochs": 2,
+            "run.steps": 100,
+            "trainer.warmup_steps": 10,
+            "run.checkpoint_every": 25,
+            "models.dtype": "float16",
+        },
+        {"unheard_of", "logging_steps", "epsilon"},
+    ),
+    "verl_ppo.sh": (
+        {"step.batch": 8, "trainer.minibatches": 2, "data.epochs": 15, "run.steps": None},
+        {"trainer.project_name", "actor_rollout_ref.actor.fsdp_config.param_offload"},
+    ),
+    "verl_grpo_math.sh": (
+        {
+            "step.batch": 1024,
+            "algorithm.samples": 5,
+            "trainer.minibatches": 4,
+            "trainer.epochs": 1,
+            "data.epochs": 15,
+            "data.drop_last": True,
+            "eval.every": 5,
+            "models.policy": "./actor",
+            "algorithm.ratio_base": "proximal",
+            "algorithm.is_correction": "none",
+        },
+        {"trainer.n_gpus_per_node", "actor_rollout_ref.ref.fsdp_config.param_offload"},
+    ),
+    "verl_dapo.sh": (
+        {
+            "step.algorithm": "dapo",
+            "step.batch": 512,
+            "algorithm.samples": 16,
+            "trainer.minibatches": 16,
+            "data.max_prompt_tokens": 2048,
+            "sampling.max_new_tokens": 20480,
+            "algorithm.long_buffer": 4096,
+            "trainer.micro_batch_tokens": 22528,
+            "run.steps": 200,
+            "data.epochs": 1,
+            "eval.samples": 4,
+            "algorithm.is_correction": "truncated",
+            "algorithm.is_cap": 2.0,
+            "trainer.warmup_steps": 10,
+        },
+        {"data.gen_batch_size", "reward_model.reward_manager", "trainer.resume_mode"},
+    ),
+    "openrlhf_ppo.sh": (
+        {
+            "step.algorithm": "ppo",
+            "step.batch": 1024,
+            "algorithm.samples": 1,
+            "trainer.minibatches": 8,
+            "trainer.epochs": 1,
+            "data.epochs": 1,
+            "trainer.critic_learning_rate": 9e-6,
+            "algorithm.kl": 0.01,
+            "data.max_prompt_tokens": 1024,
+            "sampling.max_new_tokens": 1024,
+            "trainer.warmup_steps": 0.03,
+        },
+        {"reward.normalize_enable", "vllm.sync_backend", "data.max_samples", "actor.min_lr_ratio"},
+    ),
+    "openrlhf_reinforce.sh": (
+        {
+            "step.algorithm": "grpo",
+            "algorithm.scale_scores": "batch",
+            "step.batch": 128,
+            "algorithm.samples": 8,
+            "trainer.minibatches": 1,
+            "data.epochs": 20,
+            "algorithm.kl_in": "loss",
+            "algorithm.clip_high": 0.27,
+            "algorithm.is_correction": "mask",
+            "algorithm.is_low": 0.5,
+            "algorithm.is_high": 5.0,
+            "rewards.0.source": "reward_func.py:reward_func",
+            "eval.samples": 4,
+        },
+        {"train.full_determinism_off", "train.num_episodes", "data.label_key"},
+    ),
+    "openrlhf_grpo.sh": (
+        {
+            "step.algorithm": "dapo",
+            "step.batch": 128,
+            "algorithm.samples": 8,
+            "trainer.minibatches": 4,
+            "trainer.epochs": 2,
+            "run.seed": 7,
+            "algorithm.kl": 0,
+            "algorithm.long_buffer": 256,
+        },
+        {"critic.freezing_steps", "train.micro_batch_size"},
+    ),
+}
+"""Launch scripts in the form of the trainers' own: what their settings count, and some of what is named as lost."""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_launch_script_becomes_settings_that_count_what_it_says(name: str, tmp_path: Path) -> None:
+    expected, named = SCRIPTS[name]
+    converted = convert(FOREIGN / name, overrides=["rewards.0.source=a.py:b"] if name.startswith("verl") else ())
+    assert {key: at(converted.document, key) for key in expected} == expected
+    assert named <= lost(converted)
+    settings = resolve(converted.document, tmp_path)
+    assert settings.algorithm.responses == (expected.get("algorithm.samples") or 1)
+    assert not any("1000000" in line for line in converted.text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "named"),
+    [
+        ({}, ("mask_product", None, 0.0, 3.0), set()),
+        ({"mode": "token_truncate"}, ("truncated", 3.0, None, None), set()),
+        ({"mode": "token_truncate", "cap": 2.5}, ("truncated", 2.5, None, None), set()),
+        ({"mode": "token_mask", "clip_min": 0.25, "clip_max": 4.0}, ("mask", None, 0.25, 4.0), set()),
+        ({"mode": "sequence_truncate", "clip_max": 2.0}, ("truncated_sequence", 2.0, None, None), set()),
+        ({"mode": "sequence_truncate", "clip_min": 0.5}, ("truncated_sequence", 3.0, None, None), {"clip_min"}),
+        ({"mode": "sequence_mask", "clip_max": None}, ("mask_product", None, 0.0, None), {"clip_max"}),
+        ({"correction": False}, ("none", None, None, None), set()),
+        ({"mode": "other"}, (None, None, None, None), {"mode"}),
+    ],
+)
+def test_the_correction_of_trl_for_vllm_is_kept_or_named(
+    given: dict[str, object], expected: tuple[object, ...], named: set[str], tmp_path: Path
+) -> None:
+    prefix = "vllm_importance_sampling"
+    fields = {"use_vllm": True, "model_name_or_path": "a"} | {f"{prefix}_{key}": value for key, value in given.items()}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(fields))
+    converted = convert(tmp_path / "c.yaml", kind="grpo", overrides=["data.prompts=a.jsonl"])
+    names = ("is_correction", "is_cap", "is_low", "is_high")
+    assert tuple(converted.document["algorithm"].get(name) for name in names) == expected
+    assert {name.removeprefix(f"{prefix}_") for name in lost(converted)} - {"num_processes"} == named
+    assert converted.document["algorithm"]["ratio_base"] == "proximal"
+    resolve(converted.document, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({}, "bfloat16"),
+        ({"bf16": True, "dtype": "float32"}, "bfloat16"),
+        ({"fp16": True}, "float16"),
+        ({"bf16": False}, "float32"),
+        ({"bf16": False, "dtype": "auto"}, "auto"),
+        ({"bf16": False, "dtype": "torch.bfloat16"}, "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "rloo"])
+def test_weights_have_the_type_in_which_trl_computes(
+    kind: Kind, given: dict[str, object], dtype: str, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"learning_rate": 1e-6, **given}))
+    assert convert(tmp_path / "c.yaml", kind=kind).document["models"]["dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    ("threshold", "level", "expected"),
+    [
+        ("2.5", "token", {"is_correction": "truncated", "is_cap": 2.5}),
+        ("3", "sequence", {"is_correction": "truncated_sequence", "is_cap": 3}),
+        ("0.5_5.0", "token", {"is_correction": "mask", "is_low": 0.5, "is_high": 5.0}),
+        ("0.5_5.0", "sequence", {"is_correction": "mask_product", "is_low": 0.5, "is_high": 5.0}),
+    ],
+)
+def test_a_correction_of_verl_has_one_bound_or_two(
+    threshold: str, level: str, expected: dict[str, object], tmp_path: Path
+) -> None:
+    place = "algorithm.rollout_correction"
+    (tmp_path / "c.sh").write_text(f"verl {place}.rollout_is={level} {place}.rollout_is_threshold={threshold}")
+    found = convert(tmp_path / "c.sh").document["algorithm"]
+    assert found.items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("$((1024 * 2))", 2048), ("$(( (A + 4) * 2 ))", 24), ("$(($A/3))", 2), ("$((A-1))", 7), ("$((A**2))", None)],
+)
+def test_the_shell_s_arithmetic_is_computed_or_named(expression: str, value: int | None, tmp_path: Path) -> None:
+    (tmp_path / "c.sh").write_text(
+        f"A=8\nn={expression}\npython -m verl.trainer.main_ppo data.max_response_length=$n\n"
+    )
+    converted = convert(tmp_path / "c.sh")
+    assert converted.document["sampling"]["max_new_tokens"] == (value or 512)
+    assert ("data.max_response_length" in lost(converted)) == (value is None)
+
+
 def test_overrides_of_verl_are_read_with_their_variables() -> None:
     converted = convert(FOREIGN / "verl_ppo.sh")
     found = converted.document
@@ -214,7 +430,7 @@ def test_a_resolved_configuration_of_verl_is_read_with_its_references() -> None:
         "kl_estimator": "k3",
     }
     assert found["rewards"] == [{"source": "rewards.py:short"}]
-    assert "engine" not in found["models"]
+    assert found["models"]["engine"] == "transformers"
     assert found["data"]["over_long"] == "truncate"
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tomli_w
 
+from benchmarks.simulate.paper import work_bound
 from oppo.errors import ConfigError
 from oppo.run.simulation import load_profile, profile_of
 from oppo.simulate.costs import GPUS, MODELS, Lognormal, Observed, Profile, Reached
@@ -217,9 +218,9 @@ def test_the_work_bound_is_what_all_devices_together_need() -> None:
     decoding = 64 * 400 * (system.decoder.row + system.decoder.context * (256 + 200)) / 7
     forward = sum(reader.passes.whole(rows) for reader in system.readers.values()) * 3 / 7
     training = system.updater.passes.whole(rows) * 3 / 7
-    assert found.bound(lengths) == pytest.approx(decoding + forward + training + 2.0 + 0.5)
+    assert work_bound(found, lengths) == pytest.approx(decoding + forward + training + 2.0 + 0.5)
     slow = profile(engine={"scoring": 0.001})
-    assert slow.bound(lengths) == pytest.approx(slow.system().readers["reward"].passes.whole(rows))
+    assert work_bound(slow, lengths) == pytest.approx(slow.system().readers["reward"].passes.whole(rows))
 
 
 def test_lognormal_lengths_have_the_median_the_cap_and_the_runaways_that_are_asked_for() -> None:
