@@ -89,7 +89,7 @@ MAX_FUNCTION_LINES = 80
 BUDGETS = {
     "admission": 1_403,
     "agents": 1_568,
-    "algorithms": 1_090,
+    "algorithms": 1_081,
     "config": 3_922,
     "data": 829,
     "demo": 1_491,
@@ -99,14 +99,14 @@ BUDGETS = {
     "hf": 11_437,
     "liveness": 630,
     "losses": 1_135,
-    "oppo": 6_149,
+    "oppo": 6_148,
     "placement": 3_828,
-    "report": 3_303,
+    "report": 3_304,
     "rewards": 1_802,
     "run": 5_199,
     "simulate": 3_765,
-    "stages": 3_922,
-    "testing": 1_414,
+    "stages": 3_949,
+    "testing": 1_415,
     "vllm": 4_218,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
@@ -116,7 +116,7 @@ RATCHETS = {
     "files in the root": 21,
     "protocols": 55,
     "functions that only require": 70,
-    "functions given all settings": 27,
+    "functions given all settings": 26,
     "modules that name turns": 40,  # the stage, the settings and the rewards of credit by turn
     "modules that name deterministic": 21,
     "modules that name lookahead": 24,
