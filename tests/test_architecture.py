@@ -92,7 +92,7 @@ BUDGETS = {
     "algorithms": 1_081,
     "config": 3_922,
     "data": 829,
-    "demo": 1_491,
+    "demo": 1_500,
     "environments": 1_353,
     "evaluation": 548,
     "graph": 2_371,
