@@ -553,7 +553,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "environment.tools, environment.factory or agents.program, or leave algorithm.{found[0]} out": (
         lambda s: (
             not (s.environment.answering or s.agents.program)
-            and next(iter(changed(s.algorithm, {"credit", "over"}).items()), None)
+            and next(iter(changed(cast("Any", s.algorithm), {"credit", "over"}).items()), None)
         )
     ),
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "

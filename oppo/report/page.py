@@ -237,7 +237,7 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
     interval = one("eval/score_ci95", "last", ".2f")
     bound = together([found for each in run.records if (found := _bound(each))][-_WINDOW:])
     rest = ", ".join(f"{name}: {one(name, 'total', ',')}" for name in ("deferred", "dropped"))
-    found = {
+    shown = {
         "Held-out score, first → last": (
             span("eval/score"),
             "eval/score" + (f", ± {interval} at last" if interval else ""),
@@ -252,7 +252,7 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
         "The last steps wait for": (_WAITS[bound.largest] if bound else "", "bottleneck/*"),
         "Rollouts trained": (one("trained", "total", ","), rest),
     }
-    return {label: figure for label, figure in found.items() if figure[0]}
+    return {label: figure for label, figure in shown.items() if figure[0]}
 
 
 _WAITS: Final = {

@@ -27,6 +27,7 @@ from oppo.simulate.bulk import Backlog, Clock, Device, Job, Lane, Place, Row, Sc
 from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
 from oppo.stages.ledger import Ledger, Unit
 
+_CRITIC: Final[ScorerName] = "critic"
 BLOCKS: Final = 3  # parts of a run whose means tell how far chance goes
 
 
@@ -213,7 +214,9 @@ class SimulatedRun:
         readers, held = self.system.readers, self.schedule.held
         self._scorers = {name: self._scorer(name, reader) for name, reader in readers.items()}
         self._late = {name for name, reader in readers.items() if held or not reader.streams}  # told at the cut
-        self._early = [name for name, each in self._scorers.items() if each.whole is None and name not in self._late]
+        self._early: Sequence[ScorerName] = [
+            name for name, each in self._scorers.items() if each.whole is None and name not in self._late
+        ]
         device, static = self._device(decoder.device), decoder.static and self.schedule.held
         self.lanes = [
             Lane(self._clock, device, decoder, workload.prompt, self.schedule.chunk or 0, static, self._attend)
@@ -282,8 +285,8 @@ class SimulatedRun:
         groups = self._take(wanted)
         complete = self._ledger.begin(groups)
         opened = self._open([*(unit.prompts for unit in self._ledger.restarted), *groups])
-        for row in resumed if "critic" in self._early else ():
-            self._tell(step, row, ("critic",))  # it has forgotten them
+        for row in resumed if _CRITIC in self._early else ():
+            self._tell(step, row, (_CRITIC,))  # it has forgotten them
         for unit in complete:
             self._finish(unit, step)
         live = [row for row in self.rows.values() if row.made < row.length]
