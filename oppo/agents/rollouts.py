@@ -505,15 +505,17 @@ class Agents(RunningAgents, Branching):
                 await self.asked(session)
                 while asking := await session.asking():
                     for talk in asking:
-                        if full := talk.told == turns:
-                            talk.refuse(_FULL)
-                        else:
+                        if talk.told < turns:
                             talk.tell(turn, [0.0] * len(turn))
+                        else:
+                            full = True
+                            talk.refuse(_FULL)
             except EnvironmentFailure:
                 if not full:
                     raise
             told = sum(talk.told for talk in session.conversations.values())
-            return Rehearsed(None if full else session.outcome, told, session.refused)
+            outcome = None if isinstance(session.outcome, EnvironmentFailure) else session.outcome
+            return Rehearsed(outcome, told, session.refused)
 
     def prompts(
         self,
@@ -537,7 +539,7 @@ class Agents(RunningAgents, Branching):
 class Rehearsed:
     """An agent that was tried out: its result, ``None`` where it went on, its answered requests, and a refusal."""
 
-    outcome: float | Drop | EnvironmentFailure | None
+    outcome: float | Drop | None
     answered: int
     refused: str
 

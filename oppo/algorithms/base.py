@@ -36,6 +36,7 @@ from oppo.returns import (
     TopLogprobs,
 )
 from oppo.training import Aggregation, Surrogate, SurrogateKind
+from oppo.turns import Environment
 
 if TYPE_CHECKING:
     from oppo.losses import ClippedLoss, Loss
@@ -47,7 +48,8 @@ class Roles:
 
     The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
     for one that corrects nothing, and ``reference`` for one that refers to none, unless settings name a model for it,
-    to measure the KL. ``teacher`` is the model of ``models.teacher``. ``max_new_tokens`` is the cap of a response.
+    to measure the KL. ``teacher`` is the model of ``models.teacher``. ``max_new_tokens`` is the cap of a response. An
+    ``environment`` also joins a graph that was made without it.
     """
 
     policy: Policy
@@ -60,6 +62,7 @@ class Roles:
     chunks: ChunkSize
     max_new_tokens: int
     teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None
+    environment: Environment | None = None
 
 
 class Algorithm(Protocol):

@@ -159,6 +159,7 @@ class GroupAlgorithm(ClippedAlgorithm):
             proximal=roles.proximal,
             select=self.selection(),
             chunks=roles.chunks,
+            environment=roles.environment,
             teacher=roles.teacher,
         )
 

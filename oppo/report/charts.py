@@ -140,7 +140,7 @@ class Line:
         return zip(self.x, self.y, self.error or [None] * len(self.x), strict=True)
 
 
-WIDTH, HEIGHT = 560, 220
+WIDTH, HEIGHT = 420, 190
 MOST = 500  # blocks of steps that a picture resolves: it bounds the size of a long run's page
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 44
@@ -167,7 +167,9 @@ def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = (), s
             path += "" if y is None else f"{pen}{axes.at(x - first, y)}" + ("h.01" if pen == "M" else "")
             pen = "M" if y is None else "L"
             if y is not None and error is not None:
-                drawn.append(rule(axes.x(x - first), axes.y(y - error), axes.x(x - first), axes.y(y + error)))
+                drawn.append(
+                    rule(axes.x(x - first), axes.y(y - error), axes.x(x - first), axes.y(y + error), opacity=0.7)
+                )
         path += f"V{axes.height}H{axes.x(each.x[0] - first):.1f}Z" if stack else ""
         drawn.append(f'<path d="{path}" {paint}/>')
     key, rows = legend(_LEFT, HEIGHT - 7, zip([each.label for each in series], cycle(COLOURS), strict=False), _ACROSS)

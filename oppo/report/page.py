@@ -163,7 +163,8 @@ def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], *, drawing: bool) ->
         if drawing:
             shown = f'<div class="plot" data-chart="{number}"></div>'
         else:
-            shown = lines(chart.title, found, within=chart.within, stack=bool(chart.stack))
+            stack = bool(chart.stack) and len({each.run for each in found}) == 1  # areas of several runs hide others
+            shown = lines(chart.title, found, within=chart.within, stack=stack)
         heading = f"<h3>{escape(chart.title)}<small>{escape(', '.join(names) + unit)}</small></h3>"
         said += f'<figure title="{escape(meaning)}"><figcaption>{heading}</figcaption>{shown}</figure>'
     return said + ("</div>" if section else "")
@@ -237,14 +238,14 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
     bound = together([found for each in run.records if (found := _bound(each))][-_WINDOW:])
     rest = ", ".join(f"{name}: {one(name, 'total', ',')}" for name in ("deferred", "dropped"))
     found = {
-        "Held-out score, before → after": (
+        "Held-out score, first → last": (
             span("eval/score"),
-            "eval/score" + (f", ± {interval} after" if interval else ""),
+            "eval/score" + (f", ± {interval} at last" if interval else ""),
         ),
-        "Score of the first and last steps": (span("score"), "score"),
+        "Score, first → last steps": (span("score"), "score"),
         "KL to the reference": (one("objective/kl", "last", ".2f", " nats"), "objective/kl, last steps"),
         "KL to the teacher": (one("objective/teacher_kl", "last", ".2f", " nats"), "objective/teacher_kl, last steps"),
-        "Held-out response, before → after": (span("eval/response_length", 0), "eval/response_length, tokens"),
+        "Held-out response, first → last": (span("eval/response_length", 0), "eval/response_length, tokens"),
         "A step": (one("seconds", "median", ".3g", " s"), "seconds, median"),
         "Tokens a second": (one("throughput/tokens_per_s", "median", ",.0f"), "throughput/tokens_per_s, median"),
         "Scoring hidden": (one("overlap/hidden_fraction", "mean", ".0%"), "overlap/hidden_fraction"),

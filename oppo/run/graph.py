@@ -53,7 +53,7 @@ def compose(
     update = graph.stage("update", Update)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     generate = graph.stage("generate", Generate)
-    if generate.environment is not None and assembly.environment is not None:
+    if generate.environment not in (None, assembly.environment) and assembly.environment is not None:
         answering = settings.environment.answering
         key = f"environment.{answering}" if answering else "agents.program"
         value = getattr(settings.environment, answering) if answering else settings.agents.program
@@ -130,6 +130,7 @@ def roles_of(assembly: Assembly, admission: Admission, chunks: ChunkSize) -> Rol
         admission=admission,
         chunks=chunks,
         max_new_tokens=assembly.sampling.max_new_tokens,
+        environment=assembly.environment,
     )
 
 

@@ -25,6 +25,7 @@ from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.tool_calls import tool_schema
 from oppo.models import SamplingSettings
+from oppo.rewards import ByTurn, TokenRewards
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
 from oppo.vllm.sync import free_port
@@ -179,6 +180,26 @@ def test_one_conversation_has_the_tokens_that_it_has_with_tools() -> None:
         rollout.text() == TURNS[0] + "<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response>\n"
         "<tool_response>\nFIVE\n</tool_response><|im_end|>\n<|im_start|>assistant\nIt is 5!<|im_end|>"
     )
+
+
+async def rewarding(to: openai.AsyncOpenAI, row: dict[str, object]) -> object:
+    return ByTurn([0.25, await with_tools(to, row)])
+
+
+async def rewarding_more(to: openai.AsyncOpenAI, row: dict[str, object]) -> object:
+    return ByTurn([0.25, await with_tools(to, row), 9.0])
+
+
+def test_an_agent_rewards_the_turns_of_its_conversation_and_none_that_is_not_there() -> None:
+    rollout, reward = tried(rewarding, played)
+    assert isinstance(reward, TokenRewards)
+    first = len(rollout.pieces[0].tokens)
+    assert (reward, reward.rewards[first - 1], reward.rewards[-1]) == (1.25, 0.25, 1.0)
+    with pytest.raises(
+        EnvironmentFailure, match="do not fit its first conversation: there is no turn 2 in a response of"
+    ):
+        tried(rewarding_more, played)
+    assert isinstance(tried(rewarding_more, played, on_failure="drop")[1], Drop)
 
 
 def test_a_conversation_goes_on_with_another_agent_that_is_told_its_turns() -> None:
@@ -347,7 +368,7 @@ async def at_sea(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
     [
         (hanging_later, "neither asked for anything nor returned within 9 s"),
         (broken_later, "raised OSError: no network"),
-        (no_number, "must return a finite number, the reward, or a Drop; got 'good' (str)"),
+        (no_number, "must return a finite number, the reward, or a ByTurn or a Drop; got 'good' (str)"),
         (in_background, "a request of this key is unanswered, and another came"),
         (at_sea, "message 0.role was 'system' (str), and now is 'user' (str); expected the messages of the request"),
     ],

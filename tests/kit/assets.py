@@ -33,7 +33,10 @@ def short(completion_ids):
 
 
 def answer(turn):
-    return " ok " if turn.number < 1 else None
+    from oppo.environments import TextAnswer
+
+    said = len(turn.text)
+    return TextAnswer(" ok " if turn.number < 1 else "", reward=said % 3 / 3, key=str(said % 2))
 
 
 def add(left: int, right: int = 1) -> int:
@@ -48,7 +51,7 @@ def add(left: int, right: int = 1) -> int:
 
 class Game:
     def reset(self, **columns):
-        self.guesses = 0
+        self.guesses, self.earned = 0, 0.0
 
     def add(self, left: int) -> str:
         """Guess a number.
@@ -57,11 +60,20 @@ class Game:
             left: the guess.
         """
         self.guesses += 1
+        self.earned = left % 3 / 3
         return "higher"
+
+    def get_turn_reward(self) -> float:
+        return self.earned
+
+    def get_turn_state(self) -> int:
+        return self.guesses
 
 
 async def agent(row, base_url, api_key):
     import openai
+
+    from oppo.rewards import ByTurn
 
     messages, tokens = list(row["prompt"]), 0
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -73,7 +85,7 @@ async def agent(row, base_url, api_key):
             tokens += reply.usage.completion_tokens
             messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
             messages.append({"role": "user", "content": "and?"})
-    return tokens % 7 / 7
+    return ByTurn({0: tokens % 5 / 5, -1: tokens % 7 / 7})
 
 
 async def chief(row, base_url, api_key):

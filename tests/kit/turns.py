@@ -39,9 +39,9 @@ class Said:
     prompt: Prompt
     tokenizer: HfTokenizer
     pieces: list[Chunk | ToolTokens] = field(default_factory=list)
-    answered: list[AnsweredTurn] = field(default_factory=list)
     state: Any = None
     number: int = 0
+    answered: list[AnsweredTurn] = field(default_factory=list)
 
     async def say(self, text: str, end: str = END) -> Answer | Drop | None:
         turn = Turn(self.prompt, self.number, self.write(text, end), self.state, self.said)

@@ -78,7 +78,7 @@ def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(path:
     assert curves.partition("Files")[0] in html_of(path)
 
 
-@given(gap=st.floats(0.0, 0.01), count=st.integers(1, 400), start=st.floats(-1e6, 1e6))
+@given(gap=st.floats(0.0, 0.009), count=st.integers(1, 400), start=st.floats(-1e6, 1e6))
 def test_work_that_a_picture_cannot_show_apart_is_one_and_lasts_as_long(gap: float, count: int, start: float) -> None:
     spans = [
         Span("policy", "decode", start + k * 0.01, start + (k + 1) * 0.01 - gap, 0, "decode") for k in range(count)
@@ -181,8 +181,8 @@ def test_a_distillation_shows_its_distance_to_the_teacher_and_a_score_only_with_
     assert [chart.title for chart, _ in drawn([run])] == [*(["Score"] if shown else []), "KL to the teacher"]
     html = page([run])
     assert "<b>2.50 nats</b>" in html
-    assert ("Score of the first and last steps" in html) == shown
-    assert "Score of the first" in page([run_of(tmp_path, [{"step": 0, "score": 0.0}])]), "of a reward never given"
+    assert ("Score, first → last steps" in html) == shown
+    assert "Score, first" in page([run_of(tmp_path, [{"step": 0, "score": 0.0}])]), "of a reward never given"
 
 
 def test_a_held_out_metric_is_drawn_where_its_chart_is_and_not_as_one_of_ones_own(tmp_path: Path) -> None:
@@ -234,6 +234,16 @@ def test_runs_are_compared_by_the_settings_that_differ_and_their_figures(
     score = html.partition('aria-label="Score"')[2].partition("</svg>")[0]
     assert score.count("<path") == 2
     assert 'href="y/metrics.jsonl"' in html
+
+
+@pytest.mark.parametrize("steps", [1, 3, 700])
+def test_runs_of_other_lengths_are_compared_line_by_line(tmp_path: Path, steps: int) -> None:
+    times = {"timing_s/decode": 1.0, "timing_s/update": 2.0, "seconds": 4.0}
+    first, second = (run_of(tmp_path, [{"step": step, **times} for step in range(count)]) for count in (2, steps))
+    alone, both = (page(runs).partition('aria-label="Step time by phase"')[2] for runs in ([first], [first, second]))
+    alone, both = (each.partition("</svg>")[0] for each in (alone, both))
+    assert (alone.count("Z"), alone.count("<path")) == (3, 3), "areas: decode, update and what is left"
+    assert (both.count("Z"), both.count("<path")) == (0, 6), "lines, as areas would hide each other"
 
 
 def test_models_are_shown_with_their_parameters_as_their_files_have_them(tmp_path: Path) -> None:

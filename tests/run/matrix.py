@@ -261,10 +261,28 @@ def _alone(row: Row) -> Row:
     return {**row, **changed, **({"dialogue": "agent"} if row["algorithm"] == "online_dpo" else {})}
 
 
+BY_TURN = {"function": "algorithm.credit=turns", "class": "algorithm.credit=state", "agent": "algorithm.credit=turns"}
+
+CREDIT: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("grpo", "rloo", "dr_grpo", "dapo"), BY_TURN),
+    **dict.fromkeys(("ppo", "reinforce_pp"), dict.fromkeys(BY_TURN, "algorithm.over=turns")),
+}
+"""Credit by turn, of algorithms and dialogues; no axis, so that rows stay as they are."""
+
+OF_THE_TURNS = 'rewards=[{name="turns",source="environment"},{name="total",source="code.py:total"}]'
+
+
 def overrides(row: Row) -> list[str]:
     """Return what a row sets, ``section.key=value`` each."""
-    agents = row["dialogue"] in ("agent", "branches")
-    return [each for axis, value in row.items() if not (agents and axis == "rewards") for each in AXES[axis][value]]
+    dialogue, given = row["dialogue"], dict(row)
+    credit = CREDIT.get(row["algorithm"], {}).get(dialogue)
+    more = [] if credit is None else [credit]
+    if dialogue in ("agent", "branches"):
+        del given["rewards"]
+    elif dialogue in ("function", "class") and row["rewards"] == "function":
+        del given["rewards"]
+        more.append(OF_THE_TURNS)
+    return [*(each for axis, value in given.items() for each in AXES[axis][value]), *more]
 
 
 class Killer(Observer):
@@ -334,7 +352,7 @@ class Life:
 
 def lived(folder: Path, row: Row, config: str, settings: Iterable[str] = (), kill: int = -1) -> Life:
     """Train a row in a process of its own in ``folder``."""
-    arguments = [config, list(settings), kill, row["dialogue"] == "tools"]
+    arguments = [config, list(settings), kill, row["dialogue"] in ("tools", "class")]
     with Program(_LIVE, [json.dumps(arguments)], folder=folder, forks=True) as process:
         out, error = process.communicate(timeout=600)
         return Life(process.wait(), out + error)
