@@ -104,7 +104,7 @@ BUDGETS = {
     "report": 3_304,
     "rewards": 1_802,
     "run": 5_199,
-    "simulate": 3_765,
+    "simulate": 3_768,
     "stages": 3_949,
     "testing": 1_415,
     "vllm": 4_218,

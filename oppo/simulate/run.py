@@ -27,7 +27,6 @@ from oppo.simulate.bulk import Backlog, Clock, Device, Job, Lane, Place, Row, Sc
 from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
 from oppo.stages.ledger import Ledger, Unit
 
-_CRITIC: Final[ScorerName] = "critic"
 BLOCKS: Final = 3  # parts of a run whose means tell how far chance goes
 
 
@@ -138,6 +137,9 @@ def ladder(
     return found
 
 
+_FOLLOWING: Final[Sequence[ScorerName]] = ("critic",)  # scorers whose weights follow the trainer's
+
+
 @dataclass(slots=True, eq=False)
 class _Step:
     """A step that is alive; times are NaN until they are known."""
@@ -214,9 +216,7 @@ class SimulatedRun:
         readers, held = self.system.readers, self.schedule.held
         self._scorers = {name: self._scorer(name, reader) for name, reader in readers.items()}
         self._late = {name for name, reader in readers.items() if held or not reader.streams}  # told at the cut
-        self._early: Sequence[ScorerName] = [
-            name for name, each in self._scorers.items() if each.whole is None and name not in self._late
-        ]
+        self._early = [name for name, each in self._scorers.items() if each.whole is None and name not in self._late]
         device, static = self._device(decoder.device), decoder.static and self.schedule.held
         self.lanes = [
             Lane(self._clock, device, decoder, workload.prompt, self.schedule.chunk or 0, static, self._attend)
@@ -285,8 +285,8 @@ class SimulatedRun:
         groups = self._take(wanted)
         complete = self._ledger.begin(groups)
         opened = self._open([*(unit.prompts for unit in self._ledger.restarted), *groups])
-        for row in resumed if _CRITIC in self._early else ():
-            self._tell(step, row, (_CRITIC,))  # it has forgotten them
+        for row in resumed if "critic" in self._early else ():
+            self._tell(step, row, _FOLLOWING)  # it has forgotten them
         for unit in complete:
             self._finish(unit, step)
         live = [row for row in self.rows.values() if row.made < row.length]
@@ -394,7 +394,7 @@ class SimulatedRun:
             if name in self._late:
                 backlog.finished += step.trained
                 backlog.unread |= {row: row.sent for row in deferred} if scorer.whole is None else {}
-            if name == "critic" or self._ledger.restarts:  # it forgets them
+            if name in _FOLLOWING or self._ledger.restarts:  # it forgets them
                 for row in deferred:
                     backlog.unread.pop(row, None)
                     scorer.forget(row)
