@@ -163,9 +163,7 @@ CORRECTIONS: Final = {
 
 def _correction_of_trl(draft: Draft, prefix: str) -> None:
     mode, low = draft.take(f"{prefix}_mode", "sequence_mask"), draft.take(f"{prefix}_clip_min")
-    named = next(
-        (name for name in (f"{prefix}_cap", f"{prefix}_clip_max") if name in draft.given), f"{prefix}_clip_max"
-    )
+    named = f"{prefix}_cap" if f"{prefix}_cap" in draft.given else f"{prefix}_clip_max"
     high = draft.given.get(named, 3.0)
     if draft.kind == "rloo" or not draft.take(f"{prefix}_correction", default=True):
         draft.put("algorithm.is_correction", "none", f"{prefix}_correction", note=f"no {prefix}_correction")
@@ -234,7 +232,8 @@ def _batch_of_trl(draft: Draft) -> int:
 
 
 def _batch_of_ppo(draft: Draft, batch: int, passes: int) -> int:
-    draft.put("step.batch", batch, "per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
+    of_ranks = ("num_processes", "nproc_per_node", "nnodes")
+    draft.put("step.batch", batch, "per_device_train_batch_size", "gradient_accumulation_steps", *of_ranks)
     minibatches = draft.whole("num_mini_batches", 1, 1)
     if (steps := max(minibatches // passes, 1)) != minibatches:
         told = "TRL's optimizer steps after gradient_accumulation_steps passes, however few make a minibatch"
@@ -686,8 +685,8 @@ def _data_of_openrlhf(draft: Draft) -> None:
         _files(draft, "data.prompts", "data.prompt_dataset")
     every, apart, split = draft.whole("eval.steps", -1), draft.take("eval.dataset"), draft.take("eval.split", "train")
     if every > 0 and apart:
-        table = [{"path": apart, "split": split}] if split != "train" else apart
-        draft.put("eval.prompts", table, "eval.dataset", "eval.split")
+        held_out = [{"path": apart, "split": split}] if split != "train" else apart
+        draft.put("eval.prompts", held_out, "eval.dataset", "eval.split")
         draft.put("eval.every", every, "eval.steps")
 
 
