@@ -102,7 +102,8 @@ class Decoder:
         if self.launching is not None:
             known = {"launching kernels": steps * self.launching, "weights": steps * (self.step - self.launching)}
         known |= {"rows": rows * self.row, "prefill and ends": pauses}
-        return {**known, "KV cache": max(0.0, seconds - sum(known.values()))}
+        rest = "floor and KV cache" if self.floor else "KV cache"
+        return {**known, rest: max(0.0, seconds - sum(known.values()))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
