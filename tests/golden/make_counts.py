@@ -118,10 +118,17 @@ QUIET: Final = {
 def model(*, labels: int = 0) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-    size = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "pad_token_id": 15}
     shape = LlamaConfig(
-        **size, num_attention_heads=1, num_key_value_heads=1, num_labels=max(labels, 1), eos_token_id=14
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        pad_token_id=15,
+        eos_token_id=14,
     )
+    shape.num_labels = max(labels, 1)
     return LlamaForSequenceClassification(shape) if labels else LlamaForCausalLM(shape)
 
 
