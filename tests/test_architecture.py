@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_828,
     "report": 3_309,
     "rewards": 1_802,
-    "run": 5_201,
+    "run": 5_204,
     "simulate": 3_768,
     "stages": 3_949,
     "testing": 1_415,
