@@ -32,8 +32,10 @@ def repeat(turn: TextTurn) -> TextAnswer:
 async def train(credit: Credit, steps: int = STEPS, seed: int = 0) -> list[float]:
     """Train for some steps, and return the mean number of right turns in each."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    actor = LlamaForCausalLM(LlamaConfig(vocab_size=len(LETTERS), **sizes))
+    shape = LlamaConfig(
+        vocab_size=len(LETTERS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    actor = LlamaForCausalLM(shape)
     sampling = Sampling(max_new_tokens=2 * TURNS, stop=tuple(range(len(LETTERS))), seed=seed)
     dice = np.random.default_rng(seed)
     rows = [dice.integers(0, len(LETTERS), TURNS) for _ in range(4 * steps)]

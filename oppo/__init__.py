@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from oppo.admission import Admission, Overcommit, Synchronous
 from oppo.algorithms.distill import distill
 from oppo.algorithms.group import grpo
-from oppo.algorithms.ppo import ppo
-from oppo.algorithms.wrapped import wrap
+from oppo.algorithms.ppo import ppo, wrap
 from oppo.data import PromptStream, read_prompts
 from oppo.errors import OppoError
 from oppo.events import (

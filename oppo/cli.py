@@ -41,7 +41,6 @@ from oppo.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from oppo.config.settings import Settings
-    from oppo.run.rewards import FirstLook
 
 DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -121,11 +120,9 @@ def train(
         look = first_look(settings)  # before torch, which takes seconds to import
     except OppoError as error:
         return complain(paragraph(error), UNUSABLE)
-    return rehearsed(settings, look, verbose=verbose) if dry_run else carry_out(settings)
-
-
-def rehearsed(settings: Settings, look: FirstLook | None, *, verbose: bool) -> int:
-    from oppo.run.rehearsal import decided, rehearse, rehearse_code  # noqa: PLC0415 - `oppo --help` should be quick
+    if not dry_run:
+        return carry_out(settings)
+    from oppo.run.rehearsal import decided, rehearse, rehearse_code  # noqa: PLC0415 - likewise
     from oppo.run.train import prepare  # noqa: PLC0415 - likewise
 
     found = [] if look is None else anyio.run(rehearse_code, look)
@@ -268,7 +265,7 @@ def simulate(
             or have their own (split).
         staleness: The most updates between a token and its training, on average, of a schedule that is recommended.
         precise: Simulate until the speeds are known to half a percent, which takes minutes, not to 2 %.
-        steps: Steps of each simulated run, of which the first half does not count: 8 to 24, by the batch, unless given.
+        steps: Steps of each simulated run, of which the first half does not count: 6 to 24, by the batch, unless given.
         seeds: Runs of each schedule, with other lengths: as many as the intervals need unless given.
         json: Write the figures to this file too.
     """

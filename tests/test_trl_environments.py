@@ -14,7 +14,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from oppo.environments import EnvironmentClass, tools_of
-from oppo.events import Chunk, Finish, Prompt, Response, ToolTokens
+from oppo.events import AnsweredTurn, Chunk, Finish, Prompt, Response, ToolTokens
 from oppo.hf import HfTokenizer
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.testing import run_virtual
@@ -165,7 +165,7 @@ def by_us(script: Sequence[str], room: int, max_turns: int | None) -> Played:
         columns: dict[str, Any] = game.begun(ROW)
         prompt = Prompt(0, 0, np.array(shows.encode_chat(columns["prompt"]), np.int32), columns=columns)
         pieces: list[Chunk | ToolTokens] = []
-        answers: list[Sequence[Mapping[str, object]]] = []
+        answers: list[AnsweredTurn] = []
         state, length = None, 0
         for number, turn in enumerate(turns_of(script)):
             said = np.array(turn[: room - length], np.int32)
@@ -180,8 +180,8 @@ def by_us(script: Sequence[str], room: int, max_turns: int | None) -> Played:
                 game.forget(prompt, state)
                 break
             pieces.append(ToolTokens(0, length, answer.tokens))
-            answers.append(answer.said)
             length += len(answer.tokens)
+            answers.append(AnsweredTurn(length, said=answer.said))
         response = Response.of(prompt, pieces)
         finish = Finish(0, response, "stop", answers)
         (reward,) = await game.reward.finish([finish])

@@ -285,7 +285,7 @@ class Session:
         self.columns = columns
         self.evaluated = evaluated
         self.scope = anyio.CancelScope()
-        self.outcome: float | Drop | EnvironmentFailure | None = None  # of an agent that has ended
+        self.outcome: float | Drop | OppoError | None = None  # of an agent that has ended
         self.failure = failure
         self.conversations = {0: Conversation(requests, rollout)}
         self.open = {0}  # those whose responses have no reward yet
@@ -416,10 +416,10 @@ class Session:
                     f"neither asked for anything nor returned within {self._timeout:g} s: raise the timeout, or see "
                     "what it waits for"
                 )
-        if isinstance(self.outcome, EnvironmentFailure):
+        if isinstance(self.outcome, OppoError):
             raise self.outcome
 
-    def end(self, outcome: float | Drop | EnvironmentFailure) -> None:
+    def end(self, outcome: float | Drop | OppoError) -> None:
         self.outcome = outcome
         self.fill(ENDED)
         self.notify()

@@ -34,7 +34,7 @@ from oppo.agents.requests import ChatRequests, Refusal, Request
 from oppo.agents.server import PATH, AgentServer
 from oppo.declared import require_real
 from oppo.environments.functions import EnvironmentFailure, is_finite
-from oppo.errors import ConfigError, DataError, ProtocolError, running_loop, shown
+from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, running_loop, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
 from oppo.log import logger
@@ -184,7 +184,7 @@ class RunningAgents(Shared):
     async def _run(self, visit: _Visit, session: Session, where: str) -> None:
         with session.scope:
             try:
-                outcome: float | Drop | EnvironmentFailure = await self._agent.run(visit, where)
+                outcome: float | Drop | OppoError = await self._agent.run(visit, where)
             except EnvironmentFailure as failure:
                 outcome = failure
             session.end(outcome)
@@ -435,7 +435,7 @@ class Agents(RunningAgents, Branching):
         self.close(turn.prompt)
         return replace(session.outcome, rollout=turn.prompt.rollout)
 
-    def _dropped(self, session: Session, prompt: Prompt, failure: EnvironmentFailure) -> Drop:
+    def _dropped(self, session: Session, prompt: Prompt, failure: OppoError) -> Drop:
         if session.outcome is None:
             session.end(failure)
         self.close(prompt)
@@ -505,15 +505,17 @@ class Agents(RunningAgents, Branching):
                 await self.asked(session)
                 while asking := await session.asking():
                     for talk in asking:
-                        if full := talk.told == turns:
-                            talk.refuse(_FULL)
-                        else:
+                        if talk.told < turns:
                             talk.tell(turn, [0.0] * len(turn))
+                        else:
+                            full = True
+                            talk.refuse(_FULL)
             except EnvironmentFailure:
                 if not full:
                     raise
             told = sum(talk.told for talk in session.conversations.values())
-            return Rehearsed(None if full else session.outcome, told, session.refused)
+            outcome = None if isinstance(session.outcome, OppoError) else session.outcome
+            return Rehearsed(outcome, told, session.refused)
 
     def prompts(
         self,
@@ -537,7 +539,7 @@ class Agents(RunningAgents, Branching):
 class Rehearsed:
     """An agent that was tried out: its result, ``None`` where it went on, its answered requests, and a refusal."""
 
-    outcome: float | Drop | EnvironmentFailure | None
+    outcome: float | Drop | None
     answered: int
     refused: str
 

@@ -163,9 +163,7 @@ CORRECTIONS: Final = {
 
 def _correction_of_trl(draft: Draft, prefix: str) -> None:
     mode, low = draft.take(f"{prefix}_mode", "sequence_mask"), draft.take(f"{prefix}_clip_min")
-    named = next(
-        (name for name in (f"{prefix}_cap", f"{prefix}_clip_max") if name in draft.given), f"{prefix}_clip_max"
-    )
+    named = f"{prefix}_cap" if f"{prefix}_cap" in draft.given else f"{prefix}_clip_max"
     high = draft.given.get(named, 3.0)
     if draft.kind == "rloo" or not draft.take(f"{prefix}_correction", default=True):
         draft.put("algorithm.is_correction", "none", f"{prefix}_correction", note=f"no {prefix}_correction")
@@ -234,7 +232,8 @@ def _batch_of_trl(draft: Draft) -> int:
 
 
 def _batch_of_ppo(draft: Draft, batch: int, passes: int) -> int:
-    draft.put("step.batch", batch, "per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
+    of_ranks = ("num_processes", "nproc_per_node", "nnodes")
+    draft.put("step.batch", batch, "per_device_train_batch_size", "gradient_accumulation_steps", *of_ranks)
     minibatches = draft.whole("num_mini_batches", 1, 1)
     if (steps := max(minibatches // passes, 1)) != minibatches:
         told = "TRL's optimizer steps after gradient_accumulation_steps passes, however few make a minibatch"
@@ -645,14 +644,14 @@ def _models_of_openrlhf(draft: Draft) -> None:
         draft.put("models.lora_alpha", alpha, "ds.lora.alpha")
     if draft.take("ds.attn_implementation", "sdpa") == "eager":
         draft.put("models.attention", "eager", "ds.attn_implementation")
-    models, remote = draft.take("reward.model_name_or_path"), draft.take("reward.remote_url")
+    models, served = draft.take("reward.model_name_or_path"), draft.take("reward.remote_url")
     draft.rewards(str(models).split(",") if models else [], "reward.model_name_or_path")
-    if isinstance(remote, str):
-        url = remote.startswith("http")
+    if isinstance(served, str):
+        url = served.startswith("http")
         told = (
-            f"an HttpReward for {remote}" if url else "let it take prompts, completions and columns, and return scores"
+            f"an HttpReward for {served}" if url else "let it take prompts, completions and columns, and return scores"
         )
-        file = "rewards.py:remote" if url else f"{remote}:reward_func"
+        file = "rewards.py:served" if url else f"{served}:reward_func"
         draft.open("rewards.0.source", file, told, "reward.remote_url")
     if draft.whole("vllm.num_engines", 0):
         draft.put("models.engine", "auto", "vllm.num_engines")
@@ -688,8 +687,8 @@ def _data_of_openrlhf(draft: Draft) -> None:
         _files(draft, "data.prompts", "data.prompt_dataset")
     every, apart, split = draft.whole("eval.steps", -1), draft.take("eval.dataset"), draft.take("eval.split", "train")
     if every > 0 and apart:
-        table = [{"path": apart, "split": split}] if split != "train" else apart
-        draft.put("eval.prompts", table, "eval.dataset", "eval.split")
+        held_out = [{"path": apart, "split": split}] if split != "train" else apart
+        draft.put("eval.prompts", held_out, "eval.dataset", "eval.split")
         draft.put("eval.every", every, "eval.steps")
 
 

@@ -216,7 +216,8 @@ def _of_command(path: Path, text: str, *, openrlhf: bool = False) -> dict[str, o
         )
 
     given: dict[str, object] = {}
-    tables = [rows_of(each) for each in (("openrlhf",) if openrlhf else ("ppo", "rloo"))]
+    kinds: tuple[Kind, ...] = ("openrlhf",) if openrlhf else ("ppo", "rloo")
+    tables = [rows_of(kind) for kind in kinds]
     known = {name for rows in tables for name in rows} | {"warmup_ratio", "torch_dtype"}
     option, others = "", dict[str, object]()
     for word in (filled(each).strip("()") for each in words):

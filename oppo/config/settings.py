@@ -9,7 +9,7 @@ servers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -229,18 +229,14 @@ class Settings(BaseModel):
     @property
     def files(self) -> dict[str, Path]:
         """Files and directories that the run reads besides its models, by the settings that name them."""
-        rewards = {f"{key}.source": reward.source for key, reward in self.reward_tables.items()}
-        steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
-        code = {**rewards, **steps}
-        found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
+        code = {
+            **{f"agents.program of {name}": each.taskset for name, each in self.sources.items()},
+            **{f"{key}.source": reward.source for key, reward in self.reward_tables.items()},
+            **{f"step.{name}": getattr(self.step, name) for name in NAMED},
+        }
         return (
             {name: each.file for name, each in self.sources.items() if each.file is not None}
-            | {
-                f"agents.program of {name}": file
-                for name, each in self.sources.items()
-                if (file := file_of(each.taskset))
-            }
-            | found
+            | {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
             | self.environment.files
             | self.agents.files
             | self.data.files
@@ -417,17 +413,14 @@ def _why_here(s: Settings) -> tuple[str, str] | None:
     return min(impossible), why[min(impossible)]
 
 
-def _numbered(s: Settings) -> tuple[str, str] | None:
-    for model in sorted(s.remote):
-        there = s.devices[model][1:] if model == "trainer" else s.devices[model]
+def _numbered(
+    placement: PlacementSection, devices: Mapping[str, Sequence[str]], remote: Collection[str]
+) -> tuple[str, str] | None:
+    for model in sorted(remote):
+        there = devices[model][1:] if model == "trainer" else devices[model]
         for device in (device for device in there if ":" in device):
-            return s.placement.key_of(model), device
+            return placement.key_of(model), device
     return None
-
-
-def _trunk_apart(s: Settings) -> tuple[str, str] | None:
-    critic = s.devices["critic"][0]
-    return (s.placement.key_of("critic"), critic) if s.models.shared_trunk and critic != s.actor_device else None
 
 
 def _unlike_replicas(s: Settings) -> str:
@@ -480,30 +473,25 @@ def _unlike_a_sum(s: Settings) -> str:
     return f"a loss, {type(loss).__name__}, that divides by sizes of several kinds"
 
 
-def _loss_of_a_file(s: Settings) -> tuple[str, str] | None:
-    if not (apart := s.run.trainer == "process") and len(s.devices["trainer"]) == 1:
+def _loss_of_a_file(loss: Callable[[], Loss], run: RunSection, ranks: int) -> tuple[str, str] | None:
+    if not (apart := run.trainer == "process") and ranks == 1:
         return None
-    kind, key = type(s.trained_loss()), "run.trainer = 'process'" if apart else "placement.trainer, with ranks,"
+    kind, key = type(loss()), "run.trainer = 'process'" if apart else "placement.trainer, with ranks,"
     return (key, kind.__name__) if is_of_a_file(kind) else None
 
 
-OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
-"""The keys of ``[models]`` for a critic."""
-
-
 def _of_a_critic(models: ModelsSection, trainer: TrainerSettings, placement: PlacementSection) -> str:
-    given = {f"models.{key}": value for key, value in changed(models, OF_THE_CRITIC_MODEL).items()}
+    given = {f"models.{key}": value for key, value in changed(models, {"critic", "shared_trunk"}).items()}
     given |= {f"trainer.{key}": value for key, value in changed(trainer, OF_THE_CRITIC).items()}
     given |= {f"placement.{key}": value for key, value in changed(placement, {"critic"}).items()}
     return ", ".join(f"{name} = {in_toml(value)}" for name, value in given.items())
 
 
-def _uneven(s: Settings) -> tuple[int, str] | None:
-    batch, responses = s.step.batch, s.algorithm.responses
+def _uneven(batch: int, responses: int, minibatches: int, loss: Callable[[], Loss]) -> tuple[int, str] | None:
     units = batch * responses, "responses"
-    if responses > 1 and s.trainer.minibatches > 1 and s.trained_loss().unit == "group":
+    if responses > 1 and minibatches > 1 and loss().unit == "group":
         units = batch, "groups"
-    return units if units[0] % s.trainer.minibatches else None
+    return units if units[0] % minibatches else None
 
 
 RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
@@ -565,7 +553,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "environment.tools, environment.factory or agents.program, or leave algorithm.{found[0]} out": (
         lambda s: (
             not (s.environment.answering or s.agents.program)
-            and next(iter(changed(s.algorithm, {"credit", "over"}).items()), None)
+            and next(iter(changed(cast("Any", s.algorithm), {"credit", "over"}).items()), None)
         )
     ),
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "
@@ -635,9 +623,17 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
         lambda s: s.models.share_weights and not s.trains_where_it_serves and [list(s.devices["trainer"])]
     ),
     "placement.remote has {found[0]!r}, and {found[1]}: leave it out": _why_here,
-    "{found[0]} names {found[1]!r}, and an actor has the GPU that Ray gives it: expected 'cuda' or 'cpu'": _numbered,
+    "{found[0]} names {found[1]!r}, and an actor has the GPU that Ray gives it: expected 'cuda' or 'cpu'": (
+        lambda s: _numbered(s.placement, s.devices, s.remote)
+    ),
     "models.shared_trunk = true makes the critic a head on the policy's trunk, which is on {s.actor_device!r}, and "
-    "{found[0]} = {found[1]!r}: set placement.critic = {s.actor_device!r}": _trunk_apart,
+    "{found[0]} = {found[1]!r}: set placement.critic = {s.actor_device!r}": (
+        lambda s: (
+            s.models.shared_trunk
+            and s.devices["critic"][0] != s.actor_device
+            and (s.placement.key_of("critic"), s.devices["critic"][0])
+        )
+    ),
     "placement.trainer = {found} has devices of several kinds, and ranks exchange tensors of one: name GPUs only, or "
     "'cpu' only": (
         lambda s: len({device.partition(":")[0] for device in s.devices["trainer"]}) > 1 and list(s.devices["trainer"])
@@ -678,7 +674,9 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "stale tokens in [algorithm] recomputes log-probs with experts chosen anew, so their ratio would be that of two "
     "models: leave one of the two out": lambda s: s.trainer.router_replay and s.algorithm.corrects,
     "{found[0]} takes the loss to another process, which cannot import {found[1]} from a file: leave that out, or "
-    "keep the class in an installed package": _loss_of_a_file,
+    "keep the class in an installed package": (
+        lambda s: _loss_of_a_file(s.trained_loss, s.run, len(s.devices["trainer"]))
+    ),
     "[eval] has {found}, and nothing is evaluated without held-out prompts: give eval.prompts, or leave that out": (
         lambda s: not s.eval.prompts and ", ".join(changed(s.eval, declared(EvalSection).keys() - {"prompts", "seed"}))
     ),
@@ -686,7 +684,9 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
         lambda s: not s.algorithm.has_critic and _of_a_critic(s.models, s.trainer, s.placement)
     ),
     "trainer.minibatches = {s.trainer.minibatches} does not divide the {found[0]} {found[1]} of step.batch = "
-    "{s.step.batch}: optimizer steps would be of several sizes; expected a divisor": _uneven,
+    "{s.step.batch}: optimizer steps would be of several sizes; expected a divisor": (
+        lambda s: _uneven(s.step.batch, s.algorithm.responses, s.trainer.minibatches, s.trained_loss)
+    ),
     "step.admission = 'tail-batched' begins late responses anew in a later step, and algorithm.dynamic_sampling = "
     "true needs whole groups in this one: choose another admission, or set dynamic_sampling = false": (
         lambda s: getattr(s.algorithm, "selects", False) and s.step.admission == "tail-batched"

@@ -25,10 +25,12 @@ from oppo.evaluation import Comparison, Evaluated, compare
 from oppo.log import routed
 from oppo.observe import Observer
 from oppo.redact import excerpt, harmless
+from oppo.report.charts import busy_machine
 from oppo.report.metrics import Figures
 from oppo.report.recorded import note_times
 from oppo.report.records import EVALUATIONS, JOURNAL, SUMMARY, Record, counted, read, require_unused
 from oppo.report.run_dir import write_page
+from oppo.report.trace import Cores
 from oppo.run.train import FINAL, prepare, run
 from oppo.vllm.arguments import check_installed
 
@@ -66,6 +68,7 @@ class Findings:
     assets: Path  # directory of the models and prompts that the demo made
     steps: int
     seconds: float
+    others: float = 0.0  # share of the cores that other processes took meanwhile
 
     def facts(self) -> dict[str, object]:
         """Return what the demo adds to the summary of its run."""
@@ -102,7 +105,7 @@ class Findings:
             "inputs": f"policy (actor), reward model (reward) and prompts.jsonl are in {self.assets}",
             "outputs": f"{self.directory}/report.html, {self.actor}",
             "again": f"oppo train {self.directory}/config.toml --set run.name=again",
-            "time": f"{self.seconds:.0f} s",
+            "time": "; ".join(filter(None, (f"{self.seconds:.0f} s", busy_machine(self.others)))),
         }
         return [f"{name:<10} {finding}" for name, finding in found.items()]
 
@@ -199,6 +202,7 @@ def demo(
         assets=assets.directory,
         steps=plan.steps,
         seconds=narrator.seconds,
+        others=narrator.others(),
     )
     note(settings.run_directory / SUMMARY, findings.facts() | ({} if gains is None else gains.facts()))
     show_samples(console, list(read(settings.run_directory / EVALUATIONS)))
@@ -263,6 +267,11 @@ class Narrator:
         self._console = console
         self._began = observe.now()
         self._quiet_until = 0.0
+        self._cores = Cores()
+
+    def others(self) -> float:
+        self._cores.measure()
+        return self._cores.others
 
     @property
     def seconds(self) -> float:

@@ -30,7 +30,7 @@ function traces(chart) {
       hovertemplate: "%{y:.4~g}",
     };
     if (line.error.length) trace.error_y = { array: line.error, color, thickness: 1, width: 3 };
-    if (chart.stack) return [{ ...trace, mode: "lines", stackgroup: line.run, line: { color, width: 0.5 } }];
+    if (chart.stack && !several) return [{ ...trace, mode: "lines", stackgroup: line.run, line: { color, width: 0.5 } }];
     if (!view.smoothing || line.x.length < 3) return [trace];
     const raw = { ...trace, error_y: {}, opacity: 0.25, showlegend: false, hoverinfo: "skip", hovertemplate: null };
     return [raw, { ...trace, mode: "lines", y: smoothed(line.y) }];
@@ -64,7 +64,7 @@ function height(chart, [from, to]) {
 function draw(plot) {
   const chart = data.charts[plot.dataset.chart], style = getComputedStyle(document.body);
   const colour = (name) => style.getPropertyValue(name).trim(), grid = { gridcolor: colour("--line"), zerolinecolor: colour("--line") };
-  const across = view.range ?? whole(), up = chart.stack ? null : height(chart, across);
+  const across = view.range ?? whole(), up = chart.stack && data.runs.length === 1 ? null : height(chart, across);
   const layout = {
     margin: { l: 52, r: 12, t: 8, b: 30 }, height: 230, hovermode: "x unified", uirevision: 1,
     font: { family: style.fontFamily, size: 11, color: colour("--dim") },

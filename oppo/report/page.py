@@ -163,7 +163,8 @@ def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], *, drawing: bool) ->
         if drawing:
             shown = f'<div class="plot" data-chart="{number}"></div>'
         else:
-            shown = lines(chart.title, found, within=chart.within, stack=bool(chart.stack))
+            stack = bool(chart.stack) and len({each.run for each in found}) == 1  # areas of several runs hide others
+            shown = lines(chart.title, found, within=chart.within, stack=stack)
         heading = f"<h3>{escape(chart.title)}<small>{escape(', '.join(names) + unit)}</small></h3>"
         said += f'<figure title="{escape(meaning)}"><figcaption>{heading}</figcaption>{shown}</figure>'
     return said + ("</div>" if section else "")
@@ -236,7 +237,7 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
     interval = one("eval/score_ci95", "last", ".2f")
     bound = together([found for each in run.records if (found := _bound(each))][-_WINDOW:])
     rest = ", ".join(f"{name}: {one(name, 'total', ',')}" for name in ("deferred", "dropped"))
-    found = {
+    shown = {
         "Held-out score, first → last": (
             span("eval/score"),
             "eval/score" + (f", ± {interval} at last" if interval else ""),
@@ -251,7 +252,7 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
         "The last steps wait for": (_WAITS[bound.largest] if bound else "", "bottleneck/*"),
         "Rollouts trained": (one("trained", "total", ","), rest),
     }
-    return {label: figure for label, figure in found.items() if figure[0]}
+    return {label: figure for label, figure in shown.items() if figure[0]}
 
 
 _WAITS: Final = {

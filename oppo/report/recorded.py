@@ -115,15 +115,19 @@ def recorded(path: Path, *, over: bool = False) -> Recorded:
     """
     _refuse_others(path)
     files = _Files(path)
-    records = files.read(METRICS, lambda damaged: metrics_of(path, damaged), ())
-    evaluations = files.read(EVALUATIONS, lambda damaged: list(read(path / EVALUATIONS, damaged)), (), needed=False)
+    records = files.read(METRICS, lambda damaged: [*metrics_of(path, damaged)], list[Metrics]())
+    evaluations = files.read(
+        EVALUATIONS, lambda damaged: list(read(path / EVALUATIONS, damaged)), list[Record](), needed=False
+    )
     last = max((int(each["step"] or 0) for each in records), default=0)
-    samples = files.read(SAMPLES, lambda damaged: list(_chosen(read(path / SAMPLES, damaged), last)), ())
+    samples = files.read(SAMPLES, lambda damaged: list(_chosen(read(path / SAMPLES, damaged), last)), list[Record]())
     config = files.read(CONFIG, lambda damaged: read_text(path / CONFIG), "")
-    settings = files.read(CONFIG, lambda damaged: tomllib.loads(config), {})
-    excerpts = files.read(TIMELINE, lambda damaged: _times(read_text(path / TIMELINE)), (), needed=False)
-    log = files.read(LOG, lambda damaged: list(_events(read_text(path / LOG), damaged)), (), needed=False)
-    begun = next((each for each in reversed(log) if each["event"] == "begin"), {})
+    settings = files.read(CONFIG, lambda damaged: tomllib.loads(config), dict[str, Any]())
+    excerpts = files.read(TIMELINE, lambda damaged: _times(read_text(path / TIMELINE)), list[Excerpt](), needed=False)
+    log = files.read(
+        LOG, lambda damaged: list(_events(read_text(path / LOG), damaged)), list[dict[str, object]](), needed=False
+    )
+    begun: Mapping[str, object] = next((each for each in reversed(log) if each["event"] == "begin"), {})
     state = _state(path, log, over=over)
     return Recorded(path, records, evaluations, samples, excerpts, config, settings, begun, state, [*files.problems])
 
@@ -163,7 +167,8 @@ def _times(text: str) -> list[Excerpt]:
         found = _excerpts().validate_json(text)
     except ValidationError as error:
         raise ValueError("it holds no steps in time") from error
-    ends = [end for each in found for at in (*each.steps, *each.work) for end in (at.start, at.end)]
+    steps = [end for each in found for step in each.steps for end in (step.start, step.end)]
+    ends = steps + [end for each in found for span in each.work for end in (span.start, span.end)]
     if not all(map(math.isfinite, ends)) or not all(each.steps and each.seconds > _SHORTEST for each in found):
         raise ValueError("its steps take no time")
     return found

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, cast
 
 import anyio
 import numpy as np
@@ -17,9 +17,10 @@ from rich.filesize import decimal
 
 from oppo.agents import Agents
 from oppo.data import PromptStream
+from oppo.declared import Declared
 from oppo.durable import nearby
 from oppo.environments import first_answer
-from oppo.errors import noted
+from oppo.errors import OppoError, noted
 from oppo.evaluation import Answering, respond
 from oppo.events import Drop, Finish, IntArray, Prompt
 from oppo.log import routed
@@ -79,19 +80,21 @@ def _decisions(session: PreparedRun) -> Iterator[tuple[str, str]]:
     samples, updates = settings.algorithm.responses, trainer.epochs * trainer.minibatches
     responses = step.batch * samples
     yield "run", f"{many(steps, 'step')}, written to {nearby(settings.run_directory)}"
-    yield "algorithm", f"{step.algorithm}{_unlike_defaults(settings.algorithm)}"
+    yield (
+        "algorithm",
+        f"{nearby(step.algorithm)}{_unlike_defaults(settings.keys['algorithm'], settings.tables()['algorithm'])}",
+    )
     more = f", with up to {many(step.most_overcommit, 'prompt')} more in flight" if step.most_overcommit else ""
     yield "step", f"{many(step.batch, 'prompt')} x {many(samples, 'response')} = {many(responses, 'response')}{more}"
     passes = f"{many(trainer.epochs, 'epoch')} x {many(trainer.minibatches, 'minibatch', 'minibatches')}"
     rate = f"learning rate {trainer.learning_rate:g}, {trainer.schedule}"
     yield "update", f"once a step: {passes} = {many(updates, 'optimizer step')}; {rate}"
-    most = f"at most {steps * responses * assembly.sampling.max_new_tokens:,} tokens"
-    counts = (
-        many(steps * step.batch, "prompt"),
-        many(steps * responses, "response"),
-        many(steps * updates, "optimizer step"),
-    )
-    yield "in all", ", ".join([*counts[:2], most, counts[2]])
+    prompts = steps * step.batch
+    if settings.data.epochs and isinstance(session.prompts, PromptStream):
+        prompts = min(prompts, len(session.prompts))
+    most = f"at most {prompts * samples * assembly.sampling.max_new_tokens:,} tokens"
+    trained = many(prompts, "prompt"), many(prompts * samples, "response"), most
+    yield "in all", ", ".join([*trained, many(steps * updates, "optimizer step")])
     yield from assembly.described.items()
     for reward in settings.rewards:
         if (name := named_reward(reward)) not in assembly.described:
@@ -105,17 +108,13 @@ def _decisions(session: PreparedRun) -> Iterator[tuple[str, str]]:
         yield "agent", nearby(settings.agents.program)
     every = f"before the first step, every {many(evaluated.every, 'step')}, and after the last"
     yield "evaluation", f"of held-out prompts {every}" if evaluated.prompts else "none: eval.prompts names no prompts"
-    last = f"every {many(run.checkpoint_every, 'step')} and after the last; the newest {run.keep_last} are kept"
+    last = f"every {many(run.checkpoint_every, 'step')} and after the last; kept: the newest {run.keep_last}"
     yield "checkpoints", last if run.checkpoint_every else "none: run.checkpoint_every = 0"
     yield "memory", _memory(session)
 
 
-def _unlike_defaults(section: Any) -> str:
-    found = []
-    for each in fields(section):
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        if (value := getattr(section, each.name)) != default:
-            found.append(f"{each.name} = {value!r}")
+def _unlike_defaults(settings: Mapping[str, Declared], chosen: Mapping[str, object]) -> str:
+    found = [f"{key} = {chosen[key]!r}" for key, each in settings.items() if chosen[key] != each.default]
     return f", with {', '.join(found)}" if found else ""
 
 
@@ -123,9 +122,12 @@ def _memory(session: PreparedRun) -> str:
     from oppo.run.deployment import Deployment  # noqa: PLC0415 - torch takes seconds to import
     from oppo.run.memory import at_worst, by_device, expected, memory_of  # noqa: PLC0415 - likewise
 
-    with routed():
-        deployment = Deployment.of(session.settings)
-        needs = by_device(expected(deployment, deployment.load(session.prompts.longest)))
+    try:
+        with routed():
+            deployment = Deployment.of(session.settings)
+            needs = by_device(expected(deployment, deployment.load(session.prompts.longest)))
+    except OppoError as error:
+        return f"could not be counted: {error}"
     found = []
     for device, models in needs.items():
         memory = memory_of(device)

@@ -337,26 +337,23 @@ def first_look(settings: Settings) -> FirstLook | None:
         if isinstance(reward, FunctionRewardSection) and reward.source not in CHECKERS and names_function(reward.source)
     }
     code = UserCode.of(functions, tokenizer, None, environment, run=settings.run, data=data)
-    prompts, whole = list[Prompt](), True
+    given = encoding_of(data, read_by=settings.agents.program) | {"over_long": "truncate"}
+    encoding, prompts, whole = Encoding(tokenizer=tokenizer, begin=begin_of(environment), **given), list[Prompt](), True
     for source in chosen:
-        found, ended_there = _looked_at(source, settings, tokenizer, begin_of(environment))
+        found, ended_there = _looked_at(source, encoding)
         prompts, whole = [*prompts, *found], whole and ended_there
     if whole:  # other rows may have other columns
         code.check_columns({name for prompt in prompts for name in prompt.columns})
     return FirstLook(tokenizer, environment, prompts)
 
 
-def _looked_at(
-    source: PromptSource, settings: Settings, tokenizer: HfTokenizer, begin: Begin | None
-) -> tuple[list[Prompt], bool]:
+def _looked_at(source: PromptSource, encoding: Encoding) -> tuple[list[Prompt], bool]:
     if source.file is None or source.file.is_dir():
         return [], False
-    given = encoding_of(settings.data, read_by=settings.agents.program) | {"over_long": "truncate"}
-    encoding = Encoding(tokenizer=tokenizer, begin=begin, **given)
     if source.column is not None:
         encoding = replace(encoding, column=source.column)
     rows, prompts = iter(rows_of(source.file)[1]), list[Prompt]()
-    for place, row in islice(rows, LOOKED if begin is None else 1):  # an environment may ask a server for each
+    for place, row in islice(rows, LOOKED if encoding.begin is None else 1):  # an environment may ask a server for each
         begun, tokens = encoding.read(place, row)
         prompts.append(Prompt(len(prompts), len(prompts), tokens, columns=dict(begun)))
     return prompts, next(rows, None) is None

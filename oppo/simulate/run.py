@@ -137,6 +137,9 @@ def ladder(
     return found
 
 
+_FOLLOWING: Final[Sequence[ScorerName]] = ("critic",)  # scorers whose weights follow the trainer's
+
+
 @dataclass(slots=True, eq=False)
 class _Step:
     """A step that is alive; times are NaN until they are known."""
@@ -283,7 +286,7 @@ class SimulatedRun:
         complete = self._ledger.begin(groups)
         opened = self._open([*(unit.prompts for unit in self._ledger.restarted), *groups])
         for row in resumed if "critic" in self._early else ():
-            self._tell(step, row, ("critic",))  # it has forgotten them
+            self._tell(step, row, _FOLLOWING)  # it has forgotten them
         for unit in complete:
             self._finish(unit, step)
         live = [row for row in self.rows.values() if row.made < row.length]
@@ -391,7 +394,7 @@ class SimulatedRun:
             if name in self._late:
                 backlog.finished += step.trained
                 backlog.unread |= {row: row.sent for row in deferred} if scorer.whole is None else {}
-            if name == "critic" or self._ledger.restarts:  # it forgets them
+            if name in _FOLLOWING or self._ledger.restarts:  # it forgets them
                 for row in deferred:
                     backlog.unread.pop(row, None)
                     scorer.forget(row)

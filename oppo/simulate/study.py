@@ -33,10 +33,10 @@ CONFIDENCE: Final = 1.959964  # standard deviations of a normal distribution tha
 
 # The default question, and `--precise`: most rollouts simulated of a schedule, half of an interval at which it is right
 DEFAULT, PRECISE = (18_432, 0.03), (147_456, 0.005)
-STEPS: Final = (8, 24)  # the fewest and the most of a run unless they are given
+STEPS: Final = (6, 24)  # the fewest and the most of a run unless they are given
 A_RUN: Final = 6144  # rollouts of a run, as far as `STEPS` let it
 SEEDS: Final = 32  # the most of a study
-GRAINS: Final = 1024  # ends of responses that are told apart, but in a precise study
+GRAINS: Final = 1024  # ends of responses that are told apart where 512 are in a step; of more, fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def study(
     most, narrow = PRECISE if precise else DEFAULT
     rollouts = workload.batch * workload.samples
     steps = steps or max(STEPS[0], min(STEPS[1], A_RUN // rollouts))
-    grain = 1 if precise else max(1, workload.cap // GRAINS)
+    grain = 1 if precise else max(1, round(workload.cap / GRAINS * math.sqrt(rollouts / 512)))
     run = partial(_outcome, system, workload, steps=steps, grain=grain)
     outcomes: dict[str, list[ScheduleOutcome]] = {name: [] for name in schedules}
     limit = seeds or max(1, min(SEEDS, most // (steps * rollouts)))

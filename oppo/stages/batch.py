@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -277,6 +278,33 @@ def _per_token(
     values = scored.value.tokens if isinstance(scored.value, TopLogprobs) else scored.value
     require_per_token(values, finish, what, last=last)
     return values
+
+
+@dataclass(slots=True, eq=False)
+class Ended:
+    """The rollouts that ended in a step, or were deferred; recorded by the stage that generates."""
+
+    ended: list[int] = field(default_factory=list)
+    deferred: list[int] = field(default_factory=list)
+
+    def fault_of(self, batch: Batch | None) -> str:
+        trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
+        for what, have, came in (
+            ("ended", (*trained, *(drop.rollout for drop in drops)), self.ended),
+            ("were deferred", tuple(event.rollout for event in deferred), self.deferred),
+        ):
+            held, wanted = Counter(have), Counter(came)
+            faults = {
+                "leaves out": sorted(wanted - held),
+                "repeats": sorted(rollout for rollout, count in held.items() if count > 1),
+                "holds, of another step,": sorted(held.keys() - wanted.keys()),
+            }
+            if words := [f"{fault} rollouts {rollouts}" for fault, rollouts in faults.items() if rollouts]:
+                return (
+                    f"{', and '.join(words)}: expected each of the {len(came)} rollouts that {what} in this step, "
+                    "once; a response that is not to be trained is a Drop in batch.dropped"
+                )
+        return ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import Any, Final, Self, TypeAlias, cast, get_args
+from typing import Any, Final, Self, get_args
 
 import anyio
 import numpy as np
@@ -22,13 +20,10 @@ from oppo.declared import require_whole
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import (
     NO_COLUMNS,
-    Batch,
     Chunk,
     ChunkState,
     Defer,
-    Finish,
     Prompt,
-    Response,
     RolloutEvent,
     StepReport,
     TokenColumns,
@@ -36,18 +31,14 @@ from oppo.events import (
     described,
 )
 from oppo.graph import Receiver, Sender, Stateful, Step
-from oppo.models import Decode, Decoding, Policy, entered, require_count, require_model
+from oppo.models import Decoding, Policy, entered, require_model
+from oppo.stages.batch import Ended
 from oppo.stages.conversations import Conversations
 from oppo.stages.dynamic_sampling import DynamicSampling, Round
-from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, Unit, require_prompt
+from oppo.stages.in_flight import Groups, OpenRollouts, require_turns
+from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, require_prompt
 from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
-from oppo.turns import Branching, Environment, MultiTurnPolicy
-
-LENGTHS: Final = 256
-"""Ended rollouts whose mean length is the expected length of live ones."""
-
-Groups: TypeAlias = Sequence[tuple[Prompt, ...]]
-"""The rollouts of some units, by their prompts."""
+from oppo.turns import Branching, Environment
 
 
 @dataclass(eq=False)
@@ -110,10 +101,8 @@ class Generate:
         self._branching = self.environment if isinstance(self.environment, Branching) else None
         self._ledger = Ledger(self.admission, self._may_branch)
         self._opened = AsyncExitStack()
-        self._in_flight: dict[int, InFlightRollout] = {}
-        self._restored: dict[int, RolloutSnapshot] = {}
+        self._rollouts = OpenRollouts(self._conversations, self._branching)
         self._unheard: list[Observation] = []
-        self._lengths = deque[int](maxlen=LENGTHS)
         self._ends = Ended()
 
     @property
@@ -137,9 +126,11 @@ class Generate:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        in_flight, self._in_flight, self._ledger = self._in_flight, {}, Ledger(self.admission, self._may_branch)
+        rollouts = list(self._rollouts.values())
+        self._rollouts.clear()
+        self._ledger = Ledger(self.admission, self._may_branch)
         async with self._opened as closing:
-            for rollout in in_flight.values():
+            for rollout in rollouts:
                 closing.push_async_callback(rollout.aclose)
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
@@ -154,7 +145,7 @@ class Generate:
     def state_dict(self) -> Mapping[str, Any]:
         """Return the deferred units with all their tokens, and the state of the controllers."""
         units = [
-            {"age": unit.age, "rollouts": [self._state(self._snapshot(prompt)) for prompt in unit.prompts]}
+            {"age": unit.age, "rollouts": [self._state(self._rollouts.snapshot(prompt)) for prompt in unit.prompts]}
             for unit in self._ledger.deferred
         ]
         controllers = {name: each.state_dict() for name, each in self._controllers().items()}
@@ -168,18 +159,8 @@ class Generate:
             ConfigError: a response is incomplete, and the policy cannot continue it.
         """
         units = [(unit["age"], _without_dropped(map(self._restore, unit["rollouts"]))) for unit in state["units"]]
-        self._restored = {
-            snapshot.response.prompt.rollout: snapshot
-            for _, rollouts in units
-            for snapshot in rollouts
-            if not self._ledger.restarts
-        }
-        begun = [rollout for rollout, snapshot in self._restored.items() if len(snapshot.response)]
-        if begun and self.policy.capabilities.resumes == "refused":
-            raise ConfigError(
-                f"rollouts {begun} are half-written, and {type(self.policy).__name__} cannot go on with responses: "
-                "begin a new run, or choose an admission that defers nothing"
-            )
+        continued = [] if self._ledger.restarts else [snapshot for _, rollouts in units for snapshot in rollouts]
+        self._rollouts.restore(self.policy, continued)
         self._ledger.restore(
             (
                 tuple(snapshot.response.prompt for snapshot in rollouts),
@@ -201,12 +182,6 @@ class Generate:
         if self.columns is not None:
             state = {**state, "columns": self.columns(state["admission"])}
         return RolloutSnapshot.of(state)
-
-    def _snapshot(self, prompt: Prompt) -> RolloutSnapshot:
-        rollout = self._in_flight.get(prompt.rollout)
-        if rollout is not None:
-            return RolloutSnapshot(rollout.response(), rollout.reason, rollout.dropped)
-        return self._restored.get(prompt.rollout) or RolloutSnapshot(Response.empty(prompt), None)
 
     def _controllers(self) -> dict[str, Stateful]:
         both = {"admission": self.admission, "chunks": self.chunks}
@@ -240,26 +215,26 @@ class Generate:
         self._observe(step.observed)
         if self._conversations is not None:
             self._conversations.begin(step, self._ends.ended)
-        await self._reopen()
+        await self._rollouts.reopen(self.policy)
         groups = await self._admit(prompts, step)
         complete = self._ledger.begin(groups)
         if self.select is not None:
             self.select.begin(step.index)
-        await self._open([*(unit.prompts for unit in self._ledger.restarted), *groups])
+        await self._rollouts.open(self.policy, [*(unit.prompts for unit in self._ledger.restarted), *groups])
         for unit in complete:
-            await self._finish(unit, out)
+            await self._rollouts.finish(unit, out, self._ends.ended)
         await self._decode(prompts, out, step)
         if self.select is not None:
             await self._replace_rejected(self.select, prompts, out, step)
         if late := [unit.age > 0 for unit in self._ledger.placed for _ in unit.prompts]:
             step.record(StepMetrics({"deferral/trained_late": sum(late) / len(late)}))
         deferred = self._ledger.end()
-        if self._ledger.restarts and (discarded := [await self._discard(unit) for unit in deferred]):
+        if self._ledger.restarts and (discarded := [await self._rollouts.discard(unit) for unit in deferred]):
             step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
         for unit in deferred:
             for prompt in unit.prompts:
-                if prompt.rollout in self._in_flight:
-                    await self._announce(self._in_flight[prompt.rollout], out)
+                if prompt.rollout in self._rollouts:
+                    await self._announce(self._rollouts[prompt.rollout], out)
                 self._ends.deferred.append(prompt.rollout)
                 await out.send(Defer(prompt.rollout, unit.age, self._ledger.restarts))
 
@@ -273,7 +248,7 @@ class Generate:
             rejected, judged = rejected + len(refused), len(placed) + rejected
             filled = self._ledger.replace(refused)
             for unit in filled:
-                await self._finish(unit, out)
+                await self._rollouts.finish(unit, out, self._ends.ended)
             replaced = self._ledger.refill(step.remaining) if self._refills else len(refused) - len(filled)
             groups = await self._take(prompts, replaced)
             self._ledger.add(groups)
@@ -285,7 +260,7 @@ class Generate:
                     admitted=tuple(group[0].admission for group in groups),
                 )
             )
-            if not (refused and (filled or groups or self._live)):
+            if not (refused and (filled or groups or self._rollouts.live)):
                 break
             if number == select.max_rounds:
                 raise NothingTrained(
@@ -294,26 +269,22 @@ class Generate:
                     "prompts, make more samples of each, raise algorithm.max_rounds, or train such groups all the "
                     "same: algorithm.dynamic_sampling = false"
                 )
-            await self._open(groups)
+            await self._rollouts.open(self.policy, groups)
             await self._decode(prompts, out, step)
         step.record(StepMetrics({"selection/rounds": float(number), "selection/rejected": float(rejected)}))
-
-    @property
-    def _live(self) -> list[InFlightRollout]:
-        return [rollout for rollout in self._in_flight.values() if rollout.reason is None]
 
     def _may_branch(self, prompt: Prompt) -> bool:
         return self._branching is not None and self._branching.goes_on(prompt)
 
     async def _decode(self, prompts: Receiver[Prompt], out: Sender[RolloutEvent], step: Step) -> None:
-        live = self._live
-        open_ended = [each for each in self._in_flight.values() if each.reason and self._branching is not None]
+        live = self._rollouts.live
+        open_ended = [each for each in self._rollouts.values() if each.reason and self._branching is not None]
         if not (live or open_ended) or self._ledger.is_cut():
             return
         with blaming(f"{type(self.chunks).__name__}.size()"):
             size = self.chunks.size()
             require_whole("a size", size, 1, error=ProtocolError)
-        meter = DecodeMeter(self._in_flight.values(), size)
+        meter = DecodeMeter(self._rollouts.values(), size)
         decoding = self.policy.decoding([rollout.decode for rollout in live], self._ledger.finished)
         with step.working("decode"):
             async with decoding as engine, anyio.create_task_group() as conversations:
@@ -331,8 +302,8 @@ class Generate:
                     for each in open_ended:
                         readers.start_soon(self._settle, each, out, round_, name=f"agent of {each.prompt.rollout}")
                     if self._refills:
-                        take = partial(self._take, prompts)
-                        readers.start_soon(round_.refill, self._ledger, step.remaining, take, self._open, name="refill")
+                        sources = partial(self._take, prompts), partial(self._rollouts.open, self.policy)
+                        readers.start_soon(round_.refill, self._ledger, step.remaining, *sources, name="refill")
                     if self._branching is not None:
                         branches = partial(self._branch, self._branching, round_, readers, conversations)
                         conversations.start_soon(branches, name="branches")
@@ -340,11 +311,11 @@ class Generate:
         step.record(meter.decoded())
         if self._conversations is not None:
             step.record(self._conversations.measured())
-        unfinished = [rollout.prompt.rollout for rollout in self._live]
+        unfinished = [rollout.prompt.rollout for rollout in self._rollouts.live]
         if unfinished and not self._ledger.is_cut():
             raise ProtocolError(f"the policy stopped decoding rollouts {unfinished} before the step was cut")
         placed = {prompt.rollout for unit in self._ledger.placed for prompt in unit.prompts}
-        if broken := sorted(placed & self._in_flight.keys()):
+        if broken := sorted(placed & self._rollouts.keys()):
             raise ProtocolError(f"the policy reported that rollouts {broken} finished, but never gave their last chunk")
 
     async def _branch(self, branching: Branching, round_: DecodingRound, readers: TaskGroup, mine: TaskGroup) -> None:
@@ -356,46 +327,23 @@ class Generate:
             readers.start_soon(self._join, branching, branch, round_, name=f"open rollout {branch.rollout}")
 
     async def _join(self, branching: Branching, branch: Prompt, round_: DecodingRound) -> None:
-        joining = await self._open([(branch,)])
+        joining = await self._rollouts.open(self.policy, [(branch,)])
         if not self._ledger.join(branch):
             branching.refuse(branch)
             await joining[0].aclose()
-            del self._in_flight[branch.rollout]
+            del self._rollouts[branch.rollout]
             return
         round_.meter.add(joining)
         await round_.engine.add([rollout.decode for rollout in joining])
         round_.begin(joining)
 
-    async def _discard(self, unit: Unit) -> int:
-        rollouts = [self._in_flight[prompt.rollout] for prompt in unit.prompts if prompt.rollout in self._in_flight]
-        for rollout in rollouts:
-            await self._close(rollout)
-        if self._conversations is not None:
-            self._conversations.release(rollout.prompt.rollout for rollout in rollouts)
-        return sum(rollout.length for rollout in rollouts)
-
-    async def _close(self, rollout: InFlightRollout) -> None:
-        await rollout.aclose()  # in flight until then, so that a failure does not lose it
-        if self._conversations is not None:
-            self._conversations.forget(rollout.prompt)
-        del self._in_flight[rollout.prompt.rollout]
-
     async def _admit(self, prompts: Receiver[Prompt], step: Step) -> list[tuple[Prompt, ...]]:
-        wanted = self._ledger.wanted(step.remaining, self._room())
+        wanted = self._ledger.wanted(step.remaining, self._rollouts.room(self.policy, self.samples))
         for controller in (self.admission, self.chunks):
             if isinstance(controller, ReportsMetrics):
                 with blaming(f"{type(controller).__name__}.metrics()"):
                     step.record(StepMetrics(controller.metrics()))
         return await self._take(prompts, wanted)
-
-    def _room(self) -> float:
-        # For how many new units the policy's KV cache has room, if they become as long as those that ended.
-        free: int | None = getattr(self.policy, "free_kv_tokens", None)
-        if free is None or not self._lengths:
-            return math.inf
-        expected = sum(self._lengths) / len(self._lengths)
-        growing = sum(max(0.0, expected - len(each.prompt.tokens) - each.length) for each in self._live)
-        return max(0.0, free - growing) / (expected * self.samples)
 
     async def _take(self, prompts: Receiver[Prompt], wanted: int) -> list[tuple[Prompt, ...]]:
         groups: list[tuple[Prompt, ...]] = []
@@ -405,38 +353,6 @@ class Generate:
                 if len(groups) == wanted:
                     break
         return groups
-
-    async def _open(self, groups: Groups) -> list[InFlightRollout]:
-        prompts = [prompt for group in groups for prompt in group]
-        decodes = await self._decodes(prompts)
-        opened = [InFlightRollout(prompt, decode) for prompt, decode in zip(prompts, decodes, strict=True)]
-        self._in_flight |= {rollout.prompt.rollout: rollout for rollout in opened}
-        if self._branching is not None:
-            for prompt in prompts:
-                if not prompt.branch:
-                    self._branching.expect(prompt)
-        return opened
-
-    async def _reopen(self) -> None:
-        restored, self._restored = list(self._restored.values()), {}
-        decodes = await self._decodes([snapshot.response for snapshot in restored]) if restored else []
-        for snapshot, decode in zip(restored, decodes, strict=True):
-            prompt, reason, dropped = snapshot.response.prompt, snapshot.reason, snapshot.dropped
-            rollout = InFlightRollout(prompt, decode, announced=True, reason=reason, dropped=dropped)
-            for piece in snapshot.response.pieces():
-                rollout.append(piece)
-            self._in_flight[prompt.rollout] = rollout
-            if self._branching is not None and not dropped:
-                self._branching.expect(prompt)
-            self._tell_end(rollout)
-
-    async def _decodes(self, rollouts: Sequence[Prompt | Response]) -> Sequence[Decode]:
-        numbers = [(each if isinstance(each, Prompt) else each.prompt).rollout for each in rollouts]
-        with noted(f"while opening rollouts {numbers}"):
-            open_ = self.policy.open if self._conversations is None else require_turns(self.policy).open_turns
-            decodes = await open_(rollouts)
-            require_count(decodes, len(rollouts), "open() of the policy")
-        return decodes
 
     async def _announce(self, rollout: InFlightRollout, out: Sender[RolloutEvent]) -> None:
         if not rollout.announced:
@@ -462,7 +378,7 @@ class Generate:
                     return
                 if chunk.state != "live":
                     rollout.reason, rollout.ended = chunk.state, anyio.current_time()
-                    self._tell_end(rollout)
+                    self._rollouts.note_end(rollout)
             round_.note_end(rollout)
             await self._settle(rollout, out, round_)
 
@@ -475,27 +391,10 @@ class Generate:
                 await round_.unless_cut(partial(self._branching.settled, rollout.prompt))
         unit = self._ledger.place_of(rollout.prompt.rollout)
         round_.note_change()
-        if unit and not unit.sent and all(self._in_flight[prompt.rollout].reason for prompt in unit.prompts):
+        if unit and not unit.sent and self._rollouts.is_complete(unit):
             if self._branching is not None and self._ledger.is_cut():
                 round_.note_cut()
-            await self._finish(unit, out)
-
-    def _tell_end(self, rollout: InFlightRollout) -> None:
-        if self._branching is not None and rollout.reason is not None:
-            ending = rollout.ending()
-            if isinstance(ending, Finish):
-                self._branching.ended(ending)
-
-    async def _finish(self, unit: Unit, out: Sender[RolloutEvent]) -> None:
-        unit.sent = True
-        # Branches first: a scorer that finishes a first conversation then knows of the others.
-        for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
-            rollout = self._in_flight[number]
-            ending = rollout.ending(() if self._conversations is None else self._conversations.answered(number))
-            self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
-            await self._close(rollout)
-            self._ends.ended.append(number)
-            await out.send(ending)
+            await self._rollouts.finish(unit, out, self._ends.ended)
 
 
 @dataclass(eq=False)
@@ -573,16 +472,6 @@ def _without_dropped(rollouts: Iterable[RolloutSnapshot]) -> list[RolloutSnapsho
     ]
 
 
-def require_turns(policy: Policy) -> MultiTurnPolicy:
-    if not policy.capabilities.turns:
-        raise ConfigError(
-            f"an environment answers turns, and {type(policy).__name__} cannot go on after one: expected a policy with "
-            "capabilities.turns, such as oppo.hf.HfPolicy"
-        )
-    require_model(policy, "MultiTurnPolicy", ("open_turns",))
-    return cast("MultiTurnPolicy", policy)
-
-
 def require_chunk(
     chunk: object, policy: Policy, limit: int, *, rollout: int, start: int, oldest: int, turns: bool
 ) -> None:
@@ -650,30 +539,3 @@ def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
             f"{oldest}; versions never decrease, and the policy's is {newest}"
         )
     return ""
-
-
-@dataclass(slots=True, eq=False)
-class Ended:
-    """The rollouts that ended in a step, or were deferred; recorded by the stage that generates."""
-
-    ended: list[int] = field(default_factory=list)
-    deferred: list[int] = field(default_factory=list)
-
-    def fault_of(self, batch: Batch | None) -> str:
-        trained, drops, deferred = ((), (), ()) if batch is None else (batch.rollouts, batch.dropped, batch.deferred)
-        for what, have, came in (
-            ("ended", (*trained, *(drop.rollout for drop in drops)), self.ended),
-            ("were deferred", tuple(event.rollout for event in deferred), self.deferred),
-        ):
-            held, wanted = Counter(have), Counter(came)
-            faults = {
-                "leaves out": sorted(wanted - held),
-                "repeats": sorted(rollout for rollout, count in held.items() if count > 1),
-                "holds, of another step,": sorted(held.keys() - wanted.keys()),
-            }
-            if words := [f"{fault} rollouts {rollouts}" for fault, rollouts in faults.items() if rollouts]:
-                return (
-                    f"{', and '.join(words)}: expected each of the {len(came)} rollouts that {what} in this step, "
-                    "once; a response that is not to be trained is a Drop in batch.dropped"
-                )
-        return ""

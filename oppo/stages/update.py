@@ -39,8 +39,8 @@ from oppo.models import (
     TrainerCapabilities,
     require_model,
 )
-from oppo.stages.batch import NONFINITE, BatchPart
-from oppo.stages.generate import Ended, Generate
+from oppo.stages.batch import NONFINITE, BatchPart, Ended
+from oppo.stages.generate import Generate
 from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics, utilisation
 from oppo.stages.sync import WeightSync
 from oppo.weight_sync import name_of

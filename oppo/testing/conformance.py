@@ -30,7 +30,8 @@ from oppo.simulate.models import (
 )
 from oppo.simulate.policy import FakePolicy
 from oppo.stages import Generate
-from oppo.stages.generate import require_chunk, require_turns
+from oppo.stages.generate import require_chunk
+from oppo.stages.in_flight import require_turns
 from oppo.testing.recorder import Recorder
 from oppo.turns import TurnDecode
 from oppo.weight_sync import name_of

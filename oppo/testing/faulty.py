@@ -61,7 +61,7 @@ from oppo.models import (
     Weights,
 )
 from oppo.simulate.engine import VirtualTimeLoop
-from oppo.stages.generate import require_turns
+from oppo.stages.in_flight import require_turns
 from oppo.turns import Answer, Environment, Turn, TurnDecode
 from oppo.weight_sync import CopiesWeights
 

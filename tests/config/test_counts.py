@@ -70,6 +70,15 @@ def test_a_run_of_groups_counts_what_trl_does(kind: Kind, tmp_path: Path) -> Non
     assert exact >= 25
 
 
+@pytest.mark.gym
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_trl_still_counts_what_was_recorded(kind: str) -> None:
+    from tests.golden.make_counts import counted as run
+
+    made = run(kind, wanted=6)
+    assert (made["version"], made["cases"]) == (GOLDEN[kind]["version"], GOLDEN[kind]["cases"][:6])
+
+
 def test_a_run_of_ppo_counts_what_trl_does(tmp_path: Path) -> None:
     exact = 0
     for case in GOLDEN["ppo"]["cases"]:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from oppo.algorithms.base import Roles
 from oppo.algorithms.group import grpo
-from oppo.algorithms.wrapped import wrap
+from oppo.algorithms.ppo import wrap
 from oppo.errors import CheckpointError, ConfigError
 from oppo.events import Batch, StepReport
 from oppo.graph import Graph

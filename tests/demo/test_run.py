@@ -105,6 +105,11 @@ def test_scoring_that_took_no_time_is_not_said_to_be_hidden() -> None:
     assert "nothing to hide" in "\n".join(replace(findings(30.0), summary=nothing).lines())
 
 
+@pytest.mark.parametrize(("others", "said"), [(0.04, "100 s"), (0.87, "100 s; other processes took 87% of the cores")])
+def test_the_time_on_a_machine_that_does_other_work_says_so(others: float, said: str) -> None:
+    assert f"time       {said}" in replace(findings(30.0), others=others).lines()
+
+
 def test_where_the_models_and_the_prompts_are_is_told() -> None:
     assert "inputs     policy (actor), reward model (reward) and prompts.jsonl are in cache" in findings(30.0).lines()
 

@@ -52,12 +52,12 @@ def main(kinds: list[str]) -> None:
         PATH.write_text(text.replace('{"given"', '\n{"given"') + "\n", encoding="utf-8")
 
 
-def counted(kind: str) -> dict[str, Any]:
-    """Return the version of a trainer and its cases, the same in every call."""
+def counted(kind: str, wanted: int = CASES) -> dict[str, Any]:
+    """Return the version of a trainer and its first cases, the same in every call."""
     package = {"verl": "verl", "openrlhf": "openrlhf"}.get(kind, "trl")
     draw, count = KINDS[kind]
     random, cases = Random(kind), list[Case]()
-    while len(cases) < CASES:
+    while len(cases) < wanted:
         given, prompts = draw(random), random.randint(4, 40)
         if made := count(kind, given, prompts):
             cases.append({"given": given, "prompts": prompts, **made})
@@ -92,7 +92,12 @@ def of_trl(kind: str, given: Case, prompts: int) -> Case | None:
             train_dataset=Dataset.from_dict({"prompt": [f"w{i % 9}" for i in range(prompts)]}),
         )  # fmt: skip
         generate, rounds = made._generate_and_score_completions, list[int]()
-        made._generate_and_score_completions = lambda inputs: (rounds.append(len(inputs)), generate(inputs))[1]
+
+        def generated(inputs: list[Any]) -> Any:
+            rounds.append(len(inputs))
+            return generate(inputs)
+
+        made._generate_and_score_completions = generated
         if not len(made.get_train_dataloader()):
             return None
         made.train()
@@ -113,10 +118,17 @@ QUIET: Final = {
 def model(*, labels: int = 0) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-    size = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "pad_token_id": 15}
     shape = LlamaConfig(
-        **size, num_attention_heads=1, num_key_value_heads=1, num_labels=max(labels, 1), eos_token_id=14
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        pad_token_id=15,
+        eos_token_id=14,
     )
+    shape.num_labels = max(labels, 1)
     return LlamaForSequenceClassification(shape) if labels else LlamaForCausalLM(shape)
 
 
@@ -181,8 +193,8 @@ def of_trl_ppo(_kind: str, given: Case, prompts: int) -> Case | None:
 class Tree(dict[str, Any]):
     """A configuration by attributes, as OmegaConf has it."""
 
-    __getattr__ = dict.__getitem__
-    __setattr__ = dict.__setitem__
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
 
 
 def tree(flat: Mapping[str, object]) -> Tree:

@@ -236,6 +236,16 @@ def test_runs_are_compared_by_the_settings_that_differ_and_their_figures(
     assert 'href="y/metrics.jsonl"' in html
 
 
+@pytest.mark.parametrize("steps", [1, 3, 700])
+def test_runs_of_other_lengths_are_compared_line_by_line(tmp_path: Path, steps: int) -> None:
+    times = {"timing_s/decode": 1.0, "timing_s/update": 2.0, "seconds": 4.0}
+    first, second = (run_of(tmp_path, [{"step": step, **times} for step in range(count)]) for count in (2, steps))
+    alone, both = (page(runs).partition('aria-label="Step time by phase"')[2] for runs in ([first], [first, second]))
+    alone, both = (each.partition("</svg>")[0] for each in (alone, both))
+    assert (alone.count("Z"), alone.count("<path")) == (3, 3), "areas: decode, update and what is left"
+    assert (both.count("Z"), both.count("<path")) == (0, 6), "lines, as areas would hide each other"
+
+
 def test_models_are_shown_with_their_parameters_as_their_files_have_them(tmp_path: Path) -> None:
     model = tiny.causal()
     model.save_pretrained(tmp_path / "actor")

@@ -81,7 +81,7 @@ def ends(said: Said) -> list[int]:
 def test_a_class_says_what_a_turn_earned_and_in_which_state_it_was_taken() -> None:
     said = walk()
     for text in (steps(1), steps(2, 3), "done"):
-        run_virtual(lambda text=text: said.say(text))
+        run_virtual(said.say, text)
     assert [turn.reward for turn in said.answered] == [0.5, 2.5, None]
     assert [turn.key for turn in said.answered] == ['{"place": 0}', '{"place": 1}', '{"place": 6}']
     score = run_virtual(said.reward)
@@ -131,7 +131,7 @@ def environment(outcome: object) -> FunctionEnvironment:
     def answer(turn: TextTurn) -> object:
         return outcome
 
-    return FunctionEnvironment(answer, bytes.decode, lambda text: [*text.encode()])
+    return FunctionEnvironment(answer, lambda ids: bytes(ids).decode(), lambda text: [*text.encode()])
 
 
 def turn() -> Turn:

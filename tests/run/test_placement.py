@@ -259,6 +259,35 @@ def test_adapters_alone_go_to_an_engine_of_several_gpus_also_from_one_of_these(f
         check("models.lora_sync=merged")
 
 
+def test_a_deployment_has_one_list_of_the_models_of_a_run(folder: Path) -> None:
+    chosen = (
+        *("models.device=cpu", "models.lora_rank=2", "models.quantization=nf4", "algorithm.ratio_base=proximal"),
+        *('models.teacher={a="actor", b="reward"}', "models.teacher_column=goal", "algorithm.distill=0.5"),
+        'rewards=[{name="short", source="reward.py:short"}, {name="taste", source="reward"}]',
+        *("algorithm.is_correction=truncated", "placement.scorers=cuda:1", "placement.reward=cuda:2"),
+        *('scorers."teacher.b".engine=vllm', "run.scorers=process"),
+    )
+    assumed = Hardware.assumed("4xH100-80GB")
+    deployment = Deployment.of(load_settings(folder / "config.toml", chosen), assumed)
+    roles = deployment.roles
+    here, one, two = torch.device("cpu"), torch.device("cuda", 1), torch.device("cuda", 2)
+    assert {name: (role.key, Path(role.source).name, role.device) for name, role in roles.items()} == {
+        "policy": ("models.policy", "actor", here),
+        "reference": ("models.reference", "actor", one),
+        "reward.taste": ("rewards.1", "reward", two),
+        "critic": ("models.critic", "reward", one),
+        "teacher.a": ("models.teacher.a", "actor", one),
+        "teacher.b": ("models.teacher.b", "reward", one),
+        "proximal": ("models.policy", "actor", here),
+    }
+    assert {name for name, role in roles.items() if role.apart} == roles.keys() - {"policy", "proximal"}
+    assert {name for name, role in roles.items() if role.quantization != "none"} == {"policy", "reference"}
+    assert [(role.name, role.engine_key) for role, _ in deployment.on_vllm("reward", "teacher")] == [
+        ("teacher.b", "scorers.teacher.b")
+    ]
+    assert deployment.scored == ["reference", "reward", "critic", "teacher", "proximal"]
+
+
 def micro_batch(folder: Path, chosen: Sequence[str], assumed: Hardware) -> int | None:
     settings = load_settings(folder / "config.toml", chosen)
     return with_micro_batches(

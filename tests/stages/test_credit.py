@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -217,7 +216,7 @@ class Walk:
         self.rewards = dice.normal(1, 1, (4, 3))
         self.next = dice.integers(0, 4, (4, 3))
         scores = dice.normal(0, 1, (4, 3))
-        self.policy = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+        self.policy: NDArray[np.float64] = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
 
     def paths(self, state: int = 0, turns: int = 3) -> Iterator[list[tuple[int, int]]]:
         """Return all ways through, each as states and actions; action 0 stops."""
@@ -244,15 +243,15 @@ class Walk:
 
     def gradient(self) -> NDArray[np.float64]:
         """Return the true gradient of the expected reward."""
-        return sum(
-            (self.probability(path) * self.score(path, [sum(self.earned(path))] * len(path)) for path in self.paths()),
-            np.zeros_like(self.policy),
-        )
+        found = np.zeros_like(self.policy)
+        for path in self.paths():
+            found += self.probability(path) * self.score(path, [sum(self.earned(path))] * len(path))
+        return found
 
     def expected(self, estimate: Callable[[Sequence[tuple[Any, Any]]], list[list[Floats]]]) -> NDArray[np.float64]:
         """Return the expected gradient of an estimator of the advantages of pairs, over all pairs of ways."""
         paths = [*self.paths()]
-        pairs = [*itertools.product(paths, repeat=2)]
+        pairs = [(one, other) for one in paths for other in paths]
         found = np.zeros_like(self.policy)
         for pair, weights in zip(pairs, estimate(pairs), strict=True):
             for path, each in zip(pair, weights, strict=True):

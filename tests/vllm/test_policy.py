@@ -465,7 +465,7 @@ def test_a_run_that_dies_with_a_withheld_rollout_trains_it_once_when_it_is_resum
         source = one.prompts()
         async with running(llm), one.graph().open(source) as run:
             await run.step()
-            carried = [cast("VllmDecode", rollout.decode) for rollout in one.generate._in_flight.values()]
+            carried = [cast("VllmDecode", rollout.decode) for rollout in one.generate._rollouts.values()]
             assert [(each.prompt.rollout, each.row.withheld) for each in carried] == [(2, True), (3, False)]
             write_state(tmp_path, {"run": run.state_dict(), "prompts": source.state_dict()})
             llm.die()

@@ -456,7 +456,7 @@ def test_log_probs_are_those_of_the_ids_that_were_kept(temperature: float, top_k
 def test_where_nothing_is_left_out_no_support_is_kept() -> None:
     noise = noise_at(torch.arange(6), vocabulary=20)
     for sampling in (Sampling(), Sampling(top_k=20), Sampling(temperature=0.5, stop=(3,))):
-        assert draw(torch.zeros(6, 20), noise, sampling).read_back()[2].whole
+        assert draw(torch.zeros(6, 20), noise, sampling).read_back()[2].empty
 
 
 def test_of_a_response_that_may_not_end_yet_only_the_ends_are_listed() -> None:
@@ -489,7 +489,7 @@ def test_greedy_takes_the_best_token_and_its_log_prob_at_temperature_one() -> No
     logits = torch.tensor([[0.0, 2.0, 1.0]], dtype=torch.bfloat16)
     tokens, logprobs, kept, barred = draw(logits, None, Sampling(temperature=0, top_k=1, top_p=0.1))
     assert kept is None
-    assert barred.whole
+    assert barred.empty
     assert tokens.tolist() == [1]
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, logits.float().log_softmax(-1)[:, 1])

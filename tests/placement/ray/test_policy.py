@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,16 +19,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelError, ModelLost
+from oppo.events import Batch, Prompt
 from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.policy import HfDecode, HfPolicy
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
+from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
-from oppo.placement import Process, Thread
+from oppo.placement import Hosting, Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
+from oppo.training import TrainerSettings
 from tests.hf import child, stories, tiny
 from tests.hf.serve import test_decoder, test_policy, test_policy_process
-from tests.hf.serve.test_policy_process import RUNS
-from tests.hf.stories import SAMPLING, Serving, prompts, told
+from tests.hf.stories import SAMPLING, Serving, graph_of, prompts, told
+from tests.kit.pipelines import Tap
+from tests.kit.workplace import tokenizer
 from tests.placement.ray.machines import Machine, Machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -53,6 +60,70 @@ def place(cluster: Cluster) -> Iterator[RayPlace]:
 def scoring() -> Iterator[Thread]:
     with Thread("scorers", setup=child.set_up) as thread:
         yield thread
+
+
+DRAWN = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
+
+
+@dataclass
+class Ran:
+    digest: str
+    batches: list[Batch]
+
+
+async def ran(
+    acting: Hosting,
+    scoring: Thread,
+    *,
+    sampling: Sampling = DRAWN,
+    keep: bool = False,
+    groups: bool = False,
+    served: ModelRecipe | None = None,
+) -> Ran:
+    """Three deterministic steps that carry rollouts over: PPO, or GRPO with groups of two.
+
+    Args:
+        served: how the policy is loaded; in place of the model that is trained.
+    """
+    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=3)
+    trained = (actor,) if groups else (actor, critic)
+    settings = TrainerSettings(learning_rate=1e-3, epochs=2)
+    made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
+    trainer = HfTrainer(
+        actor,
+        None if groups else critic,
+        sampling=sampling,
+        place=scoring,
+        settings=settings,
+        loss=ClippedLoss() if groups else PPOLoss(),
+    )
+    graph = graph_of(
+        actor,
+        None if groups else critic,
+        trainer=trainer,
+        acting=acting,
+        scoring=scoring,
+        sampling=sampling,
+        kv_on_sync="keep" if keep else "recompute",
+        decode=HfTokenizer(tokenizer()).decode,
+        served=served or actor,
+    )
+    tap, carried = Tap(), 0
+    async with graph.open(made, observers=[tap]) as run:
+        async for step in run.steps(3):
+            carried += len(step.deferred)
+    assert carried, "this run is meant to carry rollouts over"
+    batches = [item for _, _, item in tap.items if isinstance(item, Batch)]
+    return Ran("".join(map(weights_digest, trained)), batches)
+
+
+RUNS = {
+    "ppo, keep": partial(ran, keep=True),
+    "grpo, stop strings": partial(
+        ran, groups=True, sampling=replace(DRAWN, stop=(2,), stop_strings=("w7 w", "w11", "w40"))
+    ),
+    "top k": partial(ran, sampling=replace(DRAWN, top_k=20, min_new_tokens=5)),
+}
 
 
 @pytest.mark.parametrize("kind", RUNS)
