@@ -377,6 +377,8 @@ def _of_verl(draft: Draft) -> None:
     names = ("algorithm.norm_adv_by_std_in_grpo", "reward_model.overlong_buffer.enable")
     draft.put("step.algorithm", algorithm, "algorithm.adv_estimator", *names)
     draft.same(foreign_fields()["verl"])
+    if algorithm not in {"ppo", "reinforce_pp"}:  # verl compares whole responses, and reads no discount
+        draft.values.pop("algorithm.gamma", None)
     if not long:
         draft.put("algorithm.long_buffer", 0, "reward_model.overlong_buffer.enable")
     draft.put("trainer.eps", 1e-8)
