@@ -90,7 +90,7 @@ BUDGETS = {
     "admission": 1_403,
     "agents": 1_568,
     "algorithms": 1_081,
-    "config": 3_923,
+    "config": 3_925,
     "data": 829,
     "demo": 1_500,
     "environments": 1_353,
@@ -105,7 +105,7 @@ BUDGETS = {
     "rewards": 1_802,
     "run": 5_204,
     "simulate": 3_768,
-    "stages": 3_949,
+    "stages": 3_947,
     "testing": 1_415,
     "vllm": 4_218,
 }
