@@ -116,7 +116,7 @@ RATCHETS = {
     "files in the root": 21,
     "protocols": 55,
     "functions that only require": 70,
-    "functions given all settings": 26,
+    "functions given all settings": 24,
     "modules that name turns": 40,  # the stage, the settings and the rewards of credit by turn
     "modules that name deterministic": 21,
     "modules that name lookahead": 24,
