@@ -277,17 +277,17 @@ class RolloutBuffer(Generic[R]):
                 rest = range(start + n, self._tool[0].stop)
                 self._tool[0:1] = [rest] if rest else []
         self._taken += n
-        ids, logprobs, versions, extra = zip(*self._unread[:n], strict=True) if n else ((), (), (), ())
-        del self._unread[:n]
+        read, self._unread = self._unread[:n], self._unread[n:]
         continues = bool(self._unread) or self._failure is not None
         self._end_read = self.ended and not continues
         state: ChunkState = "live" if continues else self._state
-        tokens = np.array(ids, np.int32)
+        tokens = np.array([token for token, _, _, _ in read], np.int32)
         if given:
             return ToolTokens(rollout, start, tokens, state)
-        columns = TokenColumns.concatenate((one, 1) for one in extra)
-        made_by = np.array(versions, np.int32)
-        return Chunk(rollout, start, tokens, np.array(logprobs, np.float32), made_by, columns, state)
+        logprobs = np.array([logprob for _, logprob, _, _ in read], np.float32)
+        versions = np.array([version for _, _, version, _ in read], np.int32)
+        extra = TokenColumns.concatenate((columns, 1) for _, _, _, columns in read)
+        return Chunk(rollout, start, tokens, logprobs, versions, extra, state)
 
 
 class DecodeSteps(Generic[R]):

@@ -377,6 +377,8 @@ def _of_verl(draft: Draft) -> None:
     names = ("algorithm.norm_adv_by_std_in_grpo", "reward_model.overlong_buffer.enable")
     draft.put("step.algorithm", algorithm, "algorithm.adv_estimator", *names)
     draft.same(foreign_fields()["verl"])
+    if algorithm not in {"ppo", "reinforce_pp"}:  # verl compares whole responses, and reads no discount
+        draft.values.pop("algorithm.gamma", None)
     if not long:
         draft.put("algorithm.long_buffer", 0, "reward_model.overlong_buffer.enable")
     draft.put("trainer.eps", 1e-8)
@@ -642,14 +644,14 @@ def _models_of_openrlhf(draft: Draft) -> None:
         draft.put("models.lora_alpha", alpha, "ds.lora.alpha")
     if draft.take("ds.attn_implementation", "sdpa") == "eager":
         draft.put("models.attention", "eager", "ds.attn_implementation")
-    models, remote = draft.take("reward.model_name_or_path"), draft.take("reward.remote_url")
+    models, served = draft.take("reward.model_name_or_path"), draft.take("reward.remote_url")
     draft.rewards(str(models).split(",") if models else [], "reward.model_name_or_path")
-    if isinstance(remote, str):
-        url = remote.startswith("http")
+    if isinstance(served, str):
+        url = served.startswith("http")
         told = (
-            f"an HttpReward for {remote}" if url else "let it take prompts, completions and columns, and return scores"
+            f"an HttpReward for {served}" if url else "let it take prompts, completions and columns, and return scores"
         )
-        file = "rewards.py:remote" if url else f"{remote}:reward_func"
+        file = "rewards.py:served" if url else f"{served}:reward_func"
         draft.open("rewards.0.source", file, told, "reward.remote_url")
     if draft.whole("vllm.num_engines", 0):
         draft.put("models.engine", "auto", "vllm.num_engines")

@@ -99,7 +99,7 @@ class CalledEnvironment(CheckedFunction[TextTurn, str, Said]):
     def checked(self, result: object, where: str) -> Said:
         if result is None or isinstance(result, Drop):
             return result
-        pair = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+        pair: tuple[Any, ...] = result if isinstance(result, tuple) and len(result) == 2 else (result,)
         answer = result if isinstance(result, TextAnswer) else TextAnswer(*pair)
         text, reward, key = answer.text, answer.reward, answer.key
         if not isinstance(text, str) or not (text or reward is not None or key):

@@ -34,7 +34,7 @@ from typing import Final, TypeAlias, cast
 from oppo.admission import Observation, Scoring, Stretch
 from oppo.admission.protocol import Json
 from oppo.declared import MOST, WHOLE, require_declared
-from oppo.durable import opened, put, read_text
+from oppo.durable import nearby, opened, put, read_text
 from oppo.errors import ConfigError
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
 from oppo.observe import Span
@@ -288,9 +288,9 @@ def require_stepless(path: Path) -> None:
     if STEPLESS.issuperset(used) and next(read(path / METRICS), None) is None:
         return
     resumable = any(path.glob("checkpoints/step-*"))
-    advice = [f"go on with `oppo resume {path}`"] if resumable else []
+    advice = [f"go on with `oppo resume {nearby(path)}`"] if resumable else []
     raise ConfigError(
-        f"the run directory {path} is already used (it holds {', '.join(used[:3])}"
+        f"the run directory {nearby(path)} is already used (it holds {', '.join(used[:3])}"
         f"{', ...' if len(used) > 3 else ''}): {', '.join([*advice, 'choose another run.name'])}, or remove it"
     )
 

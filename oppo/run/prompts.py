@@ -89,7 +89,11 @@ def supplied(
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
-    stream = RowStream(cast("Rows", prompts), **encoding) if as_they_come else _stream(settings, list(trained.values()))
+    stream = (
+        RowStream(cast("Rows", prompts), **encoding)
+        if as_they_come
+        else _stream(data, [*trained.values()], settings.step.batch)
+    )
     every = [prompt for pool in apart.values() for prompt in pool]
     wanted = settings.run.steps
     steps = steps_of(wanted, data, settings.step.batch, stream)
@@ -132,13 +136,12 @@ def _pools(
     return {name: read(source, encoding, rows) for name, source in named(key, chosen).items()}
 
 
-def _stream(settings: Settings, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
-    data, multiple = settings.data, settings.step.batch if settings.data.drop_last else 1
+def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]], batch: int) -> PromptStream:
     weights = [source.weight for source in sources(data.prompts) if source.weight is not None]
     if weights:
         return PromptStream.mixed(list(zip(weights, pools, strict=True)), seed=data.seed, epochs=data.epochs)
     prompts = [prompt for pool in pools for prompt in pool]
-    return PromptStream(prompts, seed=data.seed, epochs=data.epochs, multiple=multiple)
+    return PromptStream(prompts, seed=data.seed, epochs=data.epochs, multiple=batch if data.drop_last else 1)
 
 
 def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = None) -> list[Prompt]:

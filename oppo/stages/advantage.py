@@ -282,7 +282,7 @@ class GAE(AdaptiveObjective):
         distill: weight of a teacher; see :class:`AdaptiveObjective`. It is added after whitening.
         over: what the estimate runs over: ``tokens``, or ``turns``, each one action with the sum of its tokens' rewards
             and the value before the first of them, whose advantage and return all its tokens have; ``gamma`` and
-            ``lam`` then decay by turns (Turn-PPO: Li et al. 2025, arXiv 2512.17008).
+            ``lam`` then decay by turns (Turn-PPO, arXiv 2512.17008).
 
     Raises:
         ConfigError: a value is out of range, there is no such estimator, or truncated responses are both bootstrapped
@@ -410,13 +410,11 @@ class GroupRelative(AdaptiveObjective):
     left alone is dropped too. An agent with several conversations is compared once, by the score of the first one and
     the KL of all, and all have its advantage. It has the named inputs of :class:`BatchStage`.
 
-    With ``credit = "turns"`` a turn's advantage, the same for each of its tokens, follows from its return to go, that
-    of its rewards and of those of later turns, and those of the same turn in the group
-    (:func:`oppo.returns.zero_filled`). With ``credit = "state"`` it is the advantage of the response, plus what follows
-    from the returns to go of all turns in the group that were taken in the same state (GiGPO: Feng et al. 2025, arXiv
-    2505.10978): 0 for a turn that is alone in its state, or has no key. The mean of responses is over
-    responses. Then a response alone in its group has advantage 0, and is not dropped. Further conversations of an agent
-    have the advantage of the first turn.
+    With ``credit = "turns"`` each turn has a return to go, of its rewards and those of later turns, and is compared
+    with the same turn of all responses of its group (:func:`oppo.returns.zero_filled`). With ``credit = "state"`` a
+    turn has the advantage of its response and, by its return to go, that over all turns of the group in the same state,
+    if there is another (GiGPO: Feng et al. 2025, arXiv 2505.10978). With both, a response alone in its group has
+    advantage 0 and is not dropped, and further conversations of an agent have the advantage of the first turn.
 
     Attributes:
         advantage: ``leave_one_out`` (RLOO), ``standardised`` (GRPO), ``centred`` (Dr. GRPO), ``batch_standardised`` or

@@ -409,12 +409,13 @@ def test_a_limit_of_prompts_in_an_older_script_of_trl_cuts_them(tmp_path: Path) 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "grpo"])
 def test_a_batch_of_verl_counts_prompts_and_their_responses_apart(estimator: str, tmp_path: Path) -> None:
-    chosen = {"algorithm.adv_estimator": estimator, "data.train_batch_size": 64}
+    chosen = {"algorithm.adv_estimator": estimator, "data.train_batch_size": 64, "algorithm.gamma": 0.99}
     chosen |= {"actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.ppo_mini_batch_size": 16}
     script = tmp_path / "train.sh"
     script.write_text("python3 -m verl.trainer.main_ppo " + " ".join(f"{key}={value}" for key, value in chosen.items()))
     found = convert(script).document
     assert (found["step"]["batch"], found["algorithm"]["samples"], found["trainer"]["minibatches"]) == (64, 4, 4)
+    assert found["algorithm"].get("gamma") == (None if estimator == "grpo" else 0.99), "which verl's grpo does not read"
 
 
 def test_a_resolved_configuration_of_verl_is_read_with_its_references() -> None:

@@ -112,6 +112,21 @@ def test_a_run_without_a_number_of_steps_ends_with_its_epochs(
         go_on(run)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "advice"),
+    [
+        (["data.drop_last=true", "run.steps=2"], "leave data.drop_last out"),
+        (["data.epochs=1"], "set run.steps, and leave"),
+    ],
+)
+def test_rows_that_are_not_counted_have_no_epochs(folder: Path, chosen: list[str], advice: str) -> None:
+    settings = tomllib.loads((folder / "config.toml").read_text())
+    del settings["run"]["steps"], settings["data"]["prompts"]
+    (folder / "config.toml").write_text(tomli_w.dumps(settings))
+    with pytest.raises(ConfigError, match=f"rows that come one by one are not counted, and end once: {advice}"):
+        train(folder / "config.toml", [*QUIET, *chosen], prompts=iter([{"prompt": "w1 w2"}]))
+
+
 NONE = entries("""
 [] | data.prompts: expected a file, a directory or a dataset's name, or a list of such with their weights
 7 | data.prompts: expected a file, a directory or a dataset's name, or a list of such

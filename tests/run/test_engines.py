@@ -159,7 +159,7 @@ def test_a_run_serves_synced_copies_corrects_every_token_and_is_resumed_with_its
 def test_a_dry_run_starts_the_engine_for_prompt_and_response_and_leaves_nothing(
     folder: Path, stand_in: list[StandIn], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert on_vllm(folder, "dry", "vllm.seed=3", "data.max_prompt_tokens=20", command="--dry-run") == 0
+    assert on_vllm(folder, "dry", "vllm.seed=3", "data.max_prompt_tokens=20", command="--dry-run --verbose") == 0
     said = capsys.readouterr()
     assert "starting vLLM" in said.err
     assert "[vllm]\nseed = 3" in said.out
