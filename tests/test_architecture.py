@@ -104,7 +104,7 @@ BUDGETS = {
     "report": 3_309,
     "rewards": 1_802,
     "run": 5_204,
-    "simulate": 3_768,
+    "simulate": 3_770,
     "stages": 3_947,
     "testing": 1_415,
     "vllm": 4_218,
