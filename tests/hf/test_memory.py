@@ -23,14 +23,12 @@ from oppo.hf.memory import (
     Hardware,
     LiveBytes,
     Load,
-    WithoutData,
     longest_batch,
     of_critic,
     of_policy,
     of_reference,
     of_reward,
     of_trainer,
-    strip,
     without_data,
 )
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
@@ -186,14 +184,14 @@ def test_a_deep_model_is_counted_by_few_of_its_layers(
     loss = PPOLoss() if kind in {"PPO", "trunk"} else ClippedLoss()
     quick = of_trainer(made, LOAD, SAMPLING, settings, loss)
     assert max(made_of) < 12
-    monkeypatch.setattr("oppo.hf.memory._shorten", lambda *_: [])
+    monkeypatch.setattr("oppo.hf.memory._divided", lambda stack, every: stack)
     whole = of_trainer(made, LOAD, SAMPLING, settings, loss)
     assert max(made_of) == 12
     assert quick == whole
 
 
 @pytest.mark.parametrize("kind", ["PPO", "GRPO", "trunk"])
-def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str) -> None:
+def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny.CONFIGS["llama"]()
     config.update({"vocab_size": 152_000})
     sampling, loss = Sampling(max_new_tokens=1024, temperature=0.7), ClippedLoss() if kind == "GRPO" else PPOLoss()
@@ -204,23 +202,18 @@ def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str) ->
             return ActorCritic(actor)
         return ActorCritic(actor, tiny.scalar() if kind == "PPO" else value_model_on(actor))
 
-    class Largest(WithoutData):
-        def _count(self, tensor: torch.Tensor) -> None:
-            super()._count(tensor)
-            sizes.append(tensor.untyped_storage().nbytes())
-
     sizes, chunk = list[int](), CPU_LOGITS_BYTES // (4 * 152_000)
-    with torch.device("meta"):
-        models = made()
+
+    def counted(self: LiveBytes, tensor: torch.Tensor) -> None:
+        count(self, tensor)
+        sizes.append(tensor.untyped_storage().nbytes())
+
+    count = LiveBytes.count
+    monkeypatch.setattr(LiveBytes, "count", counted)
     settings = TrainerSettings(epochs=1, micro_batch_tokens=4096)
-    models.prepare()
-    with without_data(), Largest() as live:
-        core = HfTrainerCore(strip(models), sampling, settings, loss, TrainerCounts.new())
-        core.update(longest_batch(4, Load(4, 20, 1000, 16), critic=core.critic is not None))
-    assert core.counts.micro_batches == 1, "of 4000 response tokens"
+    found = of_trainer(made, Load(4, 20, 1000, 16), sampling, settings, loss)
     assert max(sizes) == 4 * 152_000 * chunk
-    weights = weights_of(models)
-    assert live.peak < 6 * weights + 8 * CPU_LOGITS_BYTES < 4 * 152_000 * 4000
+    assert found.total < 6 * weights_of(made()) + 8 * CPU_LOGITS_BYTES < 4 * 152_000 * 4000
     few, many = (of_trainer(made, Load(rows, 20, 1000, 16), sampling, settings, loss).activations for rows in (1, 4))
     assert many < few + 3000 * 20_000, "what a token needs does not depend on the vocabulary"
 
