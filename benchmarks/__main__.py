@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measures a PPO step; ``--engine`` and ``--decoding`` measure a part of it instead.
+"""``python -m benchmarks``: measures a PPO step; ``--decoding`` measures a part of it instead.
 
 Exit codes are those of ``oppo``.
 """
@@ -21,13 +21,7 @@ def bench(request: Annotated[Request, Parameter(name="*")] = Request()) -> None:
     """Measure a PPO step: the speedup by overlap in each schedule, and its limits and costs."""
     console = Console()
     require_writable({"--json": request.json, "--plot": request.plot})
-    if request.engine:
-        from benchmarks import engine  # noqa: PLC0415 - `--help` should be quick
-
-        costs = engine.measure()
-        keep(request.json, engine.as_json(costs))
-        console.out(engine.show(costs), highlight=False)
-    elif request.decoding:
+    if request.decoding:
         from benchmarks import decoding  # noqa: PLC0415 - torch takes seconds to import
 
         compared = decoding.measure(request.rounds)

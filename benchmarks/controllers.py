@@ -113,7 +113,7 @@ def system(regime: Regime, engine: Engine) -> System:
         ),
         readers=readers,
         updater=Updater(
-            passes=size.passes(DEVICES * PEAK * engine.training, 2 * TRAINED_PASSES * regime.epochs),
+            passes=size.passes(DEVICES * PEAK * engine.training, 2 * (TRAINED_PASSES + 1) * regime.epochs),
             fixed=engine.overhead,
             padded=engine.padded,
             weight_sync=engine.weight_sync,

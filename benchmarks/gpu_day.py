@@ -13,8 +13,8 @@ Parts run in order while there are minutes left, and the results so far are writ
     ladder    PPO steps, serial and streamed
 
 Models have the shapes of Qwen2.5 and random weights; nothing is fetched. Beside each time stands the prediction of the
-roofline of ``oppo simulate``, from the FLOP/s and bytes/s that were measured here. ``--device cpu`` has tiny models, to
-try the command.
+roofline of ``oppo simulate``, from the data sheet of a GPU that it knows, else from what was measured here.
+``--device cpu`` has tiny models, to try the command.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ from oppo.losses import ClippedLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
 from oppo.rollout_buffer import DecodeStep
-from oppo.simulate.costs import Gpu, Reached, Transformer
+from oppo.simulate.costs import Gpu, Reached, Transformer, gpu_named
 from oppo.training import TrainerSettings
 
 TINY: Final = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2)
+REACHED: Final = Reached(name="transformers")
 SAMPLING: Final = Sampling(max_new_tokens=4096, seed=1)
 
 
@@ -97,6 +98,9 @@ class Day:
 
     @property
     def gpu(self) -> Gpu:
+        known = gpu_named(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        if known is not None:
+            return known
         facts = self.found["facts"]
         flops, bandwidth = (float(str(facts[name])) for name in ("flops", "bandwidth"))
         return Gpu(flops=flops, bandwidth=bandwidth, memory=float(str(facts["memory"])) or 1.0)
@@ -137,7 +141,12 @@ def transformer(model: PreTrainedModel) -> Transformer:
     config = model.config.get_text_config()
     width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
     return Transformer(
-        parameters=model.num_parameters(), layers=config.num_hidden_layers, width=config.hidden_size, cached=width
+        parameters=model.num_parameters(),
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        cached=width,
+        vocabulary=config.vocab_size,
+        tied=True,  # a reward model has no head at all, so its embedding too counts once
     )
 
 
@@ -163,7 +172,7 @@ def tests(day: Day) -> Mapping[str, object]:
 
 def decode(day: Day) -> Mapping[str, object]:
     model, sizes = day.model(day.actor), day.sizes
-    costs = Reached().decoder(day.gpu, transformer(model), 1)
+    costs = REACHED.decoder(day.gpu, transformer(model), 1)
     found: dict[str, object] = {}
     for name, spread in (("equal", 0), ("ragged", sizes.prompt // 2)):
         contexts = np.random.default_rng(0).integers(sizes.prompt - spread, sizes.prompt + spread + 1, sizes.rows)
@@ -257,7 +266,7 @@ def agree(day: Day) -> Mapping[str, object]:
 
 def score(day: Day) -> Mapping[str, object]:
     model, sizes = day.model(day.reward, Qwen2ForSequenceClassification), day.sizes
-    passes = transformer(model).passes(day.gpu.flops * Reached().scoring)
+    passes = REACHED.reader(day.gpu, transformer(model), REACHED.scoring, head=False)
     took = day.seconds(partial(score_rows, model, sizes))
     predicted = sizes.rows * passes.reading(0, sizes.read)
     flops = sizes.rows * transformer(model).passes(1.0).reading(0, sizes.read)
@@ -317,7 +326,7 @@ def update(day: Day) -> Mapping[str, object]:
     peak = torch.cuda.max_memory_allocated(day.device) if day.device.type == "cuda" else 0
     return {
         "seconds": took,
-        "predicted": flops / (day.gpu.flops * Reached().training),
+        "predicted": sizes.trained * REACHED.update(day.gpu, transformer(model), head=True).reading(0, load.sequence),
         "tokens a second": sizes.trained * load.sequence / took,
         "mfu": flops / took / day.gpu.flops,
         "peak bytes": peak,

@@ -7,6 +7,7 @@ trained nothing; 128 plus its number, ended by a signal: 130 by Ctrl-C, 143 by S
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ from oppo.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from oppo.config.settings import Settings
+    from oppo.run.rewards import FirstLook
 
 DONE, FAILED, UNUSABLE, UNTRAINED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -52,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     app.command(doctor)
     app.command(simulate)
     app.command(convert_config)
+    app.command(report)
     app.command(push)
     app.command(demo)
     with routed(note):
@@ -96,6 +99,7 @@ def train(
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
     ray: Annotated[str | None, Parameter(show_default=False)] = None,
     dry_run: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    verbose: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
     """Train as a TOML file says; docs/settings.md of the repository has every key of it, with its default.
 
@@ -103,18 +107,39 @@ def train(
         config: The settings; relative paths in them are relative to the file.
         override: Change one setting: section.key=value, the value as in TOML. Can be repeated.
         ray: A Ray cluster for the models that can be on other machines: auto, or host:port. Sets placement.cluster.
-        dry_run: Load and check everything, print the resolved settings, the graph, a prompt as the policy reads it, and
-            what the reward says of a short response to it; train nothing.
+        dry_run: Check settings, data and code, then load the models; print what was decided, a prompt as the policy
+            reads it, and what the reward says of a short response to it; train nothing.
+        verbose: Print all settings of a dry run too, and its graph.
     """
+    if verbose and not dry_run:
+        raise ConfigError("--verbose prints all settings of a dry run: add --dry-run, or leave it out")
     from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.config.sections import sources  # noqa: PLC0415 - likewise
-    from oppo.data.rows import check_file  # noqa: PLC0415 - likewise
 
     settings = load_settings(config, in_cluster(override, ray))
-    for source in (*sources(settings.data.prompts), *sources(settings.eval.prompts)):
-        if source.file is not None:
-            check_file(source.file, or_directory=True)  # before torch, which takes seconds to import
-    return carry_out(settings, dry_run=dry_run)
+    try:
+        from oppo.run.rewards import first_look  # noqa: PLC0415 - likewise
+
+        look = first_look(settings)  # before torch, which takes seconds to import
+    except OppoError as error:
+        return complain(paragraph(error), UNUSABLE)
+    return rehearsed(settings, look, verbose=verbose) if dry_run else carry_out(settings)
+
+
+def rehearsed(settings: Settings, look: FirstLook | None, *, verbose: bool) -> int:
+    from oppo.run.rehearsal import decided, rehearse, rehearse_code  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.run.train import prepare  # noqa: PLC0415 - likewise
+
+    found = [] if look is None else anyio.run(rehearse_code, look)
+    try:
+        session = prepare(settings, dry_run=True)
+    except OppoError as error:
+        return complain(paragraph(error), UNUSABLE)
+    console = Console()
+    with session:
+        if verbose:
+            console.out(settings.toml(), session.graph.table(), "", sep="\n", highlight=False)
+        console.out(*decided(session), *anyio.run(rehearse, session), *found, sep="\n", highlight=False)
+    return DONE
 
 
 def resume(
@@ -144,13 +169,11 @@ def in_cluster(overrides: Sequence[str], address: str | None) -> Sequence[str]:
     return overrides if address is None else [*overrides, f"placement.cluster={address}"]
 
 
-def carry_out(
-    settings: Settings, *, resume: bool = False, dry_run: bool = False, accept_changed_code: bool = False
-) -> int:
+def carry_out(settings: Settings, *, resume: bool = False, accept_changed_code: bool = False) -> int:
     from oppo.run.train import FINAL, prepare, run  # noqa: PLC0415 - `oppo --help` should be quick
 
     try:
-        session = prepare(settings, resume=resume, dry_run=dry_run, accept_changed_code=accept_changed_code)
+        session = prepare(settings, resume=resume, accept_changed_code=accept_changed_code)
     except RunComplete as error:
         note(str(error))
         return DONE
@@ -159,12 +182,6 @@ def carry_out(
     console = Console()
     try:
         with session:
-            if dry_run:
-                from oppo.run.doctor import rehearse  # noqa: PLC0415 - it knows torch, which takes seconds to import
-
-                console.out(settings.toml(), session.graph.table(), sep="\n", highlight=False)
-                console.out("", *anyio.run(rehearse, session), sep="\n", highlight=False)
-                return DONE
             try:
                 made = anyio.run(partial(run, session, console, last_resort=leave)).made
             except HangError as error:
@@ -174,7 +191,7 @@ def carry_out(
                     error.add_note(f"go on with `oppo resume {settings.run_directory}`")
                 raise
     except KeyboardInterrupt as error:  # reported once the models' threads are done: they may be saving
-        complete = None if dry_run else ended(settings.run_directory)
+        complete = ended(settings.run_directory)
         if complete is None:
             final = settings.run_directory / FINAL
             saved = f"what was learned is in {final}" if final.exists() else "nothing was saved"
@@ -203,9 +220,11 @@ def doctor(
         config: The settings, as of `oppo train`.
         override: Change one setting: section.key=value, the value as in TOML. Can be repeated.
         ray: A Ray cluster, as of `oppo train`.
-        assume: Check the run for such machines in place of this one: 8xH100-80GB, or 2x8xH100-80GB for two of them.
+        assume: Check the run for such machines in place of this one: 8xH100-80GB, 1x24GB of any kind, or 2x8xH100-80GB
+            for two of them. Without [placement], layouts that fit are proposed, as settings to paste.
         trial: Load the models too and make one step, with all responses as long as they may be; save nothing.
     """
+    gc.disable()  # importing torch and transformers makes many objects and no garbage: a fifth of the time
     from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.hf.memory import Hardware  # noqa: PLC0415 - likewise
     from oppo.run.deployment import Deployment  # noqa: PLC0415 - likewise
@@ -213,6 +232,8 @@ def doctor(
     from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
     from oppo.run.observers import require_trackers  # noqa: PLC0415 - likewise
 
+    gc.freeze()
+    gc.enable()
     if trial and assume:
         raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
     settings, console = load_settings(config, in_cluster(override, ray)), Console()
@@ -284,16 +305,16 @@ def convert_config(
     config: Path = Path("config.toml"),
     /,
     *,
-    kind: Annotated[Literal["ppo", "grpo", "verl"] | None, Parameter(show_default=False)] = None,
+    kind: Annotated[Literal["ppo", "grpo", "rloo", "verl", "openrlhf"] | None, Parameter(show_default=False)] = None,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
 ) -> int:
-    """Write the settings that a configuration of TRL or verl becomes, and name what has no setting here.
+    """Write the settings that a configuration of TRL, verl or OpenRLHF becomes, and name what has no setting here.
 
     Args:
-        source: A Python script that calls PPOConfig or GRPOConfig, a YAML file, or a shell script with the arguments of
-            TRL's scripts or of verl. It is read, not run.
+        source: A Python script that calls PPOConfig, GRPOConfig or RLOOConfig, a YAML file, or a shell script with the
+            arguments of TRL's scripts, of verl or of OpenRLHF. It is read, not run.
         config: The settings file to write.
-        kind: Of a file whose fields leave it open: TRL's ppo or grpo, or verl.
+        kind: Of a file whose fields leave it open: TRL's ppo, grpo or rloo, verl, or openrlhf.
         override: Give one setting: section.key=value, such as a model or a file that the source does not name. Can be
             repeated.
     """
@@ -307,6 +328,38 @@ def convert_config(
         note(line)
     converted.check(config)
     Console().out(f"written: {config}; `oppo train {config} --dry-run` loads and checks everything", highlight=False)
+    return DONE
+
+
+def report(
+    *runs: Path,
+    live: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+) -> int:
+    """Write the page of a run, report.html; of several runs one that compares them, comparison.html beside the first.
+
+    Args:
+        runs: The run directories, of runs that go on too.
+        live: Serve the page to browsers of this machine, and follow the runs; Ctrl-C ends it.
+    """
+    from oppo.report.recorded import recorded  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.report.view import Follower, write_report  # noqa: PLC0415 - likewise
+
+    if not runs:
+        raise ConfigError("oppo report needs the directory of a run: `oppo report runs/first`")
+    found, console = [recorded(run) for run in runs], Console()
+    for run in found:
+        for problem in run.problems:
+            note(f"{run.path}: {problem}")
+    if not live:
+        console.out(f"written: {write_report(found)}", highlight=False)
+        return DONE
+    with Follower(runs) as server:
+        console.out(f"following at {server.address}; Ctrl-C ends it", highlight=False)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt as error:
+            if code_of(error) != INTERRUPTED:
+                raise
     return DONE
 
 

@@ -79,6 +79,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def nearby(name: str | Path) -> str:
+    """Return a path as seen from the working directory if it leads into that; any other name as it is."""
+    path, here = Path(name), Path.cwd()
+    return str(path.relative_to(here)) if path != here and path.is_relative_to(here) else str(name)
+
+
 def put(path: Path, parts: Iterable[str]) -> None:
     """Replace the file at ``path`` by a text; the parts may be read from the old file meanwhile."""
     aside = path.with_name(f".{path.name}.partial")

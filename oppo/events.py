@@ -12,10 +12,10 @@ later have a type of their own, never an ``Optional`` field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final, Generic, Literal, Self, TypeAlias, TypeVar, get_args
+from typing import Any, ClassVar, Final, Generic, Literal, Self, TypeAlias, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,15 +39,27 @@ ended.
 LONGEST_REASON: Final = 4000
 """Characters of the reason of a ``Drop``."""
 
-
 _NO_IDS: Final = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ragged:
-    # Values of some tokens, token after token; |counts| is how many belong to each token.
+class TokenColumn:
+    """Values of some tokens, token after token, that only some policies give; carried wherever the tokens go.
+
+    Attributes:
+        ids: integers [S, ...]; a kind declares how many further ``dimensions``, and whether they are ``of_tokens``.
+        counts: int32 [n]; the absolute value is how many of ``ids`` belong to each token. Empty: none to any.
+        name: of the kind, in checkpoints.
+    """
+
     ids: NDArray[Any] = field(default_factory=lambda: _NO_IDS)
     counts: IntArray = field(default_factory=lambda: _NO_IDS)
+    name: ClassVar[str]
+    dimensions: ClassVar[int] = 0
+    of_tokens: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        COLUMN_KINDS[cls.name] = cls
 
     def __post_init__(self) -> None:
         listed = int(np.abs(self.counts).sum()) if len(self.counts) else 0
@@ -68,32 +80,69 @@ class _Ragged:
 
     @property
     def empty(self) -> bool:
-        """Whether no token has an id."""
+        """Whether no token has any."""
         return not len(self.ids)
-
-    def describes(self, count: int) -> bool:
-        """Return whether these ids can belong to ``count`` tokens: ``counts`` has as many items, or none."""
-        described = len(self.counts)
-        return not described or described == count
 
     def slice(self, start: int, stop: int | None) -> Self:
         """Return the ids of tokens ``start .. stop``, as a view."""
-        if not len(self.counts):
-            return self
         first, last = np.abs(self.counts[:start]).sum(), np.abs(self.counts[:stop]).sum()
         return type(self)(self.ids[first:last], self.counts[start:stop])
 
-    def split(self, count: int) -> Sequence[Self]:
-        """Return the ids of each of the ``count`` tokens by itself, as views."""
-        if not len(self.counts):
-            return [self] * count
+    def split(self) -> Sequence[Self]:
+        """Return the ids of each token by itself, as views."""
         bounds = [0, *np.cumsum(np.abs(self.counts)).tolist()]
         kind = type(self)
         return [kind(self.ids[first:last], self.counts[n : n + 1]) for n, (first, last) in enumerate(pairwise(bounds))]
 
 
+COLUMN_KINDS: Final[dict[str, type[TokenColumn]]] = {}
+"""The kinds of further columns, by name."""
+
+C = TypeVar("C", bound=TokenColumn)
+
+
+class TokenColumns:
+    """Further columns of some tokens: ``columns[Support]`` is their support, empty if nobody gave it."""
+
+    __slots__ = ("_columns",)
+
+    def __init__(self, *columns: TokenColumn) -> None:
+        self._columns = {type(column): column for column in columns if not column.empty}
+
+    def __getitem__(self, kind: type[C]) -> C:
+        column = self._columns.get(kind)
+        return kind() if column is None else cast("C", column)
+
+    def __iter__(self) -> Iterator[TokenColumn]:
+        return iter(self._columns.values())
+
+    @classmethod
+    def concatenate(cls, parts: Iterable[tuple[TokenColumns, int]]) -> TokenColumns:
+        """Return the columns of all parts' tokens, end to end; each part comes with its number of tokens."""
+        parts = list(parts)
+        kinds = dict.fromkeys(type(column) for part, _ in parts for column in part)
+        return cls(*(kind.concatenate((part[kind], n) for part, n in parts) for kind in kinds)) if kinds else NO_COLUMNS
+
+    def slice(self, start: int, stop: int | None) -> TokenColumns:
+        """Return the columns of tokens ``start .. stop``, as views."""
+        return TokenColumns(*(column.slice(start, stop) for column in self)) if self._columns else self
+
+    def only(self, kinds: Sequence[type[TokenColumn]]) -> TokenColumns:
+        return TokenColumns(*(self[kind] for kind in kinds)) if self._columns else self
+
+    def split(self, count: int) -> Sequence[TokenColumns]:
+        """Return the columns of each of the ``count`` tokens by itself, as views."""
+        if not self._columns:
+            return [self] * count
+        return [TokenColumns(*one) for one in zip(*(column.split() for column in self), strict=True)]
+
+
+NO_COLUMNS: Final = TokenColumns()
+"""Shared, since the garbage collector visits the fields of every chunk, and most chunks have no further column."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Support(_Ragged):
+class Support(TokenColumn):
     """The ids from which some tokens were sampled; ragged, 4 bytes for each id and token, empty without truncation.
 
     ``top_k``, ``top_p`` and ``min_new_tokens`` truncate the distribution of a token. Its log-prob, with these or other
@@ -108,20 +157,16 @@ class Support(_Ragged):
 
     Example:
         >>> one = Support(np.array([4, 7, 9], np.int32), np.array([3], np.int32))
-        >>> Support.concatenate([(Support(), 2), (one, 1)]).counts.tolist()
-        [0, 0, 3]
         >>> one.holds(np.array([7], np.int32)).tolist()
         [True]
     """
 
-    @property
-    def whole(self) -> bool:
-        """Whether no id was excluded for any token."""
-        return self.empty
+    name: ClassVar[str] = "support"
+    of_tokens: ClassVar[bool] = True
 
     def holds(self, tokens: IntArray) -> BoolArray:
         """Return whether each of its tokens could have been sampled: bool [n]."""
-        if self.whole:
+        if self.empty:
             return np.ones(len(tokens), np.bool_)
         owner = np.repeat(np.arange(len(tokens)), np.abs(self.counts))
         listed = np.zeros(len(tokens), np.bool_)
@@ -131,7 +176,7 @@ class Support(_Ragged):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RoutedExperts(_Ragged):
+class RoutedExperts(TokenColumn):
     """The experts that the routers of a mixture of experts chose while some tokens were made; ragged, often empty.
 
     A token has the experts of the positions that the engine read for it: the first token of the prompt, each other
@@ -149,18 +194,17 @@ class RoutedExperts(_Ragged):
         [-3, -2, -1, 0]
     """
 
+    name: ClassVar[str] = "routed_experts"
+    dimensions: ClassVar[int] = 2
+
     def positions(self) -> NDArray[np.int64]:
         """Return where each of ``ids`` was chosen, int64 [S]: from 0 on in the response, below 0 in the prompt."""
         after = np.cumsum(self.counts) - np.arange(len(self.counts))
         return np.arange(len(self.ids)) - np.repeat(after, self.counts)
 
-
-# Shared, since the garbage collector visits the fields of every chunk, and most chunks have neither.
-UNTRUNCATED: Final = Support()
-"""The support of tokens that were sampled from the whole vocabulary."""
-
-UNROUTED: Final = RoutedExperts()
-"""The routed experts of tokens of which none are known."""
+    def known(self, prompt: Prompt) -> int:
+        """Return the number of first positions, the prompt's included, that these reach."""
+        return 0 if self.empty else len(prompt.tokens) + int(self.positions()[-1]) + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,8 +266,7 @@ class Chunk:
         tokens: int32 [n].
         logprobs: float32 [n], natural logarithm, of each token under the policy that sampled it, over its support.
         versions: int32 [n], the version of the weights that made each token.
-        support: of the n tokens: the ids that each was sampled from.
-        routed_experts: of the n tokens, if the policy is a mixture of experts and gives them.
+        extra: further columns of the n tokens: :class:`Support`, :class:`RoutedExperts`.
         state: of the rollout after them, as a policy reports it to the reader of its decode. Only a ``cut`` chunk may
             hold no token, or one that ends a response with turns (:class:`oppo.turns.TurnDecode`).
     """
@@ -233,8 +276,7 @@ class Chunk:
     tokens: IntArray
     logprobs: FloatArray
     versions: IntArray
-    support: Support = UNTRUNCATED
-    routed_experts: RoutedExperts = UNROUTED
+    extra: TokenColumns = NO_COLUMNS
     state: ChunkState = "live"
 
     def merge(self, *later: Chunk) -> Chunk:
@@ -256,17 +298,15 @@ class Chunk:
             np.concatenate([chunk.tokens for chunk in chunks]),
             np.concatenate([chunk.logprobs for chunk in chunks]),
             np.concatenate([chunk.versions for chunk in chunks]),
-            Support.concatenate([(chunk.support, len(chunk.tokens)) for chunk in chunks]),
-            RoutedExperts.concatenate([(chunk.routed_experts, len(chunk.tokens)) for chunk in chunks]),
+            TokenColumns.concatenate([(chunk.extra, len(chunk.tokens)) for chunk in chunks]),
             chunks[-1].state,
         )
 
     def part(self, start: int, stop: int | None = None) -> Chunk:
         """Return its tokens ``start .. stop``, counted from its first, as views."""
         s, state = slice(start, stop), self.state if stop is None else "live"
-        columns = self.tokens[s], self.logprobs[s], self.versions[s]
-        support, routed = self.support.slice(start, stop), self.routed_experts.slice(start, stop)
-        return Chunk(self.rollout, self.start + start, *columns, support, routed, state)
+        columns = self.tokens[s], self.logprobs[s], self.versions[s], self.extra.slice(start, stop)
+        return Chunk(self.rollout, self.start + start, *columns, state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,11 +327,6 @@ class ToolTokens:
         state = self.state if stop is None else "live"
         return ToolTokens(self.rollout, self.start + start, self.tokens[start:stop], state)
 
-    def as_chunk(self, version: int) -> Chunk:
-        """Return them as if sampled by these weights, with log-probs of 0."""
-        n = len(self.tokens)
-        return Chunk(self.rollout, self.start, self.tokens, np.zeros(n, np.float32), np.full(n, version, np.int32))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Response:
@@ -302,8 +337,7 @@ class Response:
         logprobs: float32 [n]; 0 where ``sampled`` is false.
         versions: int32 [n].
         sampled: bool [n], false for tool tokens: the loss mask.
-        support: of the n tokens: the ids that each was sampled from; all of them for tool tokens.
-        routed_experts: of the n tokens, if the policy is a mixture of experts and gives them.
+        extra: further columns of the n tokens, as of a :class:`Chunk`.
     """
 
     prompt: Prompt
@@ -311,8 +345,7 @@ class Response:
     logprobs: FloatArray
     versions: IntArray
     sampled: BoolArray
-    support: Support = UNTRUNCATED
-    routed_experts: RoutedExperts = UNROUTED
+    extra: TokenColumns = NO_COLUMNS
 
     @classmethod
     def empty(cls, prompt: Prompt) -> Response:
@@ -325,34 +358,27 @@ class Response:
         """Return the response that consists of these pieces, in order."""
         chunks, sampled, version = list[Chunk](), list[bool](), 0
         for piece in pieces:
+            tokens, n = piece.tokens, len(piece.tokens)
             sampled.append(isinstance(piece, Chunk))
-            chunks.append(piece if isinstance(piece, Chunk) else piece.as_chunk(version))
-            version = int(chunks[-1].versions[-1]) if len(piece.tokens) else version
+            if isinstance(piece, Chunk):
+                chunks.append(piece)
+                version = int(piece.versions[-1]) if n else version
+            else:
+                zeros, versions = np.zeros(n, np.float32), np.full(n, version, np.int32)
+                chunks.append(Chunk(piece.rollout, piece.start, tokens, zeros, versions))
         if not chunks:
             return cls.empty(prompt)
-        whole, lengths = chunks[0].merge(*chunks[1:]), [len(chunk.tokens) for chunk in chunks]
-        mask, support, routed = np.repeat(sampled, lengths), whole.support, whole.routed_experts
-        return cls(prompt, whole.tokens, whole.logprobs, whole.versions, mask, support, routed)
+        whole, mask = chunks[0].merge(*chunks[1:]), np.repeat(sampled, [len(chunk.tokens) for chunk in chunks])
+        return cls(prompt, whole.tokens, whole.logprobs, whole.versions, mask, whole.extra)
 
     def then(self, piece: Chunk | ToolTokens) -> Response:
         """Return this response with ``piece`` appended."""
-        n, sampled = len(piece.tokens), isinstance(piece, Chunk)
-        if isinstance(piece, ToolTokens):
-            piece = piece.as_chunk(int(self.versions[-1]) if len(self) else 0)
-        return Response(
-            self.prompt,
-            np.concatenate((self.tokens, piece.tokens)),
-            np.concatenate((self.logprobs, piece.logprobs)),
-            np.concatenate((self.versions, piece.versions)),
-            np.concatenate((self.sampled, np.full(n, sampled, np.bool_))),
-            Support.concatenate([(self.support, len(self)), (piece.support, n)]),
-            RoutedExperts.concatenate([(self.routed_experts, len(self)), (piece.routed_experts, n)]),
-        )
+        return Response.of(self.prompt, [*self.pieces(), piece])
 
     def chunk(self, start: int = 0, stop: int | None = None) -> Chunk:
         """Return tokens ``start .. stop``, by default all, as one chunk, sampled or not."""
-        s, support, routed = slice(start, stop), self.support.slice(start, stop), self.routed_experts.slice(start, stop)
-        return Chunk(self.prompt.rollout, start, self.tokens[s], self.logprobs[s], self.versions[s], support, routed)
+        s, extra = slice(start, stop), self.extra.slice(start, stop)
+        return Chunk(self.prompt.rollout, start, self.tokens[s], self.logprobs[s], self.versions[s], extra)
 
     def pieces(self) -> list[Chunk | ToolTokens]:
         """Return the response in the fewest pieces: a ``Chunk`` or ``ToolTokens`` for each run of equal ``sampled``."""
@@ -363,12 +389,6 @@ class Response:
             else ToolTokens(self.prompt.rollout, start, self.tokens[start:stop])
             for start, stop in pairwise(edges)
         ]
-
-    @property
-    def routed(self) -> int:
-        """Number of first positions, the prompt's included, whose routed experts are there."""
-        positions = self.routed_experts.positions()
-        return len(self.prompt.tokens) + int(positions[-1]) + 1 if len(positions) else 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -609,9 +629,9 @@ class Batch:
         columns = {"rewards": self.rewards, "advantages": self.advantages, "returns": self.returns}
         return {name: column for name, column in columns.items() if column is not None}
 
-    def support(self, rows: Iterable[int]) -> Support:
-        """Return the support of the tokens of ``rows``, end to end; each call joins the responses' supports."""
-        return Support.concatenate((self.responses[r].support, len(self.responses[r])) for r in rows)
+    def column(self, kind: type[C], rows: Iterable[int]) -> C:
+        """Return this further column of the tokens of ``rows``, end to end; each call joins those of the responses."""
+        return kind.concatenate((self.responses[r].extra[kind], len(self.responses[r])) for r in rows)
 
     def rows(self) -> Sequence[slice]:
         """Return the slice of the per-token arrays that belongs to each row, a tool's tokens included."""
@@ -651,13 +671,6 @@ class Batch:
         positions = np.flatnonzero(self.sampled)
         borders = np.searchsorted(positions, self.offsets).tolist()
         return [positions[first:last] for first, last in pairwise(borders)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchPart:
-    """Rows of a step's batch that are complete before the batch is, which follows and holds them too."""
-
-    batch: Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

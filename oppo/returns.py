@@ -544,6 +544,9 @@ SEQUENCE_BAND = (0.9, 1.1)
 Ours; published bands guard against differences between two engines, and are tighter than a version of the weights.
 """
 
+PRODUCT_BAND = (0.0, 3.0)
+"""The products of a rollout's mismatches that a mask keeps, as in TRL 1.16 (``sequence_mask``)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 @validated(ConfigError)
@@ -596,14 +599,15 @@ class ImportanceCorrection:
             sequence masking of DeepSeek-V3.2, arXiv 2512.02556, section 3.1, which masks rollouts of negative advantage
             only).
         level: ``token``; ``sequence``: by the rollout's geometric mean (GSPO: Zheng et al. 2025, arXiv 2507.18071,
-            equation 7); or ``product``, of truncated weights (Liu et al. 2025, "When speed kills stability:
-            demystifying RL collapse from the inference-training mismatch").
+            equation 7); or ``product`` (Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
+            inference-training mismatch"), whose band masks long rollouts more often than short ones.
         k3: a rollout with a larger mean ``m - 1 - log m`` is masked; ``None``: none is.
         cap: c, at least 1.
-        low, high: the band of ``mask``, around 1; ``None``: :data:`TOKEN_BAND` or :data:`SEQUENCE_BAND`.
+        low, high: the band of ``mask``, around 1; ``None``: :data:`TOKEN_BAND`, :data:`SEQUENCE_BAND` or
+            :data:`PRODUCT_BAND`.
 
     Raises:
-        ConfigError: a value is out of range: 1 must be neither truncated nor masked; or a mask is by the product.
+        ConfigError: a value is out of range: 1 must be neither truncated nor masked.
     """
 
     ratio_base: RatioBase = "behaviour"
@@ -613,13 +617,6 @@ class ImportanceCorrection:
     low: Fraction | None = None
     high: AtLeastOne | None = None
     k3: Positive | None = None
-
-    def __post_init__(self) -> None:
-        if self.weight == "mask" and self.level == "product":
-            raise ConfigError(
-                "a band around 1 that fits short rollouts masks every long one by the product of its mismatches: "
-                f"expected level = 'token' or 'sequence' with weight = 'mask', got {self.level!r}"
-            )
 
     @property
     def weighs(self) -> bool:
@@ -639,5 +636,5 @@ class ImportanceCorrection:
     @property
     def band(self) -> tuple[float, float]:
         """The mismatches that a mask keeps."""
-        low, high = TOKEN_BAND if self.level == "token" else SEQUENCE_BAND
+        low, high = {"token": TOKEN_BAND, "sequence": SEQUENCE_BAND, "product": PRODUCT_BAND}[self.level]
         return low if self.low is None else self.low, high if self.high is None else self.high

@@ -24,8 +24,7 @@ import numpy as np
 
 from oppo.errors import ModelError, ProtocolError, leaves
 from oppo.events import (
-    UNROUTED,
-    UNTRUNCATED,
+    NO_COLUMNS,
     Chunk,
     ChunkState,
     FinishReason,
@@ -33,15 +32,13 @@ from oppo.events import (
     IntArray,
     Prompt,
     Response,
-    RoutedExperts,
-    Support,
+    TokenColumns,
     ToolTokens,
 )
 from oppo.models import Decode
 from oppo.turns import turn_so_far
 
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +50,7 @@ class DecodeStep:
     logprobs: FloatArray
     version: int
     reasons: tuple[FinishReason | None, ...]
-    support: Support = UNTRUNCATED
-    routed_experts: RoutedExperts = UNROUTED
+    extra: TokenColumns = NO_COLUMNS
 
 
 class DecodeEngine(Protocol[R]):
@@ -70,8 +66,8 @@ class DecodeEngine(Protocol[R]):
         """Free the memory of a rollout that its reader has closed."""
 
 
-SampledToken: TypeAlias = tuple[int, float, int, Support, RoutedExperts]
-"""A token, its log-prob, the version that made it, its support and its routed experts."""
+SampledToken: TypeAlias = tuple[int, float, int, TokenColumns]
+"""A token, its log-prob, the version that made it and its further columns."""
 
 
 class RolloutBuffer(Generic[R]):
@@ -112,11 +108,7 @@ class RolloutBuffer(Generic[R]):
         self.enough = 0
         self.closed = False
         self._taken = len(response)
-        self._tokens: list[int] = []  # unread, as the next four
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._supports: list[Support] = []
-        self._routed: list[RoutedExperts] = []
+        self._unread: list[SampledToken] = []
         self._tool: list[range] = []  # positions in the response of the unread tool tokens
         self._version = int(response.versions[-1]) if len(response) else 0
         self._end_read = False
@@ -151,7 +143,7 @@ class RolloutBuffer(Generic[R]):
     @property
     def received(self) -> int:
         # In tokens, read or not.
-        return self._taken + len(self._tokens)
+        return self._taken + len(self._unread)
 
     @property
     def unanswered(self) -> bool:
@@ -179,7 +171,7 @@ class RolloutBuffer(Generic[R]):
             self._tool.append(range(self.received, self.received + len(given)))
             self._turn, self._unanswered, self._answer = [], None, given.tolist()
             for token in self._answer:
-                self._add((token, 0.0, self._version, UNTRUNCATED, UNROUTED))
+                self._unread.append((token, 0.0, self._version, NO_COLUMNS))
             self._wake_if_readable()
         self.engine.note_answer(self)
         return True
@@ -234,7 +226,8 @@ class RolloutBuffer(Generic[R]):
         self._state = "live"
 
     def put(self, sampled: SampledToken, state: ChunkState) -> None:
-        self._add(sampled)
+        self._unread.append(sampled)
+        self._version = sampled[2]
         if self.turns:
             self._turn.append(sampled[0])
         if self.turns and state in {"eos", "stop"}:
@@ -243,14 +236,6 @@ class RolloutBuffer(Generic[R]):
         else:
             self._state = state
         self._wake_if_readable()
-
-    def _add(self, token: SampledToken) -> None:
-        identity, logprob, self._version, support, routed = token
-        self._tokens.append(identity)
-        self._logprobs.append(logprob)
-        self._versions.append(self._version)
-        self._supports.append(support)
-        self._routed.append(routed)
 
     def _wake_if_readable(self) -> None:
         if self._readable():
@@ -274,17 +259,17 @@ class RolloutBuffer(Generic[R]):
     def _readable(self) -> bool:
         if not self.live or self.closed or self.received >= self.enough:
             return True
-        return bool(self._tokens) and (self.unanswered or bool(self._tool))
+        return bool(self._unread) and (self.unanswered or bool(self._tool))
 
     def _take(self, limit: int) -> Chunk | ToolTokens:
         rollout = self.prompt.rollout
         if self.closed:
             raise ProtocolError(f"rollout {rollout} was closed, so it cannot be read")
-        if not self._tokens and self._failure is not None:
+        if not self._unread and self._failure is not None:
             raise self._failure
         if self._end_read:
             raise ProtocolError(f"the last chunk of rollout {rollout} has been read; expected no further read")
-        start, n, given = self._taken, min(limit, len(self._tokens)), False
+        start, n, given = self._taken, min(limit, len(self._unread)), False
         if self._tool:
             given = start in self._tool[0]
             n = min(n, (self._tool[0].stop if given else self._tool[0].start) - start)
@@ -292,29 +277,17 @@ class RolloutBuffer(Generic[R]):
                 rest = range(start + n, self._tool[0].stop)
                 self._tool[0:1] = [rest] if rest else []
         self._taken += n
-        tokens, logprobs = np.array(_pop(self._tokens, n), np.int32), np.array(_pop(self._logprobs, n), np.float32)
-        versions, supports, routed = _pop(self._versions, n), _pop(self._supports, n), _pop(self._routed, n)
-        continues = bool(self._tokens) or self._failure is not None
+        ids, logprobs, versions, extra = zip(*self._unread[:n], strict=True) if n else ((), (), (), ())
+        del self._unread[:n]
+        continues = bool(self._unread) or self._failure is not None
         self._end_read = self.ended and not continues
         state: ChunkState = "live" if continues else self._state
+        tokens = np.array(ids, np.int32)
         if given:
             return ToolTokens(rollout, start, tokens, state)
-        return Chunk(
-            rollout,
-            start,
-            tokens,
-            logprobs,
-            np.array(versions, np.int32),
-            Support.concatenate((support, 1) for support in supports),
-            RoutedExperts.concatenate((experts, 1) for experts in routed),
-            state,
-        )
-
-
-def _pop(column: list[T], count: int) -> list[T]:
-    head = column[:count]
-    del column[:count]
-    return head
+        columns = TokenColumns.concatenate((one, 1) for one in extra)
+        made_by = np.array(versions, np.int32)
+        return Chunk(rollout, start, tokens, np.array(logprobs, np.float32), made_by, columns, state)
 
 
 class DecodeSteps(Generic[R]):
@@ -344,8 +317,8 @@ class DecodeSteps(Generic[R]):
         while self._steps:
             step = self._steps.popleft()
             n = len(step.keys)
-            versions, supports, routed = [step.version] * n, step.support.split(n), step.routed_experts.split(n)
-            sampled = zip(step.tokens.tolist(), step.logprobs.tolist(), versions, supports, routed, strict=True)
+            columns = step.tokens.tolist(), step.logprobs.tolist(), [step.version] * n, step.extra.split(n)
+            sampled = zip(*columns, strict=True)
             for key, token, reason in zip(step.keys, sampled, step.reasons, strict=True):
                 self._rollouts[key].put(token, reason or "live")
 

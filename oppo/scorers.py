@@ -12,7 +12,7 @@ from typing import Final, Generic, Self, TypeAlias, TypeVar, cast
 import anyio
 
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
-from oppo.events import Chunk, Finish, Prompt, Response, Support, ToolTokens
+from oppo.events import NO_COLUMNS, Chunk, Finish, Prompt, Response, TokenColumns, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer, entered
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice, urged
 
@@ -195,12 +195,12 @@ class RolloutSessions(dict[int, S], Generic[S]):
     def __missing__(self, rollout: int) -> S:
         raise ProtocolError(f"rollout {rollout} is unknown to {self._reader}: its Prompt must come first")
 
-    def receive(self, event: Growth, support: Support | None = None) -> S:
+    def receive(self, event: Growth, extra: TokenColumns = NO_COLUMNS) -> S:
         """Return the session that an event opens or continues, with the event's tokens counted.
 
         Args:
             event: of the rollout.
-            support: of its tokens, if that is read too.
+            extra: further columns of its tokens that are read too.
 
         Raises:
             ModelError: a token is outside the vocabulary, or the sequence is longer than the reader reads.
@@ -224,7 +224,7 @@ class RolloutSessions(dict[int, S], Generic[S]):
                 f"rollout {rollout} has {length} tokens, prompt included, but {reader} reads at most {self._longest}: "
                 f"{self._remedy}"
             )
-        for ids in (event.tokens, *([] if support is None else [support.ids])):
+        for ids in (event.tokens, *(column.ids for column in extra if column.of_tokens)):
             if self._vocabulary is not None and len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
                 raise ModelError(
                     f"rollout {rollout} has token ids from {ids.min()} to {ids.max()}, but the vocabulary of {reader} "

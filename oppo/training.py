@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Protocol, Self, TypeAlias
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Lt
 
 from oppo.declared import (
     Count,
@@ -140,7 +140,9 @@ class TrainerSettings:
     betas: Annotated[tuple[Beta, Beta], FromList()] = setting((0.9, 0.999), "of AdamW")
     eps: Positive = setting(1e-5, "of AdamW")
     schedule: LearningRateSchedule = setting("constant", "a transformers scheduler, such as constant, linear or cosine")
-    warmup_steps: Count = setting(0, "updates over which the learning rate grows from 0; not with `constant`")
+    warmup_steps: Count | Annotated[float, Gt(0), Lt(1)] = setting(
+        0, "updates over which the learning rate grows from 0, or, below 1, their share of the run; not with `constant`"
+    )
     total_steps: PositiveCount | None = setting(
         None, "updates in the run; `linear` and `cosine` reach 0 there and need it"
     )
@@ -163,10 +165,18 @@ class TrainerSettings:
             )
         if self.schedule in {"linear", "cosine"} and self.total_steps is None:
             raise ConfigError(f"schedule {self.schedule!r} ends at total_steps, so total_steps must be given")
-        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+        if 0 < self.warmup_steps < 1 and self.total_steps is None:
+            raise ConfigError(f"warmup_steps = {self.warmup_steps} is a share of total_steps, which must be given")
+        if self.total_steps is not None and self.total_steps <= self.warm_up:
             raise ConfigError(
                 f"warmup_steps must be fewer than the steps of the run ({self.total_steps}), not {self.warmup_steps}"
             )
+
+    @property
+    def warm_up(self) -> int:
+        """The updates over which the learning rate grows."""
+        of = (self.total_steps or 0) if self.warmup_steps < 1 else 1
+        return math.ceil(self.warmup_steps * of)
 
     def require_no_critic(self) -> None:
         """Require the defaults for the settings that need a critic.
@@ -186,11 +196,11 @@ class TrainerSettings:
         It depends on the update's number alone, so a resumed run needs no state for it. The formulas are those of
         ``transformers.get_scheduler``, in which the first warm-up step has factor 0.
         """
-        if update < self.warmup_steps:
-            return update / self.warmup_steps
+        if update < self.warm_up:
+            return update / self.warm_up
         if self.total_steps is None or self.schedule in {"constant", "constant_with_warmup"}:
             return 1.0
-        progress = min(1.0, (update - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        progress = min(1.0, (update - self.warm_up) / (self.total_steps - self.warm_up))
         return 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

@@ -65,6 +65,14 @@ def _own_search_path() -> Iterator[None]:
     sys.path[:] = found
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _small_pages() -> Iterator[None]:
+    """Let the pages of the tests' runs hold pictures: with plotly.js, hundreds of them would fill a small disk."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("oppo.report.page.LIBRARY", "a_package_that_is_not_installed")
+        yield
+
+
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
     """What the test's code logs, each as it comes."""

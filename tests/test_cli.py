@@ -131,7 +131,7 @@ def test_a_run_whose_data_ends_before_its_steps_says_so_before_and_after(
 
 
 def test_a_dry_run_checks_everything_and_writes_nothing(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert oppo(workplace, "--dry-run", "run.name=dry") == 0
+    assert oppo(workplace, "--dry-run --verbose", "run.name=dry") == 0
     printed = capsys.readouterr().out
     assert 'name = "dry"' in printed
     assert "advantage" in printed

@@ -146,7 +146,6 @@ def test_what_is_no_number_is_refused_by_name_where_it_comes_in(name: str, argum
         (ImportanceCorrection, {"low": 1.1}, "low must be at most 1, not 1.1"),
         (ImportanceCorrection, {"high": 0.9}, "high must be at least 1, not 0.9"),
         (ImportanceCorrection, {"k3": 0.0}, "k3"),
-        (ImportanceCorrection, {"weight": "mask", "level": "product"}, "masks every long one by the product"),
         (ImportanceCorrection, {"weight": "some"}, "weight must be 'none', 'truncated' or 'mask', not 'some'"),
     ],
 )

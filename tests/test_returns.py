@@ -278,7 +278,6 @@ LEVELS: tuple[Level, ...] = ("token", "sequence", "product")
 EVERY = [
     ImportanceCorrection(ratio_base=base, weight=weight, level=level, k3=k3)
     for base, weight, level, k3 in product(BASES, WEIGHTS, LEVELS, (None, 0.01))
-    if (weight, level) != ("mask", "product")
 ]
 MISMATCH = np.array([1.0, 0.25, 4.0, 10.0], np.float64)
 """Of one rollout of four tokens."""

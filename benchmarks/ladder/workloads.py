@@ -278,7 +278,6 @@ class Request:
         warm_up: PPO steps of each mode before the first round; an adaptive controller needs 8.
         json: write the results to this file.
         plot: write a picture of the ladder to this file.
-        engine: measure what a chunk costs the engine instead.
         decoding: measure our decoder beside generate instead.
         scorers: the place of reward, reference and critic: a thread beside the actor's, or a process of their own.
         device: of the models; on a GPU they are large and have random weights, and lengths are scripted.
@@ -299,7 +298,6 @@ class Request:
     warm_up: int = 8
     json: Path | None = None
     plot: Path | None = None
-    engine: Flag = False
     decoding: Flag = False
     scorers: Scorers = "process"
     device: str = "cpu"

@@ -292,6 +292,7 @@ class Session:
         self.unopened: list[Conversation] = []  # those for which no response was begun
         self.changes = 0  # requests that changed earlier messages
         self.change = ""  # how the first of them did
+        self.refused = ""  # why its first request of those that were refused was
         self.rollout = rollout
         self._requests = requests
         self._timeout = math.inf if timeout is None else timeout
@@ -315,7 +316,11 @@ class Session:
                 return found, True
             if self._closed:
                 raise ENDED.again()
-            return await self._take(body, digest, key), False
+            try:
+                return await self._take(body, digest, key), False
+            except Refusal as refusal:
+                self.refused = self.refused or str(refusal)
+                raise
 
     async def _take(self, body: Json, digest: str, key: str) -> Request:
         fields = self._requests.check(body)
@@ -383,6 +388,15 @@ class Session:
         if self.outcome is not None and talk.request is not None:
             raise self.failure("returned while its request was unanswered: expected it to await each answer")
         return talk.request
+
+    async def asking(self) -> list[Conversation]:
+        """Return the conversations whose requests wait for a turn, once there are any; none after the agent's end."""
+
+        def asked() -> list[Conversation]:
+            return [each for each in self.conversations.values() if each.request is not None]
+
+        await self._wait(lambda: bool(asked()))
+        return asked() if self.outcome is None else []
 
     async def ended(self) -> None:
         # One that does nothing for too long is ended.

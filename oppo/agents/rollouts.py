@@ -477,6 +477,34 @@ class Agents(RunningAgents, Branching):
         assert isinstance(outcome, float | Drop)  # noqa: S101 - a failure was raised
         return replace(outcome, rollout=finish.rollout) if isinstance(outcome, Drop) else outcome
 
+    async def rehearse(self, prompt: Prompt, turn: Sequence[int], turns: int) -> Rehearsed:
+        """Run the agent of a row outside of a run, with the same turn as each answer.
+
+        Args:
+            prompt: its tokens are not read.
+            turn: tokens, the one that ends it included.
+            turns: of each conversation; the response has no room for more.
+
+        Raises:
+            EnvironmentFailure: the agent failed, or sent no request.
+        """
+        self.single, full = "", False  # it may hold several conversations
+        async with self:
+            session = self.start(prompt)
+            try:
+                await self.asked(session)
+                while asking := await session.asking():
+                    for talk in asking:
+                        if full := talk.told == turns:
+                            talk.refuse(_FULL)
+                        else:
+                            talk.tell(turn, [0.0] * len(turn))
+            except EnvironmentFailure:
+                if not full:
+                    raise
+            told = sum(talk.told for talk in session.conversations.values())
+            return Rehearsed(None if full else session.outcome, told, session.refused)
+
     def prompts(
         self,
         source: Iterable[Prompt] | AsyncIterable[Prompt],
@@ -493,6 +521,15 @@ class Agents(RunningAgents, Branching):
         """
         self.longest = max_prompt_tokens
         return AgentPrompts(self, source, max_prompt_tokens, over_long)
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """An agent that was tried out: its result, ``None`` where it went on, its answered requests, and a refusal."""
+
+    outcome: float | Drop | EnvironmentFailure | None
+    answered: int
+    refused: str
 
 
 _WANTED: Final = f"expected it to POST to {PATH.removeprefix('/v1')} of its base URL at least once, with its key"

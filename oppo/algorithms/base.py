@@ -95,12 +95,15 @@ OF_THE_LOSS: Final = frozenset(
 )
 """The settings that an algorithm's loss alone reads."""
 
+Correction: TypeAlias = Literal["none", "truncated", "truncated_sequence", "mask", "mask_sequence", "mask_product"]
+
 KINDS: Final[Mapping[str, tuple[TokenWeight, Level]]] = {
     "none": ("none", "token"),
     "truncated": ("truncated", "token"),
     "truncated_sequence": ("truncated", "product"),
     "mask": ("mask", "token"),
     "mask_sequence": ("mask", "sequence"),
+    "mask_product": ("mask", "product"),
 }
 """The weight and the level of a correction by the value of ``is_correction``."""
 
@@ -156,15 +159,15 @@ class Clipped:
         "behaviour",
         "denominator of a stale token's probability ratio: the policy that sampled it, or the one before the update",
     )
-    is_correction: Literal["none", "truncated", "truncated_sequence", "mask", "mask_sequence"] = setting(
+    is_correction: Correction = setting(
         "none",
         "importance sampling (IS) of stale tokens: weights truncated at `is_cap`, by token or by rollout (product), or "
-        "masked outside `is_low` .. `is_high`, by token or by rollout (geometric mean); absent: `truncated` if another "
-        "engine than the trainer's decodes (`models.engine`)",
+        "masked outside `is_low` .. `is_high`, by token or by rollout (geometric mean, or product); absent: "
+        "`truncated` if another engine than the trainer's decodes (`models.engine`)",
     )
     is_cap: AtLeastOne = setting(CAP, "an importance weight is at most this")
-    is_low: Fraction | None = setting(None, "smaller weights are masked; absent: 0.5 for a token, 0.9 for a rollout")
-    is_high: AtLeastOne | None = setting(None, "larger weights are masked; absent: 5 for a token, 1.1 for a rollout")
+    is_low: Fraction | None = setting(None, "smaller weights are masked; absent: 0.5, 0.9 by mean, 0 by product")
+    is_high: AtLeastOne | None = setting(None, "larger weights are masked; absent: 5, 1.1 by mean, 3 by product")
     is_k3: Positive | None = setting(
         None,
         "leave rollouts out of the policy loss whose mismatch, the mean of `m - 1 - log m` over tokens, is larger; "

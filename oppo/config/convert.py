@@ -1,37 +1,36 @@
-"""Settings from a configuration of TRL or verl: what ``oppo convert-config`` writes."""
+"""Settings from a configuration of TRL, verl or OpenRLHF: what ``oppo convert-config`` writes."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, get_args
+from typing import Any, Final
 
-import tomli_w
-from pydantic import TypeAdapter, ValidationError
-
-from oppo.algorithms import ALGORITHMS
-from oppo.config.foreign import Computed, Function, Kind, Rows, foreign_fields, read
+from oppo.config.foreign import (
+    REWARD,
+    Draft,
+    Kind,
+    foreign_fields,
+    literal,
+    moved,
+    plain_name,
+    read,
+    rendered,
+    rows_of,
+)
 from oppo.config.load import overridden, resolve
-from oppo.config.sections import Tracker
-from oppo.config.settings import Settings, keys_of
-from oppo.declared import STRICT, expectation
-from oppo.errors import ConfigError, did_you_mean
-
-ENDLESS: Final = 1_000_000
-"""``run.steps`` of a run that ends with its data."""
+from oppo.errors import ConfigError
 
 SHOWN: Final = 4
 """Fields that a message names of those that have a reason in common; the file names all."""
 
-REWARD: Final = "a reward model's directory or hub name, or `file.py:name` of a function"
-
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """Settings that a file of TRL or verl became; ``blank`` are to be filled in, ``lost`` has no setting here."""
+    """Settings that a file of another trainer became; ``blank`` are to be filled in, ``lost`` has no setting here."""
 
     document: Mapping[str, Any]
     text: str
@@ -55,202 +54,25 @@ class Converted:
 
 
 def convert(path: Path, *, kind: Kind | None = None, overrides: Sequence[str] = ()) -> Converted:
-    """Return the settings of a Python script, a YAML file, or a command with the arguments of TRL or verl."""
+    """Return the settings of a Python script, a YAML file, or a command with the arguments of another trainer."""
     found = read(path, kind)
     draft = Draft(found.kind, dict(found.given))
     for what, remark in found.remarks:
         draft.lose(remark, what)
-    (_of_verl if found.kind == "verl" else _of_trl)(draft)
+    {"verl": _of_verl, "openrlhf": _of_openrlhf}.get(found.kind, _of_trl)(draft)
     draft.settle()
     document = overridden(draft.document(), overrides)
     blank = {key: what for key, what in draft.blank.items() if _at(document, key) == draft.values[key][0]}
     notes = {key: why for key, (value, why) in draft.values.items() if _at(document, key) == value}
-    text = _rendered(document, notes, blank, draft.lost, f"{path.name}, of {draft.whose}")
+    text = rendered(document, notes, blank, draft.lost, f"{path.name}, of {draft.whose}")
     return Converted(document, text, blank, draft.lost)
-
-
-@dataclass(slots=True)
-class Draft:
-    """Settings in the making, each with its origin; ``seen`` are the fields that were asked for."""
-
-    kind: Kind
-    given: dict[str, object]
-    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    blank: dict[str, str] = field(default_factory=dict)
-    lost: dict[str, list[str]] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
-
-    @property
-    def whose(self) -> str:
-        return "verl" if self.kind == "verl" else "TRL"
-
-    @property
-    def algorithm(self) -> str:
-        return str(self.values["step.algorithm"][0])
-
-    def take(self, name: str, default: Any = None) -> Any:
-        self.seen.add(name)
-        value = self.given.get(name)
-        if isinstance(value, Computed):
-            self.lose("computed when the program runs: give the setting by --set", f"{name} = {value}")
-            return default
-        if isinstance(default, str | bool) and isinstance(value, list | dict):
-            self.lose(f"expected a value such as {default!r}", f"{name} = {value}")
-            return default
-        return default if value is None else value
-
-    def whole(self, name: str, default: int, least: float = -math.inf) -> int:
-        if (value := self.number(name, default)) < least:
-            raise ConfigError(f"{name}: expected at least {least}, got {value}")
-        return int(value)
-
-    def number(self, name: str, default: float) -> float:
-        value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{name}: expected a number, got {value!r}")
-        return value
-
-    def put(self, key: str, value: object, *names: str, note: str = "") -> None:
-        told = [name for name in names if self.given.get(name) is not None]
-        self.values[key] = (value, note or ", ".join(told) or f"{self.whose}'s default")
-
-    def open(self, key: str, value: object, what: str) -> None:
-        # a value to be replaced, where the file names none
-        self.put(key, value, note="fill in")
-        self.blank[key] = what
-
-    def lose(self, reason: str, *names: str) -> None:
-        self.lost.setdefault(reason, []).extend(names)
-
-    def same(self, rows: Rows) -> None:
-        """Carry over every field that alone says what a setting is."""
-        for name, (key, _, *more) in rows.items():
-            if not more:
-                continue
-            how, value = more[0], self.take(name, more[1] if len(more) > 1 else None)
-            if value in (None, "all-linear"):
-                continue
-            if isinstance(how, dict):
-                if (spelt := str(value).lower() if isinstance(value, bool) else str(value)) not in how:
-                    self.lose(f"{key}: expected one of {', '.join(how)}", f"{name} = {value}")
-                    continue
-                value = how[spelt]
-            elif how == "at least 0":
-                value = max(self.whole(name, more[1] if len(more) > 1 else 0), 0)
-            self.put(key, {how: value} if how == "target_modules" else _name(value) if how == "name" else value, name)
-
-    def settle(self) -> None:
-        # leaves out what the algorithm or a setting does not take, and names every field that went nowhere
-        algorithm = self.algorithm
-        known, has_critic = keys_of(ALGORITHMS[algorithm]), ALGORITHMS[algorithm].has_critic
-        for key, (value, why) in list(self.values.items()):
-            section, _, name = key.partition(".")
-            of_the_critic = not has_critic and "critic" in name
-            if section in {"rewards", "vllm"}:
-                continue
-            if why.endswith("'s default") and name in known[section] and known[section][name].default == value:
-                del self.values[key]
-            elif name not in known[section] or of_the_critic:
-                del self.values[key]
-                if why in self.given and value not in (0, False, "none"):
-                    self.lose(f"step.algorithm = {algorithm!r} does not read {key}", why)
-            elif refusal := _refusal(known[section][name].kind, value):
-                del self.values[key]
-                self.lose(f"{key}: {refusal}", why)
-        rows = foreign_fields()["verl"] if self.kind == "verl" else _rows_of_trl(self.kind)
-        for name, value in self.given.items():
-            if name not in self.seen and value not in (None, False, "", [], {}):
-                self._unread(name, rows)
-
-    def _unread(self, name: str, rows: Rows) -> None:
-        place = name
-        while place and place not in rows:
-            place = place.rpartition(".")[0]
-        if not place:
-            guess = "" if self.kind == "verl" else did_you_mean(name, rows)
-            return self.lose(f"no field that is known here{guess}", name)
-        key, remark = rows[place][:2]
-        return self.lose(" ".join(filter(None, (remark, key and f"(see {key})"))), name)
-
-    def document(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, (value, _) in self.values.items():
-            *place, last = key.split(".")
-            table: Any = found
-            for name in place:
-                table = table.setdefault(name, {})
-            table[last] = value
-        return found | ({"rewards": list(found["rewards"].values())} if "rewards" in found else {})
-
-
-def _refusal(kind: Any, value: object) -> str:
-    try:
-        TypeAdapter(kind, config=STRICT).validate_python(value)
-    except ValidationError as error:
-        return f"expected {expectation(error.errors(include_url=False)[-1])}, got {value!r}"
-    return ""
-
-
-def _name(text: object) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(text)).lstrip("._-")[:128] or "run"
-
-
-def _trackers(draft: Draft, name: str) -> None:
-    given = draft.take(name) or []
-    listed, known = [*map(str, given if isinstance(given, list) else [given])], get_args(Tracker)
-    if chosen := [each for each in known if each in listed]:
-        draft.put("run.track", chosen, name)
-    if others := [f"{name} = {each}" for each in listed if each not in {*known, "console", "none"}]:
-        draft.lose(f"run.track knows {', '.join(known)}", *others)
-
-
-def _warm_up(draft: Draft, steps: float, ratio: float, name: str) -> None:
-    total = draft.values["run.steps"][0]
-    if ratio and not steps and total == ENDLESS:
-        draft.lose("a share of steps whose number depends on the data: set trainer.warmup_steps", name)
-    elif count := math.ceil(steps or ratio * total):
-        draft.put("trainer.warmup_steps", count, name, note=name)
-        if draft.values.get("trainer.schedule", ("constant",))[0] == "constant":
-            draft.put("trainer.schedule", "constant_with_warmup", note=name)
-
-
-def _until_the_data_ends(draft: Draft, epochs: float, name: str) -> None:
-    draft.put("data.epochs", max(math.ceil(epochs), 1), name)
-    draft.put("run.steps", ENDLESS, note="the run ends with its data")
-
-
-def _rewards(draft: Draft, rewards: Sequence[object], weights: Sequence[object] = ()) -> None:
-    for number, reward in enumerate(rewards):
-        source, key = str(reward), f"rewards.{number}"
-        code = isinstance(reward, Function | Computed) or ("/" not in source and not source.startswith((".", "~")))
-        last = source.rpartition(".")[2] if code else PurePosixPath(source).name
-        if code:
-            told = f"move {source} into a file: it gets completions as text, and the columns that it names"
-            draft.open(f"{key}.source", _moved(source, "rewards.py"), told)
-        else:
-            draft.put(f"{key}.source", source, note="the reward model")
-        if len(rewards) > 1:
-            draft.put(f"{key}.name", _name(last), note="its name in metrics")
-        if number < len(weights):
-            draft.put(f"{key}.weight", weights[number], "reward_weights")
-    if not rewards and "environment.factory" not in draft.values:  # whose get_reward() is the reward
-        draft.open("rewards.0.source", "rewards.py:score", REWARD)
-
-
-def _moved(source: object, file: str) -> str:
-    return f"{file}:" + (re.sub(r"\W+", "_", str(source).rpartition(".")[2]).strip("_") or "score")
-
-
-def _rows_of_trl(kind: Kind) -> dict[str, Sequence[Any]]:
-    tables = ("PPOConfig" if kind == "ppo" else "GRPOConfig", "TrainingArguments", "scripts")
-    return {name: row for table in tables for name, row in foreign_fields()[table].items()}
 
 
 def _of_trl(draft: Draft) -> None:
     draft.put("step.algorithm", draft.kind, note=f"{draft.kind.upper()}Config")
     if isinstance(more := draft.take("model_init_kwargs"), dict):
         draft.given |= more
-    draft.same(_rows_of_trl(draft.kind))
+    draft.same(rows_of(draft.kind))
     if draft.kind == "ppo":
         if (token := draft.take("stop_token_id")) is not None:
             draft.put("sampling.stop", [token], "stop_token_id")
@@ -258,11 +80,18 @@ def _of_trl(draft: Draft) -> None:
             draft.put("sampling.eos", value=False, note="without stop_token a response has response_length tokens")
     else:
         draft.put("trainer.learning_rate", draft.take("learning_rate", 1e-6), "learning_rate")
-        _loss_of_trl(draft)
+        (_loss_of_rloo if draft.kind == "rloo" else _loss_of_trl)(draft)
         _engine_of_trl(draft)
-    _run_of_trl(draft, _batch_of_trl(draft))
+    each = _batch_of_trl(draft)
+    _run_of_trl(draft, each)
     _models_of_trl(draft)
-    _data_of_trl(draft)
+    _data_of_trl(draft, each)
+
+
+def _loss_of_rloo(draft: Draft) -> None:
+    draft.put("algorithm.aggregation", "response_sums", note="TRL's loss is of whole responses")
+    if draft.take("normalize_advantages", default=False):
+        draft.lose("advantages keep their scale", "normalize_advantages")
 
 
 def _loss_of_trl(draft: Draft) -> None:
@@ -274,8 +103,11 @@ def _loss_of_trl(draft: Draft) -> None:
         draft.put("algorithm.clip_high", high, "epsilon_high", "epsilon")
     elif scale in {"none", False}:
         draft.put("step.algorithm", "dr_grpo", "scale_rewards")
+    unbiased = draft.take("use_bias_correction_kl", default=True)
+    if draft.number("beta", 0.0):
         draft.put("algorithm.kl_in", "loss", note="as in TRL")
-        draft.put("algorithm.kl_estimator", "k3", note="as in TRL")
+        why = "TRL's default, use_bias_correction_kl: the gradient of the KL"
+        draft.put("algorithm.kl_estimator", "k2" if unbiased else "k3", note=why if unbiased else "as in TRL")
     if scale == "batch":
         draft.put("algorithm.scale_scores", "batch", "scale_rewards")
     elif scale in {"none", False} and draft.algorithm == "gspo":
@@ -315,51 +147,110 @@ def _engine_of_trl(draft: Draft) -> None:
         for name, ours in (("tensor_parallel_size", "tensor_parallel_size"), ("max_model_length", "max_model_len")):
             if (value := draft.take(f"vllm_{name}")) is not None:
                 draft.put(f"vllm.{ours}", value, f"vllm_{name}")
-    prefix = "vllm_importance_sampling"
-    mode = draft.take(f"{prefix}_mode", "")
-    if not draft.take(f"{prefix}_correction", default=True):
-        mode = "none"
-    if not mode:
-        return  # importance weights of tokens are truncated where vLLM decodes, unless others are asked for
-    chosen = {"token_truncate": "truncated", "token_mask": "mask", "none": "none"}.get(mode, "mask_sequence")
-    draft.put("algorithm.is_correction", chosen, f"{prefix}_mode")
-    if chosen in {"truncated", "mask"}:
-        key = "algorithm.is_cap" if chosen == "truncated" else "algorithm.is_high"
-        draft.put(key, draft.take(f"{prefix}_clip_max", 3.0), f"{prefix}_clip_max")
+    draft.put("algorithm.ratio_base", "proximal", note="TRL computes log-probs again where vLLM decodes")
+    _correction_of_trl(draft, "vllm_importance_sampling")
+
+
+CORRECTIONS: Final = {
+    "token_truncate": "truncated",
+    "sequence_truncate": "truncated_sequence",
+    "token_mask": "mask",
+    "sequence_mask": "mask_product",
+}
+"""``vllm_importance_sampling_mode`` as ``algorithm.is_correction``."""
+
+
+def _correction_of_trl(draft: Draft, prefix: str) -> None:
+    mode, low = draft.take(f"{prefix}_mode", "sequence_mask"), draft.take(f"{prefix}_clip_min")
+    named = next(
+        (name for name in (f"{prefix}_cap", f"{prefix}_clip_max") if name in draft.given), f"{prefix}_clip_max"
+    )
+    draft.seen.add(named)
+    high = draft.given.get(named, 3.0)
+    if draft.kind == "rloo" or not draft.take(f"{prefix}_correction", default=True):
+        draft.put("algorithm.is_correction", "none", f"{prefix}_correction", note=f"no {prefix}_correction")
+    elif mode not in CORRECTIONS:
+        draft.lose(f"algorithm.is_correction: expected one of {', '.join(CORRECTIONS)}", f"{prefix}_mode = {mode}")
+    else:
+        kind = CORRECTIONS[mode]
+        draft.put("algorithm.is_correction", kind, f"{prefix}_mode")
+        draft.put("algorithm.is_cap" if kind.startswith("truncated") else "algorithm.is_high", high, named)
+        if kind.startswith("mask"):
+            draft.put("algorithm.is_low", low or 0.0, f"{prefix}_clip_min")
+        elif low is not None:
+            draft.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{prefix}_clip_min = {low}")
+        if draft.algorithm == "gspo" and mode.startswith("token"):
+            draft.lose("gspo weighs whole responses, by the geometric mean", f"{prefix}_mode = {mode}")
 
 
 def _batch_of_trl(draft: Draft) -> int:
+    """Put what a step trains and how many there are; return how often the optimizer steps in each."""
     rows, passes = draft.whole("per_device_train_batch_size", 8, 1), draft.whole("gradient_accumulation_steps", 1, 1)
-    processes = draft.whole("num_processes", 1, 1)
-    names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
-    if "num_processes" not in draft.given:
+    ranks = draft.whole("nproc_per_node", 1, 1) * draft.whole("nnodes", 1, 1)
+    processes = draft.whole("num_processes", ranks, 1)
+    if not {"num_processes", "nproc_per_node"} & draft.given.keys():
         draft.lose("a batch is counted for one process: multiply step.batch by their number", "num_processes")
-    epochs, most, each = draft.number("num_train_epochs", 3.0), draft.whole("max_steps", -1), 1
     if draft.kind == "ppo":
-        draft.put("step.batch", batch := rows * passes * processes, *names, "num_processes")
-        if total := draft.whole("total_episodes", 0):
-            draft.put("run.steps", math.ceil(total / batch), "total_episodes")
+        return _batch_of_ppo(draft, rows * passes * processes, passes)
+    names = ["per_device_train_batch_size", "generation_batch_size", "steps_per_generation", "num_generations"]
+    samples = draft.whole("num_generations", 2 if draft.kind == "rloo" else 8, 1)
+    size, several = draft.whole("generation_batch_size", 0), draft.whole("steps_per_generation", passes, 1)
+    several = max(size // (rows * processes), 1) if size else several
+    minibatches, repeats, rounds = several // passes, draft.whole("num_iterations", 1, 1), 1
+    if several % passes and passes % (several * repeats) == 0:  # an update takes several rounds of generation
+        minibatches, repeats, rounds = 1, 1, passes // (several * repeats)
+        draft.put("trainer.epochs", 1, "num_iterations")
+        if rounds > 1:
+            draft.lose(f"an epoch whose rounds {rounds} does not divide ends with a smaller update in TRL", names[2])
+    elif several % passes:
+        minibatches = max(round(several / passes), 1)
+        draft.lose(
+            "an update of the optimizer that begins in one batch ends in the next: give a multiple of "
+            "gradient_accumulation_steps",
+            f"{names[2]} = {several}",
+        )
+    completions = rows * processes * several * rounds
+    draft.put("step.batch", math.ceil(completions / samples), *names, "gradient_accumulation_steps", "num_processes")
+    if completions % samples:
+        draft.lose(f"{completions} completions are no whole groups of {samples}: step.batch rounds up", "a batch")
+    draft.put("data.drop_last", value=True, note="TRL leaves out what fills no batch")
+    if minibatches > 1:
+        draft.put("trainer.minibatches", minibatches, *names[1:3], "gradient_accumulation_steps")
+    if draft.kind == "rloo" and minibatches * repeats > 1:
+        draft.lose("the ratio that is clipped is of a token, and TRL's of the whole response", "epsilon")
+    epochs, most = draft.number("num_train_epochs", 3.0), draft.whole("max_steps", -1)
+    if most > 0:
+        draft.put("run.steps", math.ceil(most / (minibatches * repeats)), "max_steps")
+        if most % (minibatches * repeats):
+            told = f"the optimizer steps {minibatches * repeats} times in each of run.steps, the last one too"
+            draft.lose(told, f"max_steps = {most}")
     else:
-        samples, several = draft.whole("num_generations", 8, 1), draft.whole("steps_per_generation", passes, 1)
-        completions = draft.whole("generation_batch_size", rows * processes * several, 1)
-        names += ["generation_batch_size", "steps_per_generation", "num_generations"]
-        draft.put("step.batch", math.ceil(completions / samples), *names)
-        if completions % samples:
-            draft.lose(f"{completions} completions are no whole groups of {samples}: step.batch rounds up", "a batch")
-        if (minibatches := completions // (rows * processes * passes)) > 1:
-            draft.put("trainer.minibatches", minibatches, *names[1:-1])
-        each = max(minibatches, 1) * draft.whole("num_iterations", 1, 1)
-        if most > 0:
-            draft.put("run.steps", math.ceil(most / each), "max_steps")
-    if "run.steps" not in draft.values:
-        _until_the_data_ends(draft, epochs, "num_train_epochs")
-    return each
+        draft.epochs(epochs, "num_train_epochs")
+    return minibatches * repeats
+
+
+def _batch_of_ppo(draft: Draft, batch: int, passes: int) -> int:
+    draft.put("step.batch", batch, "per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
+    minibatches = draft.whole("num_mini_batches", 1, 1)
+    if (steps := max(minibatches // passes, 1)) != minibatches:
+        told = "TRL's optimizer steps after gradient_accumulation_steps passes, however few make a minibatch"
+        draft.lose(told, f"num_mini_batches = {minibatches}")
+    draft.put("trainer.minibatches", steps, "num_mini_batches")
+    if (most := draft.whole("max_steps", -1)) > 0:
+        draft.lose("TRL's PPO does not read it", f"max_steps = {most}")
+    epochs = draft.number("num_train_epochs", 3.0)
+    if total := draft.whole("total_episodes", 0):
+        draft.put("run.steps", math.ceil(total / batch), "total_episodes")
+        draft.put("data.drop_last", value=True, note="TRL leaves out what fills no batch")
+    else:
+        draft.epochs(epochs, "num_train_epochs")
+    return 1
 
 
 def _run_of_trl(draft: Draft, each: int) -> None:
     if output := draft.take("output_dir"):
         path = PurePosixPath(str(output))
-        draft.put("run.name", _name(path.name), "output_dir")
+        draft.put("run.name", plain_name(path.name), "output_dir")
         if str(path.parent) != ".":
             draft.put("run.directory", str(path.parent), "output_dir")
     strategy, every = draft.take("save_strategy", "steps"), draft.take("save_steps", 500)
@@ -369,12 +260,12 @@ def _run_of_trl(draft: Draft, each: int) -> None:
         )
     else:
         draft.lose("checkpoints are written by steps (see run.checkpoint_every)", "save_strategy, save_steps")
-    _trackers(draft, "report_to")
+    draft.trackers("report_to")
     betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
     if betas != [0.9, 0.999]:
         draft.put("trainer.betas", betas, "adam_beta1", "adam_beta2")
     steps, ratio = draft.number("warmup_steps", 0), draft.number("warmup_ratio", 0.0)
-    _warm_up(draft, steps if steps >= 1 else 0, ratio or steps, "warmup_ratio" if ratio else "warmup_steps")
+    draft.warm_up(steps / each if steps >= 1 else 0, ratio or steps, "warmup_ratio" if ratio else "warmup_steps")
 
 
 def _models_of_trl(draft: Draft) -> None:
@@ -387,13 +278,10 @@ def _models_of_trl(draft: Draft) -> None:
     for role in ("reference", "critic"):
         if isinstance(model := draft.take(f"<{role}>"), str) and model != policy:
             draft.put(f"models.{role}", model, note="the trainer's argument")
-    dtype = draft.take("dtype") or draft.take("torch_dtype", "auto")
-    if draft.take("fp16", default=False):
-        dtype = "float16"
-    elif not draft.take("bf16", default=True):
-        dtype = "float32"
-    if dtype != "auto":
-        draft.put("models.dtype", str(dtype).removeprefix("torch."), "dtype", "torch_dtype", "fp16", "bf16")
+    weights, half, brain = draft.take("dtype"), draft.take("fp16", default=False), draft.take("bf16", default=True)
+    weights = weights or draft.take("torch_dtype", "float32")
+    dtype = "float16" if half else "bfloat16" if brain else str(weights).removeprefix("torch.")
+    draft.put("models.dtype", dtype, "fp16", "bf16", "dtype", "torch_dtype")
     if (attention := draft.take("attn_implementation", "sdpa")) == "eager":
         draft.put("models.attention", "eager", "attn_implementation")
     elif attention != "sdpa":
@@ -406,31 +294,36 @@ def _models_of_trl(draft: Draft) -> None:
         draft.lose("functions that the policy calls (see environment.tools)", "tools")
     if factory := draft.take("environment_factory"):
         several = factory if isinstance(factory, dict) else {"": factory}
-        moved = {str(name): _moved(each, "environments.py") for name, each in several.items()}
+        files = {str(name): moved(each, "environments.py") for name, each in several.items()}
         told = f"move {', '.join(map(str, several.values()))} into a file, as it is"
-        draft.open("environment.factory", moved.get("", moved), told)
+        draft.open("environment.factory", files.get("", files), told)
         if (most := draft.take("max_tool_calling_iterations")) is not None:
             draft.put("environment.max_turns", most, "max_tool_calling_iterations")
     named = ["reward_model_path", "<reward>", "reward_model_name_or_path", "reward_funcs"]
     given = [value if isinstance(value, list) else [value] for value in map(draft.given.get, named)]
     draft.seen.update(named)
     rewards = [each for value in given for each in value if each is not None]
-    _rewards(draft, rewards[:1] if draft.kind == "ppo" else rewards, draft.take("reward_weights", []))
+    draft.rewards(rewards[:1] if draft.kind == "ppo" else rewards, draft.take("reward_weights", []))
 
 
-def _data_of_trl(draft: Draft) -> None:
+def _data_of_trl(draft: Draft, each: int) -> None:
     name, subset = draft.take("dataset_name"), draft.take("dataset_config")
     training, held_out = draft.take("dataset_train_split", "train"), draft.take("dataset_test_split", "test")
     named = {"path": name, "subset": subset} if name else {}
     _source(draft, "data.prompts", draft.take("<data>", {**named, "split": training}))
-    if (longest := draft.take("max_prompt_length")) is not None:  # of an older TRL
+    longest = draft.take("max_prompt_length")  # of an older TRL
+    if longest is not None:
         draft.put("data.max_prompt_tokens", longest, "max_prompt_length")
-        draft.put("data.over_long", "truncate", "max_prompt_length")
+    draft.put(
+        "data.over_long",
+        "error" if longest is None else "truncate",
+        note=f"TRL cuts {'no prompt' if longest is None else 'at max_prompt_length'}",
+    )
     own, every = draft.take("<eval>", {**named, "split": held_out}), draft.take("eval_steps")
     if draft.take("eval_strategy", "no") != "no":
         _source(draft, "eval.prompts", own)
         if isinstance(every, int):
-            draft.put("eval.every", every, "eval_steps")
+            draft.put("eval.every", max(every // each, 1), "eval_steps")
 
 
 def _source(draft: Draft, key: str, source: Mapping[str, object]) -> None:
@@ -441,19 +334,39 @@ def _source(draft: Draft, key: str, source: Mapping[str, object]) -> None:
     draft.put(key, table["path"] if len(table) == 1 else [table], "dataset_name", note="the dataset")
 
 
-ESTIMATORS: Final = {"gae": "ppo", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
+ESTIMATORS: Final = {
+    "gae": "ppo",
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "grpo",
+}
 KLS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
-def _of_verl(draft: Draft) -> None:
-    name = draft.take("algorithm.adv_estimator", "gae")
-    if name not in ESTIMATORS:
+OVERLONG: Final = re.compile(r"(reward_model|reward)\.(reward_kwargs\.)?overlong_buffer(_cfg)?\.")
+"""How a key of the penalty on long responses begins, in the versions of verl."""
+
+
+def _estimator(draft: Draft, name: str, known: Mapping[str, str]) -> str:
+    chosen = draft.take(name, "gae")
+    if chosen not in known:
         raise ConfigError(
-            f"algorithm.adv_estimator = {name!r}: expected one of {', '.join(ESTIMATORS)}; another one is an algorithm "
-            "of your own (step.algorithm)"
+            f"{name} = {chosen!r}: expected one of {', '.join(known)}; another one is an algorithm of your own "
+            "(step.algorithm)"
         )
-    algorithm, long = ESTIMATORS[name], draft.take("reward_model.overlong_buffer.enable", default=False)
+    if chosen.endswith("_baseline"):  # REINFORCE++: the mean of the group, the deviation of the batch
+        draft.put("algorithm.scale_scores", "batch", name)
+    return known[chosen]
+
+
+def _of_verl(draft: Draft) -> None:
+    draft.given = {OVERLONG.sub("reward_model.overlong_buffer.", name): each for name, each in draft.given.items()}
+    algorithm = _estimator(draft, "algorithm.adv_estimator", ESTIMATORS)
+    long = draft.take("reward_model.overlong_buffer.enable", default=False)
     if algorithm == "grpo":
         dynamic = draft.given.get("algorithm.filter_groups.enable") or long
         scaled = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
@@ -464,7 +377,9 @@ def _of_verl(draft: Draft) -> None:
         draft.put("algorithm.long_buffer", 0, "reward_model.overlong_buffer.enable")
     draft.put("trainer.eps", 1e-8)
     draft.put("run.metric_names", "verl", note="verl's names")
-    _trackers(draft, "trainer.logger")
+    draft.put("data.drop_last", value=True, note="verl leaves out what fills no batch")
+    draft.put("trainer.critic_warmup", max(draft.whole("trainer.critic_warmup", 0) - 1, 0), "trainer.critic_warmup")
+    draft.trackers("trainer.logger")
     _loss_of_verl(draft)
     _kl_of_verl(draft)
     _batch_of_verl(draft)
@@ -493,16 +408,27 @@ def _loss_of_verl(draft: Draft) -> None:
         draft.put("algorithm.gates", gates, f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg")
         del bound["algorithm.clip"], bound["algorithm.clip_high"]
     draft.put("algorithm.value_coefficient", 1.0, note="verl's critic has a loss of its own")
-    place = "algorithm.rollout_correction"
-    weights, cap = draft.take(f"{place}.rollout_is"), draft.number(f"{ACTOR}.tis_imp_ratio_cap", -1)
-    if (kind := {"token": "truncated", "sequence": "truncated_sequence"}.get(str(weights))) or cap > 0:
-        draft.put("algorithm.is_correction", kind or "truncated", f"{place}.rollout_is", f"{ACTOR}.tis_imp_ratio_cap")
-        cap = cap if cap > 0 else draft.number(f"{place}.rollout_is_threshold", 2.0)
-        draft.put("algorithm.is_cap", cap, f"{place}.rollout_is_threshold", f"{ACTOR}.tis_imp_ratio_cap")
-    elif weights:
-        draft.lose(
-            "weights are by token or by rollout (see algorithm.is_correction)", f"{place}.rollout_is = {weights}"
-        )
+    _correction_of_verl(draft, "algorithm.rollout_correction")
+
+
+def _correction_of_verl(draft: Draft, place: str) -> None:
+    # verl computes log-probs again before an update, unless it bypasses that
+    bypass = draft.take(f"{place}.bypass_mode", default=False)
+    draft.put("algorithm.ratio_base", "behaviour" if bypass else "proximal", note=f"verl's bypass_mode = {bypass}")
+    weights, old = draft.take(f"{place}.rollout_is"), draft.number(f"{ACTOR}.tis_imp_ratio_cap", -1)
+    bounds = str(draft.take(f"{place}.rollout_is_threshold", 2.0)).split("_")
+    names = f"{place}.rollout_is", f"{place}.rollout_is_threshold", f"{ACTOR}.tis_imp_ratio_cap"
+    if weights not in (None, "token", "sequence"):
+        return draft.lose("weights are by token or by rollout (see algorithm.is_correction)", f"{names[0]} = {weights}")
+    if old > 0:
+        weights, bounds = "token", [str(old)]
+    if weights is None:
+        return draft.put("algorithm.is_correction", "none", note="verl corrects nothing unless rollout_is is set")
+    kinds = ("truncated", "truncated_sequence") if len(bounds) == 1 else ("mask", "mask_product")
+    draft.put("algorithm.is_correction", kinds[weights == "sequence"], *names)
+    for key, bound in zip(("is_cap",) if len(bounds) == 1 else ("is_low", "is_high"), bounds, strict=False):
+        draft.put(f"algorithm.{key}", literal(bound), *names[1:])
+    return None
 
 
 def _kl_of_verl(draft: Draft) -> None:
@@ -521,20 +447,25 @@ def _kl_of_verl(draft: Draft) -> None:
         return
     if in_reward and in_loss:
         draft.lose("there is one KL penalty: that in the loss is left out", f"{ACTOR}.use_kl_loss")
-    place = "reward" if in_reward else "loss"
-    if in_reward and draft.algorithm in {"grpo", "dapo", "gspo"}:
-        draft.lose("where scores are standardised the KL is in the loss", "algorithm.use_kl_in_reward")
-        place = "loss"
     coefficient, kind, name = of_reward if in_reward else of_loss
-    estimator = KLS.get(str(kind).rstrip("+"), "k3")
-    if place == "loss" and estimator == "k1":
-        estimator = "k2"  # whose gradient is the KL's; the gradient of k1 is zero in expectation
     draft.put("algorithm.kl", coefficient, name)
-    draft.put("algorithm.kl_in", place, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
-    draft.put("algorithm.kl_estimator", estimator, note=f"verl's {kind}")
+    place = _kl_place(draft, kind, "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss", in_reward)
     if adapts and place == "reward":
         draft.put("algorithm.kl_target", target, f"{control}.target_kl")
         draft.put("algorithm.kl_horizon", horizon, f"{control}.horizon")
+
+
+def _kl_place(draft: Draft, kind: str, name: str, in_reward: bool) -> str:
+    place = "reward" if in_reward else "loss"
+    if in_reward and draft.algorithm in {"grpo", "dapo", "gspo"}:
+        draft.lose("where scores are standardised the KL is in the loss", name)
+        place = "loss"
+    estimator = KLS.get(str(kind).rstrip("+"), "k3")
+    if place == "loss" and estimator == "k1":
+        estimator = "k2"  # whose gradient is the KL's; the gradient of k1 is zero in expectation
+    draft.put("algorithm.kl_in", place, name)
+    draft.put("algorithm.kl_estimator", estimator, note=f"{draft.whose}'s {kind}")
+    return place
 
 
 def _batch_of_verl(draft: Draft) -> None:
@@ -548,13 +479,11 @@ def _batch_of_verl(draft: Draft) -> None:
     tokens = draft.take(size, 16_384)
     if draft.take(f"{ACTOR}.use_dynamic_bsz", default=False):
         draft.put("trainer.micro_batch_tokens", tokens, size)
-    epochs = draft.number("trainer.total_epochs", 30)
+    draft.epochs(draft.number("trainer.total_epochs", 30), "trainer.total_epochs")
     if total := draft.whole("trainer.total_training_steps", 0):
         draft.put("run.steps", total, "trainer.total_training_steps")
-    else:
-        _until_the_data_ends(draft, epochs, "trainer.total_epochs")
     steps, ratio = draft.number(f"{ACTOR}.optim.lr_warmup_steps", -1), f"{ACTOR}.optim.lr_warmup_steps_ratio"
-    _warm_up(draft, max(steps, 0), draft.number(ratio, 0.0), ratio if steps < 0 else f"{ACTOR}.optim.lr_warmup_steps")
+    draft.warm_up(max(steps, 0), draft.number(ratio, 0.0), ratio if steps < 0 else f"{ACTOR}.optim.lr_warmup_steps")
 
 
 def _models_of_verl(draft: Draft) -> None:
@@ -572,7 +501,7 @@ def _models_of_verl(draft: Draft) -> None:
         model = draft.take(f"{place}.{last}")
         if draft.take(f"{place}.enable", default=False) and model:
             found.append(model)
-    _rewards(draft, found[:1])
+    draft.rewards(found[:1])
     for place in ("custom_reward_function", "reward.custom_reward_function"):
         file, name = draft.take(f"{place}.path"), draft.take(f"{place}.name", "compute_score")
         if file and found:
@@ -609,6 +538,139 @@ def _data_of_verl(draft: Draft) -> None:
     draft.put("data.over_long", chosen, "data.filter_overlong_prompts", "data.truncation")
 
 
+def _of_openrlhf(draft: Draft) -> None:
+    estimators = ESTIMATORS | {"reinforce": "reinforce_pp", "reinforce_baseline": "grpo", "group_norm": "grpo"}
+    estimators |= {"dr_grpo": "dr_grpo"}
+    algorithm = _estimator(draft, "algo.advantage.estimator", estimators)
+    dynamic, long = draft.take("algo.dynamic_filtering_enable", default=False), "reward.overlong_buffer_len"
+    if algorithm == "grpo" and (dynamic or draft.given.get(long)):
+        algorithm = "dapo"
+    if draft.take("actor.policy_loss_type", "ppo") == "gspo":
+        algorithm = "gspo"
+    draft.put("step.algorithm", algorithm, "algo.advantage.estimator", "actor.policy_loss_type")
+    draft.same(rows_of("openrlhf"))
+    if algorithm == "dapo":
+        draft.put("algorithm.dynamic_sampling", bool(dynamic), "algo.dynamic_filtering_enable")
+        draft.values.setdefault("algorithm.long_buffer", (0, f"no {long}"))
+    _loss_of_openrlhf(draft)
+    _batch_of_openrlhf(draft)
+    _models_of_openrlhf(draft)
+    _data_of_openrlhf(draft)
+
+
+def _loss_of_openrlhf(draft: Draft) -> None:
+    if isinstance(both := draft.take("actor.eps_clip_low_high"), list):
+        for key, bound in zip(("clip", "clip_high"), both, strict=False):
+            draft.put(f"algorithm.{key}", bound, "actor.eps_clip_low_high")
+    if (bound := draft.take("actor.dual_clip")) is not None:
+        draft.put("algorithm.surrogate", "dual_clip", "actor.dual_clip")
+        draft.put("algorithm.dual_clip", bound, "actor.dual_clip")
+    draft.put("algorithm.value_coefficient", 1.0, note="the critic has a loss of its own")
+    coefficient, kind = draft.number("algo.kl.init_coef", 0.01), draft.take("algo.kl.estimator", "k1")
+    in_loss, horizon = draft.take("algo.kl.use_loss", default=False), draft.take("algo.kl.horizon", 10_000)
+    draft.put("algorithm.kl", coefficient, "algo.kl.init_coef")
+    if coefficient:
+        _kl_place(draft, kind, "algo.kl.use_loss" if in_loss else "algo.kl.init_coef", not in_loss)
+    if "algorithm.kl_target" in draft.values:
+        draft.put("algorithm.kl_horizon", horizon, "algo.kl.horizon")
+    place = "algo.advantage.is_correction"
+    level, mode = draft.take(f"{place}_level", "off"), draft.take(f"{place}_mode", "mask")
+    gate, bounds = draft.take(f"{place}_gating", "ratio"), draft.take(f"{place}_threshold", [0.5, 5.0])
+    low, high = bounds if isinstance(bounds, list) and len(bounds) == 2 else (0.0, bounds)
+    draft.put("algorithm.ratio_base", "proximal", note="OpenRLHF computes log-probs again where vLLM decodes")
+    if level != "off" and gate != "ratio":
+        draft.lose("a mask is by the ratio (see algorithm.is_correction)", f"{place}_gating = {gate}")
+    elif level == "off":
+        draft.put("algorithm.is_correction", "none", note="OpenRLHF corrects nothing unless a level is set")
+    elif mode == "clip" and level == "token":
+        draft.put("algorithm.is_correction", "truncated", f"{place}_mode")
+        draft.put("algorithm.is_cap", high, f"{place}_threshold")
+        if low:
+            draft.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{place}_threshold = {bounds}")
+    else:
+        draft.put("algorithm.is_correction", "mask" if level == "token" else "mask_sequence", f"{place}_level")
+        draft.put("algorithm.is_low", low, f"{place}_threshold")
+        draft.put("algorithm.is_high", high, f"{place}_threshold")
+
+
+def _batch_of_openrlhf(draft: Draft) -> None:
+    batch, samples = draft.whole("rollout.batch_size", 1024, 1), draft.whole("rollout.n_samples_per_prompt", 1, 1)
+    mini, episodes = draft.whole("train.batch_size", 128, 1), draft.number("train.num_episodes", 1)
+    draft.put("algorithm.samples", samples, "rollout.n_samples_per_prompt")
+    if batch * samples % mini:
+        draft.lose(f"minibatches of one size divide the {batch * samples} responses of a batch", "train.batch_size")
+    else:
+        draft.put("trainer.minibatches", batch * samples // mini, "rollout.batch_size", "train.batch_size")
+    draft.epochs(episodes, "train.num_episodes")
+    if episodes > 1:
+        draft.lose("an episode that ends with a smaller batch is filled from the next one here", "train.num_episodes")
+    draft.put("trainer.critic_warmup", draft.whole("critic.freezing_steps", -1, -1) + 1, "critic.freezing_steps")
+    rate = str(draft.take("actor.lr_scheduler", "cosine_with_min_lr")).removesuffix("_with_min_lr")
+    draft.put("trainer.schedule", rate, "actor.lr_scheduler")
+    draft.warm_up(0, draft.number("actor.lr_warmup_ratio", 0.03), "actor.lr_warmup_ratio")
+    least = draft.number("actor.min_lr_ratio", 0.1)
+    if rate != draft.given.get("actor.lr_scheduler", "cosine_with_min_lr") and least:
+        draft.lose("the learning rate falls to 0 (see trainer.schedule)", f"actor.min_lr_ratio = {least}")
+    tokens = draft.take("train.max_tokens_per_gpu", 16_192)
+    if draft.take("train.dynamic_batch_enable", default=False):
+        draft.put("trainer.micro_batch_tokens", tokens, "train.max_tokens_per_gpu")
+
+
+def _models_of_openrlhf(draft: Draft) -> None:
+    if isinstance(policy := draft.take("actor.model_name_or_path"), str):
+        draft.put("models.policy", policy, "actor.model_name_or_path")
+    else:
+        draft.open("models.policy", "policy", "directory or hub name of the model to train")
+    if isinstance(critic := draft.take("critic.model_name_or_path"), str):
+        draft.put("models.critic", critic, "critic.model_name_or_path")
+    alpha = draft.take("ds.lora.alpha", 16)
+    if "models.lora_rank" in draft.values:
+        draft.put("models.lora_alpha", alpha, "ds.lora.alpha")
+    if draft.take("ds.attn_implementation", "sdpa") == "eager":
+        draft.put("models.attention", "eager", "ds.attn_implementation")
+    models, remote = draft.take("reward.model_name_or_path"), draft.take("reward.remote_url")
+    draft.rewards(str(models).split(",") if models else [])
+    if isinstance(remote, str):
+        url = remote.startswith("http")
+        told = (
+            f"an HttpReward for {remote}" if url else "let it take prompts, completions and columns, and return scores"
+        )
+        draft.open("rewards.0.source", "rewards.py:remote" if url else f"{remote}:reward_func", told)
+    if draft.whole("vllm.num_engines", 0):
+        draft.put("models.engine", "auto", "vllm.num_engines")
+        for name, default in (("tensor_parallel_size", 1), ("gpu_memory_utilization", 0.95)):
+            draft.put(f"vllm.{name}", draft.take(f"vllm.{name}", default), f"vllm.{name}")
+    trackers = {"wandb": draft.take("logger.wandb.key"), "tensorboard": draft.take("logger.tensorboard_dir")}
+    if any(trackers.values()):
+        draft.put("run.track", [name for name, given in trackers.items() if given], note="logger")
+    path = PurePosixPath(str(draft.take("ckpt.output_dir", "./ckpt")))
+    draft.values.setdefault("run.name", (plain_name(path.name), "ckpt.output_dir"))
+    draft.put("run.directory", str(path.parent), "ckpt.output_dir")
+
+
+def _data_of_openrlhf(draft: Draft) -> None:
+    longest, both = draft.take("rollout.max_new_tokens"), draft.take("data.max_len", 2048)
+    draft.put("sampling.max_new_tokens", longest or both, "rollout.max_new_tokens" if longest else "data.max_len")
+    if not longest:
+        draft.lose("of prompt and response together; each has a limit of its own here", f"data.max_len = {both}")
+    draft.put("data.over_long", "error", note="a prompt that is cut is another one")
+    shares = [each for each in str(draft.take("data.prompt_probs") or "").split(",") if each]
+    split = draft.take("data.prompt_split", "train")
+    named = [each for each in str(draft.take("data.prompt_dataset") or "").split(",") if each]
+    tables = [{"path": each} | ({"split": split} if split != "train" else {}) for each in named]
+    if len(named) == len(shares) > 1:
+        for table, share in zip(tables, shares, strict=True):
+            table["weight"] = literal(share)
+    if tables:
+        draft.put("data.prompts", tables if len(tables) > 1 or len(tables[0]) > 1 else named[0], "data.prompt_dataset")
+    else:
+        _files(draft, "data.prompts", "data.prompt_dataset")
+    every, apart, split = draft.whole("eval.steps", -1), draft.take("eval.dataset"), draft.take("eval.split", "train")
+    if every > 0 and apart:
+        draft.put("eval.prompts", [{"path": apart, "split": split}] if split != "train" else apart, "eval.dataset")
+        draft.put("eval.every", every, "eval.steps")
+
+
 def _files(draft: Draft, key: str, name: str) -> None:
     given = draft.take(name)
     files = [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)]
@@ -626,40 +688,3 @@ def _at(document: Mapping[str, Any], key: str) -> object:
         else:
             table = table.get(name) if isinstance(table, dict) else None
     return table
-
-
-def _rendered(
-    document: Mapping[str, Any],
-    notes: Mapping[str, str],
-    blank: Mapping[str, str],
-    lost: Mapping[str, Sequence[str]],
-    origin: str,
-) -> str:
-    lines = [f"# Converted from {_printable(origin)}."]
-    lines += ["", "# To fill in:", *(f"# - {key}: {what}" for key, what in blank.items())] if blank else []
-    reasons = [_printable(f"# - {', '.join(names)}: {reason}") for reason, names in lost.items()]
-    lines += ["", "# Not carried over:", *reasons] if lost else []
-    for section in Settings.model_fields:
-        given = document.get(section) or []
-        for number, table in enumerate(given if isinstance(given, list) else [given]):
-            place = f"{section}.{number}" if given is not table else section
-            lines += ["", f"[[{section}]]" if given is not table else f"[{section}]"]
-            told = {key: f"  # {notes[name]}" if (name := f"{place}.{key}") in notes else "" for key in table}
-            lines += [f"{_key(key)} = {_toml(value)}{_printable(told[key])}" for key, value in table.items()]
-    return "\n".join([*lines, ""])
-
-
-def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else " " for each in text)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{_key(key)} = {_toml(each)}' for key, each in value.items())} }}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return tomli_w.dumps({"k": value})[4:].strip()
-
-
-def _key(key: object) -> str:
-    return tomli_w.dumps({str(key): 0}).rpartition(" = ")[0]

@@ -1,11 +1,12 @@
-"""Reads configurations of TRL and verl, from a script, a YAML file or a command, by field; executes nothing.
+"""Configurations of TRL, verl and OpenRLHF: read by field from a script, a YAML file or a command, drafted as settings.
 
-``foreign.toml`` beside this module says where each field went.
+Nothing of them is executed. ``foreign.toml`` beside this module says where each field went.
 """
 
 from __future__ import annotations
 
 import ast
+import math
 import re
 import shlex
 import tomllib
@@ -13,34 +14,65 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, Literal, TypeAlias, get_args
 
+import tomli_w
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
+from oppo.algorithms import ALGORITHMS
+from oppo.config.sections import Tracker
+from oppo.config.settings import Settings, keys_of
+from oppo.declared import STRICT, expectation
 from oppo.durable import read_text
-from oppo.errors import ConfigError, one_line, shortened
+from oppo.errors import ConfigError, did_you_mean, one_line, shortened
 
-Kind: TypeAlias = Literal["ppo", "grpo", "verl"]
-"""What a file configures: TRL's ``PPOTrainer`` or ``GRPOTrainer``, or verl's ``main_ppo``."""
+Kind: TypeAlias = Literal["ppo", "grpo", "rloo", "verl", "openrlhf"]
+"""What a file configures: a trainer of TRL, verl's ``main_ppo``, or OpenRLHF's ``train_ppo_ray``."""
+
+REWARD: Final = "a reward model's directory or hub name, or `file.py:name` of a function"
+
+WHOSE: Final = {"verl": "verl", "openrlhf": "OpenRLHF"}
+"""The libraries whose fields are named by section."""
 
 Rows: TypeAlias = Mapping[str, Sequence[Any]]
 
 
 @cache
-def foreign_fields() -> Mapping[str, Rows]:
+def _tables() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
 
 
+def foreign_fields() -> Mapping[str, Rows]:
+    """Return the rows of ``foreign.toml``, by configuration and field."""
+    return {name: table for name, table in _tables().items() if name != "earlier"}
+
+
+def rows_of(kind: Kind) -> Rows:
+    """Return the rows of every field that a configuration of this kind may have."""
+    tables = {"ppo": ["PPOConfig"], "grpo": ["GRPOConfig"], "rloo": ["GRPOConfig", "RLOOConfig"]}
+    chosen = [*tables[kind], "TrainingArguments", "scripts"] if kind in tables else [WHOSE[kind]]
+    return {name: row for table in chosen for name, row in foreign_fields()[table].items()}
+
+
 def ours(name: str) -> str:
-    """Return the hint which setting a field of TRL or verl is here, by its name or last part; empty if unknown."""
+    """Return the hint which setting a field of another trainer is here, by its name or last part; empty if unknown."""
     last = name.rpartition(".")[2]
-    verl = {key: row for key, row in foreign_fields()["verl"].items() if f".{key}".endswith(f".{last}")}
-    exact = {key: row for key, row in verl.items() if "." in name and f".{key}".endswith(f".{name}")}
-    alike = verl if len({row[0] for row in verl.values()}) == 1 else {}
-    trl = [("TRL", last, table[last]) for kind, table in foreign_fields().items() if kind != "verl" and last in table]
-    of_verl = [("verl", key, row) for key, row in (exact or alike).items()]
-    for library, key, (settings, remark, *_) in of_verl if exact else [*trl, *of_verl]:
+    found = [
+        ("TRL", last, table[last])
+        for key, table in foreign_fields().items()
+        if last in table and key not in WHOSE.values()
+    ]
+    for library in WHOSE.values():
+        rows = {key: row for key, row in foreign_fields()[library].items() if f".{key}".endswith(f".{last}")}
+        exact = {
+            key: row for key, row in rows.items() if name == key or ("." in name and f".{key}".endswith(f".{name}"))
+        }
+        if exact or len({row[0] for row in rows.values()}) == 1:
+            of_library = [(library, key, row) for key, row in (exact or rows).items()]
+            found = [*of_library, *found] if exact else [*found, *of_library]
+    for library, key, (settings, remark, *_) in found:
         return f" ({key} of {library} is {settings} here)" if settings else f" ({key} of {library}: {remark})"
     return ""
 
@@ -78,13 +110,14 @@ def read(path: Path, kind: Kind | None = None) -> Found:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if path.suffix == ".py":
         return _of_script(path, text)
-    given = _of_yaml(path, text) if path.suffix in {".yaml", ".yml"} else _of_command(path, text)
+    openrlhf = kind == "openrlhf" or (kind is None and bool(re.search(r"\bopenrlhf\.cli\.train_ppo", text)))
+    given = _of_yaml(path, text) if path.suffix in {".yaml", ".yml"} else _of_command(path, text, openrlhf=openrlhf)
     if not given:
         raise ConfigError(
-            f"{path} configures nothing: expected fields of TRL (`--learning_rate 1e-6`), or of verl "
-            "(`actor_rollout_ref.model.path=...`)"
+            f"{path} configures nothing: expected fields of TRL (`--learning_rate 1e-6`), of verl "
+            "(`actor_rollout_ref.model.path=...`), or of OpenRLHF (`--rollout.batch_size 128`)"
         )
-    return Found(kind or _kind_of(path, text, given), given)
+    return Found("openrlhf" if openrlhf else kind or _kind_of(path, text, given), given)
 
 
 def _kind_of(path: Path, text: str, given: Mapping[str, object]) -> Kind:
@@ -93,13 +126,16 @@ def _kind_of(path: Path, text: str, given: Mapping[str, object]) -> Kind:
     fields = {name: foreign_fields()[name].keys() for name in ("PPOConfig", "GRPOConfig")}
     both = fields["PPOConfig"] & fields["GRPOConfig"]
     ppo, grpo = (len((fields[name] - both) & given.keys()) for name in fields)
+    if not ppo and (re.search(r"\brloo", text) or {"normalize_advantages", "reward_clip_range"} & given.keys()):
+        return "rloo"
     if not ppo and not grpo and not {"reward_funcs", "reward_model_name_or_path"} & given.keys():
         ppo, grpo = bool(re.search(r"\bppo", text)), bool(re.search(r"\bgrpo", text))
     elif not ppo and not grpo:
         grpo = 1
     if bool(ppo) == bool(grpo):
         raise ConfigError(
-            f"{path} has no field of PPOConfig or of GRPOConfig alone: say which with --kind ppo or --kind grpo"
+            f"{path} has no field of PPOConfig or of GRPOConfig alone: say which with --kind ppo, --kind grpo or "
+            "--kind rloo"
         )
     return "ppo" if ppo else "grpo"
 
@@ -114,7 +150,7 @@ def _of_yaml(path: Path, text: str) -> dict[str, object]:
     roots = {name.partition(".")[0] for name in foreign_fields()["verl"]}
     given = {str(name): value for name, value in document.items()}
     if not roots & {name.partition(".")[0] for name in given}:
-        return {name: _value(each) if isinstance(each, str) else each for name, each in given.items()}
+        return {name: literal(each) if isinstance(each, str) else each for name, each in given.items()}
     flat = dict(flattened("", given))
     return {name: _interpolated(value, flat) for name, value in flat.items() if not name.endswith("_target_")}
 
@@ -124,7 +160,7 @@ def flattened(prefix: str, table: Mapping[Any, object]) -> Iterator[tuple[str, o
         if isinstance(value, dict) and value:
             yield from flattened(f"{prefix}{name}.", value)
         else:
-            yield f"{prefix}{name}", _value(value) if isinstance(value, str) else value
+            yield f"{prefix}{name}", literal(value) if isinstance(value, str) else value
 
 
 REFERENCE: Final = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
@@ -137,7 +173,7 @@ def _interpolated(value: object, flat: Mapping[str, object], depth: int = 8) -> 
 
     def named(found: re.Match[str]) -> object:
         known = flat.get(found[1])
-        return _value(found[2] or found[0]) if known is None else known
+        return literal(found[2] or found[0]) if known is None else known
 
     if whole := REFERENCE.fullmatch(value):
         return _interpolated(named(whole), flat, depth - 1)
@@ -145,35 +181,57 @@ def _interpolated(value: object, flat: Mapping[str, object], depth: int = 8) -> 
 
 
 VARIABLE: Final = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
+ARITHMETIC: Final = re.compile(r"\$\(\(([\w\s$%*/+()-]*?)\)\)(?!\))")
 
 
-def _of_command(path: Path, text: str) -> dict[str, object]:
+def _whole(node: ast.AST) -> int:
+    """Return the value of the shell's whole-number arithmetic; another expression raises ``ValueError``."""
+    makes = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: int.__floordiv__}
+    if isinstance(node, ast.BinOp) and type(node.op) in makes:
+        return makes[type(node.op)](_whole(node.left), _whole(node.right))
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError
+
+
+def _of_command(path: Path, text: str, *, openrlhf: bool = False) -> dict[str, object]:
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        joined = ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text.replace("\\\n", " "))
+        words = shlex.split(joined, comments=True)
     except ValueError as error:
         raise ConfigError(f"{path} is no shell script that can be read: {error}") from error
     shell = {"HOME": "~"}
 
+    def computed(found: re.Match[str]) -> str:
+        expression = re.sub(r"\$?\b([A-Za-z_]\w*)", lambda name: shell.get(name[1], name[0]), found[1])
+        try:
+            return str(_whole(ast.parse(expression, mode="eval").body))
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError):
+            return found[0]
+
     def filled(word: str) -> str:
         return VARIABLE.sub(
-            lambda found: shell.get(found[1] or found[3], found[2] if found[2] is not None else found[0]), word
+            lambda found: shell.get(found[1] or found[3], found[2] if found[2] is not None else found[0]),
+            ARITHMETIC.sub(computed, word),
         )
 
     given: dict[str, object] = {}
-    known = {name for table, rows in foreign_fields().items() if table != "verl" for name in rows} | {
-        "warmup_ratio",
-        "torch_dtype",
-    }
+    tables = [rows_of(each) for each in (("openrlhf",) if openrlhf else ("ppo", "rloo"))]
+    known = {name for rows in tables for name in rows} | {"warmup_ratio", "torch_dtype"}
     option, others = "", dict[str, object]()
     for word in (filled(each).strip("()") for each in words):
         if of_verl := re.fullmatch(r"\+{0,2}(\w+(?:\.\w+)+)=(.*)", word, re.DOTALL):
             given[of_verl[1]], option = _read(of_verl[2]), ""
-        elif word.startswith("--"):
-            option, equals, value = word[2:].replace("-", "_").partition("=")
+        elif word.startswith("--") and word != "--":
+            option, equals, value = word[2:].partition("=")
+            option = option.replace("-", "_")
+            option = _today(option) if openrlhf else option
             (given if option in known else others)[option] = _read(value) if equals else True
             option = option if option in known else ""
-        elif word.endswith(".py"):
+        elif word.endswith(".py") or word.startswith("openrlhf."):
             option = ""  # of the launcher before it
+            if openrlhf:
+                others = {}
         elif assigned := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
             shell[assigned[1]] = assigned[2]
         elif option:
@@ -183,16 +241,23 @@ def _of_command(path: Path, text: str) -> dict[str, object]:
             )
         if word in {"&&", ";", "|", "wait"}:
             option = ""
-    return given if any("." in name for name in given) else given and {**others, **given}
+    return given if not openrlhf and any("." in name for name in given) else given and {**others, **given}
+
+
+def _today(name: str) -> str:
+    """Return the name in OpenRLHF 0.11 of a flag: `n_samples_per_prompt` is `rollout.n_samples_per_prompt`."""
+    rows = foreign_fields()["OpenRLHF"]
+    alike = [row for row in rows if f"_{row.replace('.', '_')}".endswith(f"_{name}")]
+    return str(_tables()["earlier"].get(name) or (alike[0] if name not in rows and len(alike) == 1 else name))
 
 
 def _read(text: str) -> object:
     if "$" in text:
         return Computed(text)
-    return _value(text)
+    return literal(text)
 
 
-def _value(text: str) -> object:
+def literal(text: str) -> object:
     words = {"true": True, "false": False, "null": None, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -200,7 +265,7 @@ def _value(text: str) -> object:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         bare = re.fullmatch(r"\[(.*)\]", text, re.DOTALL)
-        return [_value(each.strip()) for each in bare[1].split(",")] if bare else text
+        return [literal(each.strip()) for each in bare[1].split(",")] if bare else text
 
 
 def _of_script(path: Path, text: str) -> Found:
@@ -212,11 +277,11 @@ def _of_script(path: Path, text: str) -> Found:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := _last_name(node.func)):
             calls[name].append(node)
-    kinds: dict[str, Kind] = {"PPO": "ppo", "GRPO": "grpo"}
+    kinds: dict[str, Kind] = {"PPO": "ppo", "GRPO": "grpo", "RLOO": "rloo"}
     present = [name for name in kinds if calls[f"{name}Config"] or calls[f"{name}Trainer"]]
     if len(present) != 1 or len(calls[f"{present[0]}Config"]) > 1:
         found = ", ".join(f"{name} at line {each.lineno}" for name in present for each in calls[f"{name}Config"])
-        raise ConfigError(f"{path}: expected one call of PPOConfig or GRPOConfig, got {found or 'none'}")
+        raise ConfigError(f"{path}: expected one call of PPOConfig, GRPOConfig or RLOOConfig, got {found or 'none'}")
     config, trainer = (calls[f"{present[0]}{role}"] for role in ("Config", "Trainer"))
     if not config and (calls["HfArgumentParser"] or calls["TrlParser"]):
         raise ConfigError(
@@ -326,7 +391,7 @@ class Script:
             return found if found.get("path") not in FORMATS else _of_files(files, found) or found
         if name == "LoraConfig":
             return {key: self.value(each) for key, each in given.items() if key}
-        if name in {"PPOConfig", "GRPOConfig"}:
+        if name in {"PPOConfig", "GRPOConfig", "RLOOConfig"}:
             return Arguments({key: self.value(each) for key, each in given.items() if key})
         if isinstance(node.func, ast.Attribute) and isinstance(source := self.value(node.func.value), dict):
             self.remarks.append((f"`{name}` of the dataset", MAPPED))
@@ -345,3 +410,212 @@ class Script:
         if isinstance(lora := given.get("peft_config"), dict):
             found |= {"use_peft": True} | {name: lora[key] for key, name in LORA.items() if key in lora}
         return found
+
+
+@dataclass(slots=True)
+class Draft:
+    """Settings in the making, each with its origin; ``seen`` are the fields that were asked for."""
+
+    kind: Kind
+    given: dict[str, object]
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    blank: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, list[str]] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    @property
+    def whose(self) -> str:
+        return WHOSE.get(self.kind, "TRL")
+
+    @property
+    def algorithm(self) -> str:
+        return str(self.values["step.algorithm"][0])
+
+    def take(self, name: str, default: Any = None) -> Any:
+        self.seen.add(name)
+        value = self.given.get(name)
+        if isinstance(value, Computed):
+            self.lose("computed when the program runs: give the setting by --set", f"{name} = {value}")
+            return default
+        if isinstance(default, str | bool) and isinstance(value, list | dict):
+            self.lose(f"expected a value such as {default!r}", f"{name} = {value}")
+            return default
+        return default if value is None else value
+
+    def whole(self, name: str, default: int, least: float = -math.inf) -> int:
+        if (value := self.number(name, default)) < least:
+            raise ConfigError(f"{name}: expected at least {least}, got {value}")
+        return int(value)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{name}: expected a number, got {value!r}")
+        return value
+
+    def put(self, key: str, value: object, *names: str, note: str = "") -> None:
+        told = [name for name in names if self.given.get(name) is not None]
+        self.values[key] = (value, note or ", ".join(told) or f"{self.whose}'s default")
+
+    def open(self, key: str, value: object, what: str) -> None:
+        # a value to be replaced, where the file names none
+        self.put(key, value, note="fill in")
+        self.blank[key] = what
+
+    def lose(self, reason: str, *names: str) -> None:
+        self.lost.setdefault(reason, []).extend(names)
+
+    def same(self, rows: Rows) -> None:
+        """Carry over every field that alone says what a setting is."""
+        for name, (key, _, *more) in rows.items():
+            if not more:
+                continue
+            how, value = more[0], self.take(name, more[1] if len(more) > 1 else None)
+            if value in (None, "all-linear"):
+                continue
+            if isinstance(how, dict):
+                if (spelt := str(value).lower() if isinstance(value, bool) else str(value)) not in how:
+                    self.lose(f"{key}: expected one of {', '.join(how)}", f"{name} = {value}")
+                    continue
+                value = how[spelt]
+            elif how == "at least 0":
+                value = max(self.whole(name, more[1] if len(more) > 1 else 0), 0)
+            self.put(
+                key, {how: value} if how == "target_modules" else plain_name(value) if how == "name" else value, name
+            )
+
+    def settle(self) -> None:
+        # leaves out what the algorithm or a setting does not take, and names every field that went nowhere
+        algorithm = self.algorithm
+        known, has_critic = keys_of(ALGORITHMS[algorithm]), ALGORITHMS[algorithm].has_critic
+        for key, (value, why) in list(self.values.items()):
+            section, _, name = key.partition(".")
+            of_the_critic = not has_critic and "critic" in name
+            if section in {"rewards", "vllm"}:
+                continue
+            if why.endswith("'s default") and name in known[section] and known[section][name].default == value:
+                del self.values[key]
+            elif section == "eval" and "eval.prompts" not in self.values:
+                del self.values[key]
+                if why in self.given:
+                    self.lose("nothing is evaluated without eval.prompts", why)
+            elif name not in known[section] or of_the_critic:
+                del self.values[key]
+                if why in self.given and value not in (0, False, "none"):
+                    self.lose(f"step.algorithm = {algorithm!r} does not read {key}", why)
+            elif refusal := _refusal(known[section][name].kind, value):
+                del self.values[key]
+                self.lose(f"{key}: {refusal}", why)
+        rows = rows_of(self.kind)
+        for name, value in self.given.items():
+            if name not in self.seen and value not in (None, False, "", [], {}):
+                self._unread(name, rows)
+
+    def _unread(self, name: str, rows: Rows) -> None:
+        place = name
+        while place and place not in rows:
+            place = place.rpartition(".")[0]
+        if not place:
+            guess = "" if self.kind == "verl" else did_you_mean(name, rows)
+            return self.lose(f"no field that is known here{guess}", name)
+        key, remark = rows[place][:2]
+        return self.lose(" ".join(filter(None, (remark, key and f"(see {key})"))), name)
+
+    def trackers(self, name: str) -> None:
+        given = self.take(name) or []
+        listed, known = [*map(str, given if isinstance(given, list) else [given])], get_args(Tracker)
+        if chosen := [each for each in known if each in listed]:
+            self.put("run.track", chosen, name)
+        if others := [f"{name} = {each}" for each in listed if each not in {*known, "console", "none"}]:
+            self.lose(f"run.track knows {', '.join(known)}", *others)
+
+    def warm_up(self, steps: float, share: float, name: str) -> None:
+        if value := math.ceil(steps) if steps > 0 else share:
+            self.put("trainer.warmup_steps", value, name, note=name)
+            if self.values.get("trainer.schedule", ("constant",))[0] == "constant":
+                self.put("trainer.schedule", "constant_with_warmup", note=name)
+
+    def epochs(self, epochs: float, name: str) -> None:
+        self.put("data.epochs", max(math.ceil(epochs), 1), name)
+        if epochs % 1:
+            self.lose("data.epochs counts whole passes: rounded up, so give run.steps", f"{name} = {epochs}")
+
+    def rewards(self, rewards: Sequence[object], weights: Sequence[object] = ()) -> None:
+        for number, reward in enumerate(rewards):
+            source, key = str(reward), f"rewards.{number}"
+            code = isinstance(reward, Function | Computed) or ("/" not in source and not source.startswith((".", "~")))
+            last = source.rpartition(".")[2] if code else PurePosixPath(source).name
+            if code:
+                told = f"move {source} into a file: it gets completions as text, and the columns that it names"
+                self.open(f"{key}.source", moved(source, "rewards.py"), told)
+            else:
+                self.put(f"{key}.source", source, note="the reward model")
+            if len(rewards) > 1:
+                self.put(f"{key}.name", plain_name(last), note="its name in metrics")
+            if number < len(weights):
+                self.put(f"{key}.weight", weights[number], "reward_weights")
+        if not rewards and "environment.factory" not in self.values:  # whose get_reward() is the reward
+            self.open("rewards.0.source", "rewards.py:score", REWARD)
+
+    def document(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, (value, _) in self.values.items():
+            *place, last = key.split(".")
+            table: Any = found
+            for name in place:
+                table = table.setdefault(name, {})
+            table[last] = value
+        return found | ({"rewards": list(found["rewards"].values())} if "rewards" in found else {})
+
+
+def plain_name(text: object) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(text)).lstrip("._-")[:128] or "run"
+
+
+def _refusal(kind: Any, value: object) -> str:
+    try:
+        TypeAdapter(kind, config=STRICT).validate_python(value)
+    except ValidationError as error:
+        return f"expected {expectation(error.errors(include_url=False)[-1])}, got {value!r}"
+    return ""
+
+
+def moved(source: object, file: str) -> str:
+    return f"{file}:" + (re.sub(r"\W+", "_", str(source).rpartition(".")[2]).strip("_") or "score")
+
+
+def rendered(
+    document: Mapping[str, Any],
+    notes: Mapping[str, str],
+    blank: Mapping[str, str],
+    lost: Mapping[str, Sequence[str]],
+    origin: str,
+) -> str:
+    lines = [f"# Converted from {_printable(origin)}."]
+    lines += ["", "# To fill in:", *(f"# - {key}: {what}" for key, what in blank.items())] if blank else []
+    reasons = [_printable(f"# - {', '.join(names)}: {reason}") for reason, names in lost.items()]
+    lines += ["", "# Not carried over:", *reasons] if lost else []
+    for section in Settings.model_fields:
+        given = document.get(section) or []
+        for number, table in enumerate(given if isinstance(given, list) else [given]):
+            place = f"{section}.{number}" if given is not table else section
+            lines += ["", f"[[{section}]]" if given is not table else f"[{section}]"]
+            told = {key: f"  # {notes[name]}" if (name := f"{place}.{key}") in notes else "" for key in table}
+            lines += [f"{_key(key)} = {_toml(value)}{_printable(told[key])}" for key, value in table.items()]
+    return "\n".join([*lines, ""])
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{_key(key)} = {_toml(each)}' for key, each in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return tomli_w.dumps({"k": value})[4:].strip()
+
+
+def _key(key: object) -> str:
+    return tomli_w.dumps({str(key): 0}).rpartition(" = ")[0]

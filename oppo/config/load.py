@@ -25,7 +25,7 @@ from oppo.config.foreign import flattened, ours
 from oppo.config.rewards import REWARD_KINDS, SOURCE, ScorerSection, is_name, reward_kind_of
 from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings, keys_of
-from oppo.declared import SEEDS, Declared, declared, expectation, table_in
+from oppo.declared import MOST, SEEDS, Declared, declared, expectation, table_in
 from oppo.durable import read_text
 from oppo.errors import ConfigError, did_you_mean, in_toml, shortened
 from oppo.libraries import is_installed
@@ -67,7 +67,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
     """Return the settings of a parsed file that lies in ``folder``."""
     document = _with_engine(_with_tables(_with_files(document, folder)))
     try:
-        settings = Settings.of(with_correction(seeded(document)))
+        settings = Settings.of(with_correction(counted(seeded(document))))
     except ValidationError as error:
         raise ConfigError(SettingsFaults.of(document).describe(error)) from error
     models = settings.models
@@ -151,6 +151,9 @@ def _model(text: str, folder: Path) -> str:
 SEEDED = ("data", "sampling", "trainer", "eval")
 """The sections with a seed of their own; the default is the run's."""
 
+BY_DATA = MOST - 1
+"""``run.steps`` of a file that has ``data.epochs`` alone, until the prompts are counted."""
+
 CORRECTION = "truncated"
 """``algorithm.is_correction`` where vLLM decodes and the file names none.
 
@@ -211,6 +214,13 @@ def seeded(document: Mapping[str, object]) -> dict[str, object]:
     if "data" not in document:
         del filled["data"]
     return filled
+
+
+def counted(document: Mapping[str, object]) -> dict[str, object]:
+    run, data = (document.get(name, {}) for name in ("run", "data"))
+    if isinstance(run, Mapping) and isinstance(data, Mapping) and data.get("epochs") and "steps" not in run:
+        return {**document, "run": {**run, "steps": BY_DATA}}
+    return dict(document)
 
 
 def with_correction(document: Mapping[str, object]) -> dict[str, object]:

@@ -209,7 +209,9 @@ class RunSection:
 
     name: Name = setting("run", "the run's folder inside `directory`")
     directory: Filled = setting("runs", "the folder that holds runs")
-    steps: PositiveCount = setting(100, "how many updates to make", resume="free")
+    steps: PositiveCount = setting(
+        100, "how many updates to make; absent with `data.epochs`: as many as the data lasts for", resume="free"
+    )
     seed: Seed = setting(
         0,
         "seeds the data order, sampling and training; `--set run.seed=N` also sets the seeds of other sections that "
@@ -532,6 +534,9 @@ class DataSection:
         0,
         "passes over the prompts; with weights the data ends where a source would begin another pass; 0: as many as "
         "the steps need",
+    )
+    drop_last: bool = setting(
+        default=False, description="leave out, in each epoch, the prompts that fill no whole `step.batch`"
     )
     seed: Seed = setting(0, "keys the order of the prompts")
 

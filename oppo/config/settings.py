@@ -9,11 +9,11 @@ servers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeAlias, cast
 
 import tomli_w
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, SkipValidation, ValidationInfo, model_validator
@@ -218,6 +218,11 @@ class Settings(BaseModel):
         return self.models.engine == "vllm" and apart and not self.on_server
 
     @property
+    def sources(self) -> Sources:
+        """The sources of prompts, by the setting that names each."""
+        return {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
+
+    @property
     def run_directory(self) -> Path:
         return Path(self.run.directory) / self.run.name
 
@@ -228,10 +233,13 @@ class Settings(BaseModel):
         steps = {f"step.{name}": getattr(self.step, name) for name in NAMED}
         code = {**rewards, **steps}
         found = {name: file for name, spec in code.items() if (file := file_of(spec)) is not None}
-        prompts = {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
         return (
-            {name: each.file for name, each in prompts.items() if each.file is not None}
-            | {f"agents.program of {name}": file for name, each in prompts.items() if (file := file_of(each.taskset))}
+            {name: each.file for name, each in self.sources.items() if each.file is not None}
+            | {
+                f"agents.program of {name}": file
+                for name, each in self.sources.items()
+                if (file := file_of(each.taskset))
+            }
             | found
             | self.environment.files
             | self.agents.files
@@ -252,7 +260,8 @@ class Settings(BaseModel):
         return {**found, "vllm": dict(self.vllm)} if self.vllm else found
 
     def spanning(self, steps: int) -> Self:
-        return self.model_copy(update={"trainer": replace(self.trainer, total_steps=steps)})
+        run = replace(self.run, steps=min(steps, self.run.steps))
+        return self.model_copy(update={"run": run, "trainer": replace(self.trainer, total_steps=steps)})
 
     def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Self:
         """Return these settings with ``changes`` by section and key; a list of rewards replaces all of them."""
@@ -307,23 +316,26 @@ def _those(faults: Mapping[str, object]) -> str:
     return "; ".join(words for words, holds in faults.items() if holds)
 
 
-def _two_answers(s: Settings) -> str:
+Sources: TypeAlias = Mapping[str, PromptSource]
+
+
+def _two_answers(environment: EnvironmentSection) -> str:
     does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
-    first, *others = [key for key in does if getattr(s.environment, key)] or [""]
+    first, *others = [key for key in does if getattr(environment, key)] or [""]
     if not others:
         return ""
-    given = in_toml(getattr(s.environment, first))
+    given = in_toml(getattr(environment, first))
     return f"environment.{first} = {given} {does[first]}, and environment.{others[0]} {does[others[0]]}"
 
 
-def _odd_factory(s: Settings) -> tuple[str, str] | None:
+def _odd_factory(environment: EnvironmentSection) -> tuple[str, str] | None:
     served = (OPENENV + "http://", OPENENV + "https://")
-    odd = (each for each in s.environment.factories.items() if not (SPEC.match(each[1]) or each[1].startswith(served)))
+    odd = (each for each in environment.factories.items() if not (SPEC.match(each[1]) or each[1].startswith(served)))
     return next(odd, None)
 
 
-def _idle_of_environment(s: Settings) -> tuple[str, str, str] | None:
-    given, calls = s.environment, bool(s.environment.tools or s.environment.factory)
+def _idle_of_environment(given: EnvironmentSection) -> tuple[str, str, str] | None:
+    calls = bool(given.tools or given.factory)
     idle: dict[str, object] = {"on_failure": given.on_failure == "answer", "max_turns": given.max_turns}
     if calls:
         idle = {"keep_special_tokens": given.keep_special_tokens}
@@ -331,16 +343,12 @@ def _idle_of_environment(s: Settings) -> tuple[str, str, str] | None:
     return next(((key, in_toml(getattr(given, key)), of) for key, is_given in idle.items() if is_given), None)
 
 
-def _prompts(s: Settings) -> dict[str, PromptSource]:
-    return {**named("data.prompts", s.data.prompts), **named("eval.prompts", s.eval.prompts)}
+def _first_source(sources: Sources, holds: Callable[[PromptSource], object]) -> tuple[str, PromptSource] | None:
+    return next((each for each in sources.items() if holds(each[1])), None)
 
 
-def _first_source(s: Settings, holds: Callable[[PromptSource], object]) -> tuple[str, PromptSource] | None:
-    return next((each for each in _prompts(s).items() if holds(each[1])), None)
-
-
-def _idle_of_source(s: Settings) -> tuple[str, str, str, str] | None:
-    for key, source in _prompts(s).items():
+def _idle_of_source(sources: Sources) -> tuple[str, str, str, str] | None:
+    for key, source in sources.items():
         of_others = {"split", "subset", "column"} if source.taskset else {"config"}
         if idle := sorted(changed(source, of_others)):
             other = "a taskset has no such" if source.taskset else "only a taskset has one"
@@ -348,15 +356,13 @@ def _idle_of_source(s: Settings) -> tuple[str, str, str, str] | None:
     return None
 
 
-def _idle_of_loss(s: Settings) -> str:
-    algorithm: Any = s.algorithm
+def _idle_of_loss(algorithm: Any) -> str:
     penalty = {"kl", "kl_estimator"} if getattr(algorithm, "kl_in", "") == "loss" else set()
     return ", ".join(f"algorithm.{name}" for name in changed(algorithm, OF_THE_LOSS | penalty))
 
 
-def _unknown_scorer(s: Settings) -> tuple[str, str, str] | None:
-    known = [*(["reference"] if s.has_reference else []), *s.models.teachers]
-    for name in (name for name in s.scorers if name not in known):
+def _unknown_scorer(scorers: Iterable[str], known: Sequence[str]) -> tuple[str, str, str] | None:
+    for name in (name for name in scorers if name not in known):
         expected = f"expected {' or '.join(known)}" if known else "this run has neither a reference nor a teacher"
         role = name.partition(".")[0]
         remedy = f"name one in models.{role}" if role in {"reference", "teacher"} else "correct its name"
@@ -364,23 +370,9 @@ def _unknown_scorer(s: Settings) -> tuple[str, str, str] | None:
     return None
 
 
-def _reference_on_vllm(s: Settings) -> str:
-    served = "reference" in s.scorers and s.scorers["reference"].engine == "vllm"
-    return s.models.reference or s.models.adapter or s.models.policy if served else ""
-
-
-def _of_scores(s: Settings) -> str:
-    given = {"eval.prompts": bool(s.eval.prompts), "run.keep_best = true": s.run.keep_best}
-    return "" if s.rewards or s.agents.program else " and ".join(key for key, is_given in given.items() if is_given)
-
-
-def _batched_by_vllm(s: Settings) -> str:
-    rewards = [key for key, each in s.reward_tables.items() if isinstance(each, VllmRewardSection)]
-    return next(iter([*rewards, *(f"scorers.{name}" for name in s.on_vllm)]), "")
-
-
 def _by_timing(s: Settings) -> str:
-    step, batched = s.step, _batched_by_vllm(s)
+    rewards = [key for key, each in s.reward_tables.items() if isinstance(each, VllmRewardSection)]
+    step, batched = s.step, next(iter([*rewards, *(f"scorers.{name}" for name in s.on_vllm)]), "")
     placed = [(s.placement.key_of(model), device) for model, devices in s.devices.items() for device in devices]
     gpus = {f"{key} = {device!r}: only 'cpu' or 'auto'": True for key, device in placed if device.startswith("cuda")}
     return _those(
@@ -499,11 +491,11 @@ OF_THE_CRITIC_MODEL: Final = frozenset({"critic", "shared_trunk"})
 """The keys of ``[models]`` for a critic."""
 
 
-def _of_a_critic(s: Settings) -> str:
-    given = {f"models.{key}": value for key, value in changed(s.models, OF_THE_CRITIC_MODEL).items()}
-    given |= {f"trainer.{key}": value for key, value in changed(s.trainer, OF_THE_CRITIC).items()}
-    given |= {f"placement.{key}": value for key, value in changed(s.placement, {"critic"}).items()}
-    return "" if s.algorithm.has_critic else ", ".join(f"{name} = {in_toml(value)}" for name, value in given.items())
+def _of_a_critic(models: ModelsSection, trainer: TrainerSettings, placement: PlacementSection) -> str:
+    given = {f"models.{key}": value for key, value in changed(models, OF_THE_CRITIC_MODEL).items()}
+    given |= {f"trainer.{key}": value for key, value in changed(trainer, OF_THE_CRITIC).items()}
+    given |= {f"placement.{key}": value for key, value in changed(placement, {"critic"}).items()}
+    return ", ".join(f"{name} = {in_toml(value)}" for name, value in given.items())
 
 
 def _uneven(s: Settings) -> tuple[int, str] | None:
@@ -515,25 +507,30 @@ def _uneven(s: Settings) -> tuple[int, str] | None:
 
 
 RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
-    "{found}: leave one of them out": _two_answers,
+    "{found}: leave one of them out": lambda s: _two_answers(s.environment),
     "{found[0]}: expected file.py:name, or openenv:URL, such as openenv:http://localhost:8000, got {found[1]!r}": (
-        _odd_factory
+        lambda s: _odd_factory(s.environment)
     ),
     "data.tools = {s.data.tools!r} shows tools that nothing calls, and environment.{s.environment.answering} shows "
     "its own: leave data.tools out": lambda s: s.data.tools and (s.environment.tools or s.environment.factory),
     "environment.process = true calls functions in other processes, and the instances of environment.factory are "
     "objects of this one: leave process out": lambda s: s.environment.factory and s.environment.process,
-    "environment.{found[0]} = {found[1]} is for {found[2]}: leave it out": _idle_of_environment,
+    "environment.{found[0]} = {found[1]} is for {found[2]}: leave it out": lambda s: _idle_of_environment(
+        s.environment
+    ),
     "{found[0]} = {found[1].path!r} is a taskset, and agents.program does not run its tasks: set agents.program = "
-    "'verifiers'": lambda s: s.agents.program != VERIFIERS and _first_source(s, lambda source: source.taskset),
+    "'verifiers'": lambda s: s.agents.program != VERIFIERS and _first_source(s.sources, lambda source: source.taskset),
     "agents.program = 'verifiers' runs tasks of tasksets, and {found[0]} = {found[1].path!r} is none: name one as "
     "'verifiers:NAME', or another program": (
         lambda s: (
             s.agents.program == VERIFIERS
-            and _first_source(s, lambda source: not source.taskset and source.path != ROWS)
+            and _first_source(s.sources, lambda source: not source.taskset and source.path != ROWS)
         )
     ),
-    "{found[0]} = {found[1]!r} has a {found[2]}, and {found[3]}: leave it out": _idle_of_source,
+    "{found[0]} = {found[1]!r} has a {found[2]}, and {found[3]}: leave it out": lambda s: _idle_of_source(s.sources),
+    "data.drop_last is of whole batches from one source, and data.prompts has weights: leave one of them out": (
+        lambda s: s.data.drop_last and _first_source(s.sources, lambda source: source.weight is not None)
+    ),
     "agents.{found[0]} is of an agent, and agents.program names none: leave it out": (
         lambda s: not s.agents.program and sorted(changed(s.agents, {each.name for each in fields(s.agents)}))
     ),
@@ -551,7 +548,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "the agent is given whole rows, so that no column holds the prompt: leave column out": (
         lambda s: (
             s.agents.program
-            and (s.data.column != "prompt" or _first_source(s, lambda source: source.column is not None))
+            and (s.data.column != "prompt" or _first_source(s.sources, lambda source: source.column is not None))
         )
     ),
     "agents.program = {s.agents.program!r} has an agent that returns the reward: leave [[rewards]] out": (
@@ -565,7 +562,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
         )
     ),
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "
-    "out, or make it a setting of yours in [loss]": lambda s: s.step.loss and _idle_of_loss(s),
+    "out, or make it a setting of yours in [loss]": lambda s: s.step.loss and _idle_of_loss(s.algorithm),
     "step.algorithm = {s.step.algorithm!r} with algorithm.distill = {found[0]} learns the log-probs of a teacher, "
     "and models.teacher names none: give a causal language model with the policy's tokenizer": (
         lambda s: (
@@ -587,20 +584,31 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "placement.teacher = {found!r} places a teacher, and models.teacher names none: leave that out": (
         lambda s: not s.models.teacher and s.placement.teacher
     ),
-    "[scorers.{found[0]}] serves no model of this run: {found[1]}; {found[2]}, or leave the table out": _unknown_scorer,
+    "[scorers.{found[0]}] serves no model of this run: {found[1]}; {found[2]}, or leave the table out": (
+        lambda s: _unknown_scorer(s.scorers, [*(["reference"] if s.has_reference else []), *s.models.teachers])
+    ),
     "the reference is the adapter {s.models.adapter!r} on the policy's base, and vLLM would be given a model: leave "
     "[scorers.reference] out, or name a whole model in models.reference": (
-        lambda s: s.models.adapter == _reference_on_vllm(s) != ""
+        lambda s: "reference" in s.on_vllm and s.models.adapter and s.models.reference in {"", s.models.adapter}
     ),
     "the reference has the policy's weights in 4 bits (models.quantization = {s.models.quantization!r}), and vLLM "
     "would have them whole: leave [scorers.reference] out, or name another model in models.reference": (
-        lambda s: s.models.quantization != "none" and s.models.policy == _reference_on_vllm(s)
+        lambda s: (
+            "reference" in s.on_vllm
+            and s.models.quantization != "none"
+            and s.models.policy == (s.models.reference or s.models.adapter or s.models.policy)
+        )
     ),
     "algorithm.scale_scores = 'each_reward' compares each of several rewards, and [[rewards]] has one, a model: give "
     "several with names, or another scale_scores": (
         lambda s: getattr(s.algorithm, "scale_scores", "") == "each_reward" and s.reward_models and len(s.rewards) == 1
     ),
-    "{found} is about scores, and there are none without [[rewards]]: give a reward, or leave that out": _of_scores,
+    "{found} is about scores, and there are none without [[rewards]]: give a reward, or leave that out": (
+        lambda s: (
+            not (s.rewards or s.agents.program)
+            and " and ".join(["eval.prompts"] * bool(s.eval.prompts) + ["run.keep_best = true"] * s.run.keep_best)
+        )
+    ),
     "run.deterministic = true makes every bit independent of timing, which does not go with {found}: change that, or "
     "leave it out": lambda s: s.run.deterministic and _by_timing(s),
     "run.policy = 'process' places an actor of transformers, and vLLM has processes of its own: leave it out, or set "
@@ -667,7 +675,9 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "[eval] has {found}, and nothing is evaluated without held-out prompts: give eval.prompts, or leave that out": (
         lambda s: not s.eval.prompts and ", ".join(changed(s.eval, declared(EvalSection).keys() - {"prompts", "seed"}))
     ),
-    "step.algorithm = {s.step.algorithm!r} has no critic and cannot use {found}: leave that out": _of_a_critic,
+    "step.algorithm = {s.step.algorithm!r} has no critic and cannot use {found}: leave that out": (
+        lambda s: not s.algorithm.has_critic and _of_a_critic(s.models, s.trainer, s.placement)
+    ),
     "trainer.minibatches = {s.trainer.minibatches} does not divide the {found[0]} {found[1]} of step.batch = "
     "{s.step.batch}: optimizer steps would be of several sizes; expected a divisor": _uneven,
     "step.admission = 'tail-batched' begins late responses anew in a later step, and algorithm.dynamic_sampling = "

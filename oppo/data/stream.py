@@ -41,6 +41,10 @@ class PromptStream(Iterator[Prompt]):
         seed: of the order; streams with the same seed and prompts yield the same order.
         epochs: passes over the prompts, after which the stream ends; 0 never ends.
         position: how many prompts were taken already.
+        multiple: of each epoch, as many prompts as a multiple of this; the others wait for the next epoch's order.
+
+    Raises:
+        DataError: there is no prompt, or fewer than ``multiple``.
 
     Example:
         >>> prompts = [Prompt(i, i, np.array([i], np.int32)) for i in range(3)]
@@ -48,10 +52,12 @@ class PromptStream(Iterator[Prompt]):
         [(0, [2]), (1, [1]), (2, [0])]
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, epochs: int = 0, position: int = 0) -> None:
-        for name, number in (("seed", seed), ("epochs", epochs), ("position", position)):
-            require_whole(name, number, 0)
-        self._sources = [_Shuffled(prompts, seed, 0)]
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int = 0, epochs: int = 0, position: int = 0, multiple: int = 1
+    ) -> None:
+        for name, number in (("seed", seed), ("epochs", epochs), ("position", position), ("multiple", multiple)):
+            require_whole(name, number, 1 if name == "multiple" else 0)
+        self._sources = [_Shuffled(prompts, seed, 0, multiple)]
         self._cycle = Cycle([1])
         self._seed = seed
         self._epochs = epochs
@@ -98,9 +104,7 @@ class PromptStream(Iterator[Prompt]):
         """Return how many prompts the whole stream holds; an endless one raises a ``TypeError``."""
         if not self._epochs:
             raise TypeError("an endless prompt stream has no length")
-        return min(
-            self._cycle.number(source, self._epochs * len(each.prompts)) for source, each in enumerate(self._sources)
-        )
+        return min(self._cycle.number(source, self._epochs * each.served) for source, each in enumerate(self._sources))
 
     def __iter__(self) -> PromptStream:
         return self
@@ -132,16 +136,19 @@ class PromptStream(Iterator[Prompt]):
 class _Shuffled:
     """The prompts of one source, in an order of their own in each epoch."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, number: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, number: int, multiple: int = 1) -> None:
         if not prompts:
             raise DataError("a prompt stream needs at least one prompt")
         self.prompts = tuple(prompts)
+        self.served = len(prompts) - len(prompts) % multiple  # in an epoch
+        if not self.served:
+            raise DataError(f"{len(prompts)} prompts fill no batch of {multiple}: add prompts, or lower the batch")
         self._key = (seed,) if number == 0 else (seed, number)
         self._epoch = -1
         self._order: Sequence[int] = ()
 
     def at(self, ordinal: int) -> Prompt:
-        epoch, index = divmod(ordinal, len(self.prompts))
+        epoch, index = divmod(ordinal, self.served)
         if epoch != self._epoch:
             seed, *source = self._key
             self._epoch = epoch

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,60 +19,36 @@ from oppo import observe
 from oppo.config.load import resolve
 from oppo.config.sections import Engine
 from oppo.config.settings import Settings
-from oppo.data import read_prompts
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.schedules import Digests, Effort, Gains, compare_schedules, excerpt, measure, starting
-from oppo.evaluation import Answering, Comparison, compare, examine as answers_of
-from oppo.events import FloatArray
-from oppo.hf.devices import available_cores, use_cores
-from oppo.hf.loading import load_causal, load_scalar, load_tokenizer
-from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel
-from oppo.hf.tokenizer import HfTokenizer
+from oppo.evaluation import Comparison, Evaluated, compare
 from oppo.log import routed
-from oppo.models import Sampling
-from oppo.placement import Thread
+from oppo.observe import Observer
 from oppo.redact import harmless
-from oppo.report.metrics import hidden_fraction, metrics_of
-from oppo.report.records import JOURNAL, read, require_unused
+from oppo.report.metrics import Figures
+from oppo.report.recorded import note_times
+from oppo.report.records import EVALUATIONS, JOURNAL, SUMMARY, Record, counted, read, require_unused
 from oppo.report.run_dir import write_page
 from oppo.run.train import FINAL, prepare, run
-from oppo.stages import ScoredRollout
 from oppo.vllm.arguments import check_installed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DemoAnswers:
-    # float32 [N]; KL in nats a response
-    scores: FloatArray
-    kl: FloatArray
-    lengths: Sequence[int]
-    prompts: Sequence[str]
-    texts: Sequence[str]
+class HeldOut(Observer):
+    """Keeps the answers of the first evaluation and of the latest, under the names of the metrics."""
 
+    def __init__(self) -> None:
+        self.found: list[Evaluated] = []
 
-def examine(actor: Path, *, base: Path, reward: Path, held_out: Path, sampling: Sampling, count: int) -> DemoAnswers:
-    """Return the answers of ``actor`` to the first ``count`` held-out prompts, with the KL from ``base``."""
-    tokenizer = HfTokenizer(load_tokenizer(base))
-    prompts = read_prompts(held_out, tokenizer)[:count]
-    with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:
-        policy = HfPolicy(load_causal(actor), sampling=sampling, place=thread)
-        reference = ReferenceLogprobs(load_causal(base), sampling=sampling, place=thread)
-        reward_model = RewardModel(load_scalar(reward), place=thread)
-        how = Answering(batch=count)
-        found = anyio.run(partial(answers_of, policy, reward_model, prompts, how, reference=reference)).rollouts
-    return DemoAnswers(
-        scores=np.array([each.score for each in found], np.float32),
-        kl=np.array([kl_of(each) for each in found], np.float32),
-        lengths=[len(each.finish.response) for each in found],
-        prompts=[tokenizer.decode(each.finish.response.prompt.tokens.tolist()) for each in found],
-        texts=[tokenizer.decode(each.finish.response.tokens.tolist()) for each in found],
-    )
+    def on_item(self, step: int, stage: str, item: object, at: float) -> None:
+        del step, stage, at
+        if isinstance(item, Evaluated):
+            self.found = [*self.found[:1], item]
 
-
-def kl_of(answer: ScoredRollout) -> float:
-    reference = answer.reference
-    return float("nan") if reference is None else float((answer.finish.response.logprobs - reference).sum())
+    def comparison(self) -> Comparison:
+        scores = ({each.group: each.score for each in found.answers} for found in self.found)
+        before, after = scores
+        both = sorted(before.keys() & after.keys())
+        return compare(*(np.array([found[key] for key in both], np.float32) for found in (before, after)))
 
 
 LENGTH_HACK = 2.0  # responses this many times as long as before suggest that the policy exploits their length
@@ -82,12 +57,7 @@ LENGTH_HACK = 2.0  # responses this many times as long as before suggest that th
 @dataclass(frozen=True, slots=True)
 class Findings:
     scores: Comparison  # on held-out prompts, before and after
-    kl: float  # nats a response, from the base policy, on held-out prompts
-    # length_before, length_after: mean tokens in a response to a held-out prompt
-    length_before: float
-    length_after: float
-    # fraction of the scoring seconds hidden behind decoding or training; `None`: hardly any
-    hidden_fraction: float | None
+    summary: Figures  # of the run
     deferred_fraction: float  # fraction of the finished rollouts that were deferred to a later step
     deferral_steps: Mapping[int, int]  # rollouts deferred, by the number of steps
     digests: Digests  # of a serial and of a streamed run in deterministic mode
@@ -98,32 +68,33 @@ class Findings:
     seconds: float
 
     def facts(self) -> dict[str, object]:
-        scores = self.scores
-        found = {
-            key: value for key, value in asdict(self).items() if key not in {"scores", "directory", "assets", "seconds"}
-        }
+        """Return what the demo adds to the summary of its run."""
         return {
-            "score_before": scores.before,
-            "score_after": scores.after,
-            "score_gain": scores.gain,
-            "score_after_ci95": scores.half_width,
-            "score_spread_before": scores.spread,
-            **found,
+            "eval/score": {
+                **self.summary["eval/score"],
+                "gain": self.scores.gain,
+                "gain_ci95": self.scores.half_width,
+                "spread_first": self.scores.spread,
+            },
+            "deferred_fraction": self.deferred_fraction,
+            "deferral_steps": self.deferral_steps,
+            "digests": asdict(self.digests),
             "tokens_identical_to_serial": self.digests.identical,
             "actor": str(self.actor),
         }
 
     def lines(self) -> list[str]:
         scores = self.scores
-        ratio = self.length_after / self.length_before
+        before, after = (self.summary["eval/response_length"][when] for when in ("first", "last"))
+        ratio, kl = after / before, self.summary["objective/kl"]["last"]
         hack = f"; length hack: {ratio:.1f} times as long" if ratio > LENGTH_HACK else ""
         same = "the same" if self.digests.identical else "OTHER"
         found = {
-            "score": f"{scores.before:+.2f} before, {scores.after:+.2f} after on held-out prompts: gain "
+            "held-out": f"score {scores.before:+.2f} before, {scores.after:+.2f} after: gain "
             f"{scores.gain:+.2f} +- {scores.half_width:.2f} (95 %), {scores.gain / scores.spread:.1f} standard "
             "deviations of the base policy's scores",
-            "KL": f"{self.kl:.1f} nats a response from the base policy",
-            "length": f"{self.length_before:.0f} tokens before, {self.length_after:.0f} after{hack}",
+            "KL": f"{kl:.1f} nats a response from the base policy, in the last steps",
+            "length": f"{before:.0f} tokens before, {after:.0f} after, on held-out prompts{hack}",
             "overlap": self._overlap(),
             "deferral": self._deferral(),
             "exactness": f"a serial and a streamed run, in deterministic mode, made {same} tokens: "
@@ -136,14 +107,15 @@ class Findings:
         return [f"{name:<10} {finding}" for name, finding in found.items()]
 
     def _overlap(self) -> str:
-        if self.hidden_fraction is None:
+        hidden = self.summary.get("overlap/hidden_fraction")
+        if hidden is None:
             return "scoring took hardly any time: there was nothing to hide"
-        return f"{self.hidden_fraction:.0%} of the scoring was hidden behind decoding and training"
+        return f"{hidden['mean']:.0%} of the scoring was hidden behind decoding and training"
 
     def _deferral(self) -> str:
         if not self.deferral_steps:
             return "nothing was deferred: no number of extra rollouts promised to save more time than it costs"
-        ages = ", ".join(f"{count} by {age} step{'s' * (age != 1)}" for age, count in self.deferral_steps.items())
+        ages = ", ".join(f"{count} by {counted(age, 'step')}" for age, count in self.deferral_steps.items())
         return f"{self.deferred_fraction:.1%} of the rollouts were deferred: {ages}"
 
 
@@ -167,7 +139,7 @@ class DemoPlan:
     steps: int
     max_new_tokens: int
     learning_rate: float  # the actor's; the critic's is two and a half times as high
-    examined: int  # held-out prompts that both policies answer
+    examined: int  # held-out prompts
     effort: Effort | None  # to measure the speedup by overlap; `None` for tiny models, whose seconds mean little
 
 
@@ -208,47 +180,34 @@ def demo(
     assets = make_assets(cache or cache_directory(), seed=seed, small=plan.small, progress=narrator.progress)
     introduce(console, assets)
     settings = settings_of(plan, assets, target, seed, engine)
-    sampling = train(settings, console, narrator)
-    trained = settings.run_directory / FINAL / "actor"
-    narrator.say(f"examining both policies on {plan.examined} held-out prompts")
-    before, after = (examined(actor, assets, sampling, plan.examined) for actor in (assets.actor, trained))
+    held_out = HeldOut()
+    train(settings, console, narrator, held_out)
     narrator.say("running two steps serially and streamed, in deterministic mode, on transformers")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
     deferred_fraction, deferral_steps = deferrals(settings.run_directory)
     findings = Findings(
-        scores=compare(before.scores, after.scores),
-        kl=float(after.kl.mean()),
-        length_before=float(np.mean(before.lengths)),
-        length_after=float(np.mean(after.lengths)),
-        hidden_fraction=hidden_fraction(metrics_of(settings.run_directory)),
+        scores=held_out.comparison(),
+        summary=json.loads((settings.run_directory / SUMMARY).read_text(encoding="utf-8")),
         deferred_fraction=deferred_fraction,
         deferral_steps=deferral_steps,
         digests=digests,
         directory=settings.run_directory,
-        actor=trained,
+        actor=settings.run_directory / FINAL / "actor",
         assets=assets.directory,
         steps=plan.steps,
         seconds=narrator.seconds,
     )
-    note(settings.run_directory / "summary.json", findings.facts() | ({} if gains is None else gains.facts()))
-    show_samples(console, before, after)
+    note(settings.run_directory / SUMMARY, findings.facts() | ({} if gains is None else gains.facts()))
+    show_samples(console, list(read(settings.run_directory / EVALUATIONS)))
     console.out("", *findings.lines(), "", sep="\n", highlight=False)
     console.print(UNMEASURED if gains is None else gains.table(), highlight=False)
     return settings.run_directory
 
 
-def train(settings: Settings, console: Console, narrator: Narrator) -> Sampling:
-    """Make the run, and return how its policy sampled."""
+def train(settings: Settings, console: Console, narrator: Narrator, *observers: Observer) -> None:
     with routed(narrator.say), starting(settings.models), prepare(settings) as session:
-        anyio.run(run, session, console)
-        return session.assembly.sampling
-
-
-def examined(actor: Path, assets: Assets, sampling: Sampling, count: int) -> DemoAnswers:
-    return examine(
-        actor, base=assets.actor, reward=assets.reward, held_out=assets.held_out, sampling=sampling, count=count
-    )
+        anyio.run(run, session, console, observers)
 
 
 def note(summary: Path, facts: Mapping[str, object]) -> None:
@@ -260,7 +219,8 @@ def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> G
     """Return the speedup by overlap; put the median round of each schedule into the timeline of the run's page."""
     with routed(narrator.say):
         rounds = measure(settings, effort)
-    write_page(settings.run_directory, [excerpt(name, made) for name, made in rounds.items()])
+    note_times(settings.run_directory, [excerpt(name, made) for name, made in rounds.items()])
+    write_page(settings.run_directory)
     return Gains.of(effort, rounds)
 
 
@@ -276,6 +236,7 @@ def settings_of(plan: DemoPlan, assets: Assets, target: Path, seed: int, engine:
             "rewards": [{"source": str(assets.reward)}],
             "data": {"prompts": str(assets.prompts)},
             "sampling": {"max_new_tokens": plan.max_new_tokens},
+            "eval": {"prompts": str(assets.held_out), "count": plan.examined, "every": plan.steps // 2},
             "step": {"admission": "adaptive", "chunk": 16},
             "trainer": {
                 "learning_rate": plan.learning_rate,
@@ -327,8 +288,9 @@ def introduce(console: Console, assets: Assets) -> None:
     )
 
 
-def show_samples(console: Console, before: DemoAnswers, after: DemoAnswers) -> None:
-    for k in range(SHOWN):
-        console.print(Text(f"\n{harmless(before.prompts[k])}", style="bold"))
-        for name, answers in (("before", before), ("after", after)):
-            console.print(Text(f"  {name} {answers.scores[k]:+.2f} {harmless(answers.texts[k].strip())}"))
+def show_samples(console: Console, evaluations: Sequence[Record]) -> None:
+    first, last = (cast("list[Record]", evaluations[place]["samples"]) for place in (0, -1))
+    for before, after in zip(first[:SHOWN], last[:SHOWN], strict=True):
+        console.print(Text(f"\n{harmless(str(before['prompt']))}", style="bold"))
+        for name, answer in (("before", before), ("after", after)):
+            console.print(Text(f"  {name} {answer['score']:+.2f} {harmless(str(answer['completion']).strip())}"))

@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
 from oppo.algorithms.ppo import PPO
-from oppo.config.sections import ModelsSection
+from oppo.config.sections import EvalSection, ModelsSection
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
 from oppo.durable import temporary
@@ -32,8 +32,8 @@ from oppo.hf.loading import load_scalar, load_tokenizer
 from oppo.hf.model_files import quiet
 from oppo.log import logger, routed
 from oppo.observe import Observer, Role, busy, seconds
-from oppo.report.charts import Excerpt
-from oppo.report.trace import TimedStep, Timekeeper
+from oppo.report.charts import Excerpt, busy_machine
+from oppo.report.trace import Cores, TimedStep, Timekeeper
 from oppo.run.graph import admission_of, chunks_of, roles_of
 from oppo.run.train import PreparedRun, prepare
 from oppo.stages.batch import ScoredRollout
@@ -53,6 +53,7 @@ class Effort:
 class TimedRound:
     tokens: int
     steps: Sequence[TimedStep]
+    others: float = 0.0  # share of the cores that processes beside this program took
 
     @property
     def seconds(self) -> float:
@@ -94,20 +95,24 @@ def median_round(rounds: Sequence[TimedRound]) -> TimedRound:
 class Gains:
     effort: Effort
     standings: Sequence[Standing]
+    others: float = 0.0  # the largest of the rounds
 
     @classmethod
     def of(cls, effort: Effort, rounds: Mapping[str, Sequence[TimedRound]]) -> Gains:
         serial = next(iter(rounds.values()))
-        return cls(effort, [Standing.of(name, made, serial) for name, made in rounds.items()])
+        others = max(each.others for made in rounds.values() for each in made)
+        return cls(effort, [Standing.of(name, made, serial) for name, made in rounds.items()], others)
 
     def table(self) -> Table:
         effort = self.effort
         rounds = "One round" if effort.rounds == 1 else f"The median of {effort.rounds} interleaved rounds of each"
+        busy = busy_machine(self.others)
         shown = Table(
             title=f"What overlap gains: the same {effort.steps} steps of {effort.batch} responses in each schedule",
             caption=f"{rounds}. The models made above, but the reward model {effort.deeper} times as deep, the critic "
             "on the actor's trunk, one epoch a step. In every schedule half of the cores decode and half score, and "
-            "the update has all. Idle: the share of time in which such a half has nothing to do, the mean of both.",
+            "the update has all. Idle: the share of time in which such a half has nothing to do, the mean of both."
+            + (f" Not an idle machine: in a round, {busy}." if busy else ""),
             title_justify="left",
             caption_justify="left",
         )
@@ -119,10 +124,15 @@ class Gains:
         return shown
 
     def facts(self) -> dict[str, object]:
-        return {"schedules": [asdict(each) for each in self.standings], "measured": asdict(self.effort)}
+        return {
+            "schedules": [asdict(each) for each in self.standings],
+            "measured": asdict(self.effort),
+            "others": self.others,
+        }
 
 
 LEARNING_RATE: Final = 1e-9
+UNEVALUATED: Final = {"prompts": "", "count": EvalSection().count, "every": EvalSection().every}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +189,7 @@ def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: P
     return settings.changed(
         {
             "models": {"shared_trunk": True, "critic": ""},
+            "eval": UNEVALUATED,
             "rewards": [{"source": str(reward)}],
             "step": {"batch": effort.batch, "admission": "overcommit", **schedule.step},
             "trainer": {
@@ -194,11 +205,12 @@ def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: P
 async def make_round(session: PreparedRun, graph: Graph[StepReport], steps: int) -> TimedRound:
     keeper = Timekeeper(kept=steps)
     session.assembly.listen(keeper.model_span)
-    tokens = 0
+    cores, tokens = Cores(), 0
     async with graph.open(session.prompts, observers=[keeper]) as run:
         async for report in run.steps(steps):
             tokens += int(report.metrics["response_length/tokens"])
-    return TimedRound(tokens, tuple(keeper.steps))
+    cores.measure()
+    return TimedRound(tokens, tuple(keeper.steps), cores.others)
 
 
 def write_deeper(source: Path, target: Path, times: int) -> None:
@@ -225,7 +237,8 @@ def deepened(model: PreTrainedModel, times: int) -> PreTrainedModel:
 
 def excerpt(name: str, rounds: Sequence[TimedRound]) -> Excerpt:
     which = "one round" if len(rounds) == 1 else f"the median of {len(rounds)} rounds"
-    return Excerpt(f"{name} ({which})", median_round(rounds).steps)
+    shown = median_round(rounds)
+    return Excerpt(f"{name} ({which})", shown.steps, shown.others)
 
 
 STEPS = 2  # the tokens of the second step depend on the weights after the first
@@ -246,6 +259,7 @@ class Digests:
 def compare_schedules(settings: Settings) -> Digests:
     changes: Mapping[str, Mapping[str, object]] = {
         "models": {"engine": "transformers"},
+        "eval": UNEVALUATED,
         "algorithm": {"is_correction": "none"},  # of tokens that another engine would have made
         "run": {"deterministic": True, "steps": STEPS, "scorers": "thread", "name": f"{settings.run.name}-exactness"},
         "step": {"batch": BATCH, "overcommit": 0, "admission": "overcommit"},

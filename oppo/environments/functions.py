@@ -15,7 +15,7 @@ import anyio
 import numpy as np
 
 from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
-from oppo.events import Drop, IntArray, Response
+from oppo.events import Drop, IntArray, Prompt
 from oppo.models import entered
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_code import CallsFunction, CheckedFunction, Shared, UserCalls, UserFunction
@@ -370,8 +370,8 @@ class Tools(Shared):
         result.seconds = anyio.current_time() - began
 
 
-async def first_answer(environment: Environment, response: Response) -> IntArray | None:
-    """Return an environment's answer to a response as if that were its first turn: int32 [n], or ``None``."""
+async def first_answer(environment: Environment, prompt: Prompt, turn: IntArray) -> IntArray | None:
+    """Return an environment's answer to the first turn of a response: int32 [n], or ``None``."""
     async with await entered([environment]):
-        answer = await environment.answer(Turn(response.prompt, 0, response.tokens))
+        answer = await environment.answer(Turn(prompt, 0, turn))
     return answer.tokens if isinstance(answer, Answer) else None

@@ -57,14 +57,15 @@ from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
-from oppo.simulate.costs import GPUS
+from oppo.simulate.costs import GPUS, Gpu
 from oppo.training import TrainerSettings
 
 _LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The memory limit of a container, where there is one."""
 
 _ASSUMED: Final = re.compile(
-    r"(?:(?P<machines>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d{0,2})x(?P<name>.+?)(?:-(?P<size>\d+)GB)?"
+    r"(?:(?P<machines>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d{0,2})x"
+    r"(?:(?P<bare>[1-9]\d{0,4})GB|(?P<name>.+?)(?:-(?P<size>[1-9]\d{0,4})GB)?)"
 )
 
 
@@ -90,16 +91,24 @@ class Hardware:
 
     @classmethod
     def assumed(cls, text: str) -> Self:
-        """Return the hardware of a text such as ``8xH100-80GB`` or, with several machines, ``2x8xH100-80GB``."""
+        """Return the hardware of a text: ``8xH100-80GB``, ``1x24GB`` or, with several machines, ``2x8xH100-80GB``."""
         found = _ASSUMED.fullmatch(text)
-        gpu = GPUS.get(found["name"].lower()) if found else None
-        if found is None or (found["size"] is None and gpu is None):
+        gpu = GPUS.get((found["name"] or "").lower()) if found else None
+        memory = (found["size"] or found["bare"]) if found else None
+        if found is None or (memory is None and gpu is None):
+            alone = (name for name in GPUS if not name.endswith("gb"))
             raise ConfigError(
-                f"--assume takes [MACHINESx]GPUSxNAME-MEMORYGB, such as 8xH100-80GB or 2x8xH100-80GB, got {text!r}; of "
-                f"{', '.join(name for name in GPUS if not name.endswith('gb'))} the memory may be left out"
+                f"--assume takes [MACHINESx]GPUSxNAME-MEMORYGB, such as 8xH100-80GB or 2x8xH100-80GB, or the memory "
+                f"alone, 1x24GB; of {', '.join(alone)} the memory may be left out; got {text!r}"
             )
-        size = int(found["size"]) * 10**9 if found["size"] or gpu is None else int(gpu.memory)
-        return cls(found["name"], size, int(found["gpus"]), int(found["machines"] or 1))
+        size = int(gpu.memory) if memory is None and gpu is not None else int(memory or 0) * 10**9
+        return cls(found["name"] or "GPU", size, int(found["gpus"]), int(found["machines"] or 1))
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """What a data sheet says of its GPUs; ``None`` for those that are not known."""
+        sized = f"{self.name}-{self.bytes // 10**9}gb".lower()
+        return GPUS.get(self.name.lower()) or GPUS.get(sized)
 
     def __str__(self) -> str:
         each = f"{self.gpus} x {self.name} with {self.bytes // 10**9} GB"
@@ -287,7 +296,7 @@ def _on_meta(value: Any) -> Any:
     return [*map(_on_meta, value)] if isinstance(value, list | tuple) else value
 
 
-def _attention(
+def _attention(  # noqa: PLR0917 - torch's own
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -506,6 +515,7 @@ def of_trainer(
     sampling: Sampling,
     settings: TrainerSettings,
     loss: Loss,
+    *,
     adapt: Callable[[ModuleT], ActorCritic] = same,
 ) -> Bytes:
     """Return the memory of the most expensive micro-batch: of longest rows, or of rows that are all response."""
@@ -514,7 +524,7 @@ def of_trainer(
 
     def trained(shape: Load) -> Bytes:
         def peaks(few: ModuleT, stacks: Sequence[_Stack]) -> dict[str, int]:
-            return _micro_batch(adapt(few), stacks, shape, sampling, settings, loss)
+            return _micro_batch(adapt(few), stacks, shape, sampling=sampling, settings=settings, loss=loss)
 
         found = _extrapolated(whole, peaks, every)
         weights, copies, gradients = (found.pop(name) for name in ("weights", "copies", "gradients"))
@@ -528,6 +538,7 @@ def _micro_batch(
     models: ActorCritic,
     stacks: Sequence[_Stack],
     load: Load,
+    *,
     sampling: Sampling,
     settings: TrainerSettings,
     loss: Loss,

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelError, ModelRefused
-from oppo.events import Batch
+from oppo.events import Batch, RoutedExperts
 from oppo.hf.model_parts import FAILURES, backbone, has_experts
 
 
@@ -201,7 +201,7 @@ class RouterReplay:
 
     def chosen(self, batch: Batch, rows: Sequence[int], lengths: Sequence[int], *, packed: bool = False) -> Tensor:
         """Return the experts of a pass over rows of these lengths, int64 [layers, ids, k], -1 where there are none."""
-        if all(response.routed_experts.empty for response in batch.responses):
+        if all(response.extra[RoutedExperts].empty for response in batch.responses):
             raise ConfigError(
                 "trainer.router_replay = true replays the experts that the policy chose, and no response of the batch "
                 "has any: the policy must give them (HfPolicy and VllmPolicy do with routed_experts=True), or set "
@@ -209,10 +209,10 @@ class RouterReplay:
             )
         found = np.full((len(rows), max(lengths), len(self.layers), self.k), -1, np.int64)
         for row, response in enumerate(batch.responses[each] for each in rows):
-            routed, positions = response.routed_experts, response.routed_experts.positions()
+            routed = response.extra[RoutedExperts]
             if routed.empty:
                 continue
-            ids, start = routed.ids, len(response.prompt.tokens)
+            ids, positions, start = routed.ids, routed.positions(), len(response.prompt.tokens)
             if ids.shape[1] == self.depth:
                 ids = ids[:, self.layers]
             if ids.shape[1:] != found.shape[2:] or ids.max() >= self.experts or positions[0] < -start:

@@ -18,11 +18,14 @@ from types import FrameType
 from typing import Any, Final, TypeAlias
 
 import psutil
+from huggingface_hub import try_to_load_from_cache
 from jinja2 import Environment, TemplateSyntaxError, meta, nodes
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from oppo.errors import ConfigError
 from oppo.log import logger
+
+TOKENIZER: Final = "tokenizer.json"
 
 Span: TypeAlias = tuple[int, int]  # the first character of a part of a text, and the one behind its last
 
@@ -424,3 +427,16 @@ class HfTokenizer:
             if theirs.get(token) != number:
                 return f"token {token!r} is {number} here and {theirs.get(token, 'absent')} there"
         return f"it has {len(theirs)} tokens instead of {len(ours)}"
+
+
+def quick_tokenizer(name: str) -> HfTokenizer | None:
+    """Return the tokenizer of a directory, or of the hub's cache, made without torch; ``None`` if there is none.
+
+    It renders chats as the one of :func:`oppo.hf.load_tokenizer` does, but a model may have another class for its
+    tokens, so that these are for a first look only.
+    """
+    with suppress(Exception):  # whatever is wrong, loading the tokenizer says it better
+        found = Path(name, TOKENIZER) if Path(name).is_dir() else try_to_load_from_cache(name, TOKENIZER)
+        if isinstance(found, str | Path) and Path(found).is_file():
+            return HfTokenizer(PreTrainedTokenizerFast.from_pretrained(Path(found).parent))
+    return None

@@ -217,15 +217,28 @@ class LastWord:
         faulthandler.unregister(signal.SIGPROF)
 
 
+def held_at(thread: int) -> str:
+    """Return the place in the user's code, or else in a library, at which the event loop of a thread is."""
+    stack = traceback.extract_stack(sys._current_frames().get(thread))  # noqa: SLF001 - as above
+    begun = max((at for at, frame in enumerate(stack) if frame.filename == asyncio.events.__file__), default=0)
+    return place_among(stack[begun:], foreign=True)
+
+
 PERIOD = 0.005
 """Seconds between two beats."""
 
 GAP = "loop/worst_gap_s"
 """The metric of the worst delay in a step."""
 
+HELD = 1.0
+"""Seconds of a delay above which the code that held the event loop is logged."""
+
 
 class Heartbeat:
-    """Beats on the event loop every ``period`` seconds and keeps the worst delay, which shows code that blocks it."""
+    """Beats on the event loop every ``period`` seconds and keeps the worst delay, which shows code that blocks it.
+
+    Another thread calls :meth:`look` at least twice in ``HELD`` seconds, to see which code that is.
+    """
 
     def __init__(
         self,
@@ -239,9 +252,12 @@ class Heartbeat:
         self._sleep = sleep
         self._beat = clock()
         self._worst = 0.0
+        self._thread = 0
+        self._seen, self._culprit = "", ""
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
+        self._thread = threading.get_ident()
         with as_itself():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._beat_forever, name="heartbeat")
@@ -249,17 +265,34 @@ class Heartbeat:
                 tasks.cancel_scope.cancel()
 
     def take(self) -> float:
-        """Return the worst delay since the last call in seconds, an overdue beat included, and reset it."""
-        worst, self._worst = max(self._worst, self._late()), 0.0
-        self._beat = self._clock()
+        """Return the worst delay since the last call in seconds, an overdue beat included, and reset it.
+
+        Of one above ``HELD`` the code that held the loop is logged.
+        """
+        self._note()
+        worst, self._worst = self._worst, 0.0
+        if worst > HELD:
+            held = self._culprit or " by code that no thread could look at, or this machine stood still"
+            logger.warning(f"the event loop was blocked for {worst:.1f} s{held}: {UNBLOCK}")
         return worst
+
+    def look(self) -> None:
+        """Note which code holds the loop if a beat is overdue; from any thread."""
+        beat = self._beat
+        if self._late() >= HELD / 2 and (held := held_at(self._thread)) and beat == self._beat:
+            self._seen = held
 
     async def _beat_forever(self) -> None:
         self._beat = self._clock()
         while True:
             await self._sleep(self._period)
-            self._worst = max(self._worst, self._late())
-            self._beat = self._clock()
+            self._note()
+
+    def _note(self) -> None:
+        late = self._late()
+        if late > self._worst:
+            self._worst, self._culprit = late, self._seen
+        self._beat, self._seen = self._clock(), ""
 
     def _late(self) -> float:
         return max(0.0, self._clock() - self._beat - self._period)
@@ -346,6 +379,7 @@ class Watchdog(Observer):
         self._due = limits.notice
         self._rollouts: dict[int, RolloutState] = {}
         self._guarding = False
+        self._heartbeat: Heartbeat | None = None
         self._run: Run[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -381,14 +415,16 @@ class Watchdog(Observer):
                 self._rollouts.pop(rollout, None)
 
     @asynccontextmanager
-    async def guarding(self, run: Run[Any] | None = None) -> AsyncIterator[None]:
+    async def guarding(self, run: Run[Any] | None = None, heartbeat: Heartbeat | None = None) -> AsyncIterator[None]:
         """Watch while the context is open; ``run`` is open already, or named later by :meth:`watch`.
+
+        The watchdog looks for ``heartbeat`` which code blocks the event loop.
 
         Raises:
             HangError: nothing had moved for too long, so the body was cancelled.
         """
         self._loop, self._loop_thread = running_loop(), threading.get_ident()
-        self._run = run
+        self._run, self._heartbeat = run, heartbeat
         with anyio.CancelScope() as scope:
             self._scope = scope
             self._since, self._due = self._clock(), self._limits.notice
@@ -443,9 +479,11 @@ class Watchdog(Observer):
 
     def _watch(self) -> None:
         limits = self._limits
-        pause = min(1.0, limits.notice / 4, *([limits.seconds / 4] if limits.seconds else []))
+        pause = min(HELD / 2, limits.notice / 4, *([limits.seconds / 4] if limits.seconds else []))
         while not self._over.wait(pause):
             self._wind_up()
+            if self._heartbeat is not None:
+                self._parts.call("the heartbeat", self._heartbeat.look, None)
             stall = self.look()
             if stall is None:
                 continue
@@ -463,9 +501,7 @@ class Watchdog(Observer):
             self._loop.call_soon_threadsafe(ran.set)
         if self._loop is None or ran.wait(ANSWER_SECONDS):
             return ""
-        stack = traceback.extract_stack(sys._current_frames().get(self._loop_thread))  # noqa: SLF001 - as above
-        begun = max((at for at, frame in enumerate(stack) if frame.filename == asyncio.events.__file__), default=0)
-        return place_among(stack[begun:])
+        return held_at(self._loop_thread)
 
     def _wind_up(self) -> None:
         if self._last_word is not None:
@@ -574,11 +610,12 @@ async def watched(
     run.listen(watchdog)
     with watchdog:
         async with AsyncExitStack() as stack:
+            heartbeat = None
             if not getattr(running_loop(), "virtual", False):
                 heartbeat = Heartbeat()
                 await stack.enter_async_context(heartbeat.beating())
                 run.gauge(GAP, heartbeat.take)
-            await stack.enter_async_context(watchdog.guarding(run))
+            await stack.enter_async_context(watchdog.guarding(run, heartbeat))
             yield
 
 

@@ -47,7 +47,7 @@ class SupportIndex:
     @classmethod
     def of(cls, support: Support, device: torch.device) -> SupportIndex | None:
         """Return the indices of a support; ``None`` if every token was sampled from the whole vocabulary."""
-        if support.whole:
+        if support.empty:
             return None
         sizes, exact, lacking = np.abs(support.counts.astype(np.int64)), support.counts > 0, support.counts < 0
         row = np.where(exact, exact.cumsum(), lacking.cumsum()) - 1

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
-from itertools import compress, cycle, groupby, pairwise
-from operator import itemgetter
-from typing import Final, TypeAlias
+from itertools import accumulate, compress, cycle, pairwise
+from typing import Final
 
 from oppo.observe import Interval, Role, Span, union
+from oppo.report.records import counted
 from oppo.report.trace import TimedStep
 
 # Distinct for most people, on white and on black
@@ -47,11 +47,9 @@ class Axes:
         return f"{self.x(x):.1f} {self.y(y):.1f}"
 
     def framed(self, drawn: str, *, label: str = "", start: str = "0", end: str = "", y: str = ".3g") -> str:
-        levels = [self.bottom + part * (self.top - self.bottom) for part in (0.0, 0.5, 1.0)]
+        levels = ticks(self.bottom, self.top)
         rules = (rule(0, self.y(level), self.width, self.y(level)) for level in levels)
-        near_zero = 1e-3 * (self.top - self.bottom)
-        shown = [f"{level if abs(level) > near_zero else 0.0:{y}}" for level in levels]
-        names = (text(-6, self.y(level) + 4, name, anchor="end") for level, name in zip(levels, shown, strict=True))
+        names = (text(-6, self.y(level) + 4, f"{level:{y}}", anchor="end") for level in levels)
         below = self.height + 16
         ends = (
             text(0, below, start),
@@ -113,96 +111,95 @@ def picture(width: float, height: float, drawn: str, *, size: int) -> str:
     )
 
 
-Series: TypeAlias = Mapping[str, Sequence[float | None]]
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A metric of one run over its steps: ``None`` is a gap; ``error`` half of an interval, empty without one."""
+
+    label: str
+    name: str  # of the metric
+    x: Sequence[int]
+    y: Sequence[float | None]
+    error: Sequence[float | None] = ()
+    run: int = 0
+
+    def thinned(self, most: int, *, means: bool = False) -> Line:
+        """Return it with a few points of each of ``most`` blocks: the lowest and the highest, or their mean."""
+        stride = math.ceil(len(self.x) / most)
+        if stride <= 1:
+            return self
+        kept, y = list[int](), list[float | None](self.y)
+        for block in (range(first, min(first + stride, len(self.x))) for first in range(0, len(self.x), stride)):
+            known = [(value, index) for index in block if (value := self.y[index]) is not None]
+            if means:
+                y[block[0]] = math.fsum(value for value, _ in known) / len(known) if known else None
+            kept += sorted({min(known)[1], max(known)[1]}) if known and not means else block[:1]
+        x, shown, error = [self.x[k] for k in kept], [y[k] for k in kept], [self.error[k] for k in kept if self.error]
+        return replace(self, x=x, y=shown, error=error)
+
+    def points(self) -> Iterator[tuple[int, float | None, float | None]]:
+        return zip(self.x, self.y, self.error or [None] * len(self.x), strict=True)
+
 
 WIDTH, HEIGHT = 560, 220
-MOST = 500  # steps that a chart resolves: it bounds the size of a long run's page
+MOST = 500  # blocks of steps that a picture resolves: it bounds the size of a long run's page
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 44
 _ACROSS, _DOWN = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
 
-def lines(title: str, series: Series, *, gaps: bool = True, within: Sequence[float] = ()) -> str:
-    # More than ``MOST`` steps are drawn in blocks, by the lowest and the highest value of each, so that spikes stay.
-    series = {name: each for name, each in series.items() if any(v is not None and math.isfinite(v) for v in each)}
-    values = [v for each in series.values() for v in each if v is not None and math.isfinite(v)]
-    if not values:
+def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = (), stack: bool = False) -> str:
+    """Return a picture of lines, or of areas on one another; of a long run with means or extremes of several steps."""
+    series = [each.thinned(MOST, means=stack) for each in series if any(value is not None for value in each.y)]
+    if not series:
         return ""
-    low, high = min(*values, *within, values[0]), max(*values, *within, values[0])
-    if low == high or not within:
-        low, high = _padded(low, high)
-    count = max(len(each) for each in series.values())
-    axes = Axes(_ACROSS, _DOWN, max(1, count - 1), low, high)
-    drawn = [
-        f'<path d="{_path(axes, each, count, gaps=gaps)}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-        for each, colour in zip(series.values(), cycle(COLOURS), strict=False)
-    ]
-    return _chart(title, _coloured(series), axes, "".join(drawn), count)
+    if stack:  # each is drawn down to the axis, the highest first
+        sums = accumulate(([max(0.0, value or 0.0) for value in each.y] for each in series), _sums)
+        series, within = [replace(each, y=[*y]) for each, y in zip(series, sums, strict=True)], (0, *within)
+    bars = [(x, y, error or 0.0) for each in series for x, y, error in each.points() if y is not None]
+    first, last = min(x for x, _, _ in bars), max(x for x, _, _ in bars)
+    low, high = (pick([*within, *(y + sign * error for _, y, error in bars)]) for pick, sign in ((min, -1), (max, 1)))
+    axes = Axes(_ACROSS, _DOWN, max(1, last - first), *_rounded(low, high))
+    drawn = []
+    for each, colour in zip(series, cycle(COLOURS), strict=False):
+        path, pen, paint = "", "M", f'fill="{colour}"' if stack else f'fill="none" stroke="{colour}" stroke-width="1.6"'
+        for x, y, error in each.points():
+            path += "" if y is None else f"{pen}{axes.at(x - first, y)}" + ("h.01" if pen == "M" else "")
+            pen = "M" if y is None else "L"
+            if y is not None and error is not None:
+                drawn.append(rule(axes.x(x - first), axes.y(y - error), axes.x(x - first), axes.y(y + error)))
+        path += f"V{axes.height}H{axes.x(each.x[0] - first):.1f}Z" if stack else ""
+        drawn.append(f'<path d="{path}" {paint}/>')
+    key, rows = legend(_LEFT, HEIGHT - 7, zip([each.label for each in series], cycle(COLOURS), strict=False), _ACROSS)
+    steps = [step for step in ticks(first, max(last, first + 1)) if step in range(first, last + 1)]
+    marks = [text(axes.x(step - first), _DOWN + 16, f"{step:g}", anchor="middle") for step in steps]
+    framed = axes.framed("".join(reversed(drawn) if stack else drawn), start="") + "".join(marks)
+    return inline(WIDTH, HEIGHT + ROW * (rows - 1), title, placed(_LEFT, _TOP, framed) + key)
 
 
-def stacked(title: str, series: Series) -> str:
-    # More than ``MOST`` steps are drawn in blocks, by their means, which the title says.
-    count = max((len(each) for each in series.values()), default=0)
-    columns = [
-        [max(0.0, (each[i] if i < len(each) else None) or 0.0) for each in series.values()] for i in range(count)
-    ]
-    stride = math.ceil(count / MOST)
-    if stride > 1:
-        blocks = (columns[first : first + stride] for first in range(0, count, stride))
-        columns = [[math.fsum(values) / len(block) for values in zip(*block, strict=True)] for block in blocks]
-        title = f"{title}, means of {stride} steps"
-    high = max((math.fsum(column) for column in columns), default=0.0)
-    if high <= 0 or not math.isfinite(high):
-        return ""
-    axes = Axes(_ACROSS, _DOWN, len(columns), 0, high)
-    width = max(0.5, axes.x(1) - 0.5)
-    bars = []
-    for index, column in enumerate(columns):
-        floor = 0.0
-        for value, colour in zip(column, cycle(COLOURS), strict=False):
-            top = axes.y(floor + value)
-            bars.append(box(axes.x(index), top, width, axes.y(floor) - top, colour))
-            floor += value
-    shown = [any(column[place] for column in columns) for place in range(len(series))]
-    return _chart(title, compress(_coloured(series), shown), axes, "".join(bars), count)
+def _sums(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [first + second for first, second in zip(one, other, strict=True)]
 
 
-def _coloured(series: Series) -> Iterator[tuple[str, str]]:
-    return zip(series, cycle(COLOURS), strict=False)
+def _rounded(low: float, high: float) -> tuple[float, float]:
+    # Multiples of the distance of the ticks, which hold both
+    low, high = max(low, -_LARGEST), min(high, _LARGEST)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low < 1 / _LARGEST:
+        high = low + 1
+    tick = _tick((high - low) / _LEVELS)
+    return tick * math.floor(low / tick + 1e-3), tick * math.ceil(high / tick - 1e-3)
 
 
-def _path(axes: Axes, values: Sequence[float | None], count: int, *, gaps: bool) -> str:
-    parts, pen_down = [], False
-    for points in _points(values, math.ceil(count / MOST)):
-        for index, value in points:
-            x, y = axes.x(index if count > 1 else 0.5), axes.y(value)
-            start = "" if pen_down else f"L{x + 0.01:.2f} {y:.2f}"
-            parts.append(f"{'L' if pen_down else 'M'}{x:.2f} {y:.2f}{start}")
-            pen_down = True
-        pen_down = bool(points) or (pen_down and not gaps)
-    return "".join(parts)
+_LEVELS: Final = 5  # ticks at most, about
+_LARGEST: Final = 1e300  # of a value that is drawn where it is
 
 
-def _points(values: Sequence[float | None], stride: int) -> Iterator[list[tuple[int, float]]]:
-    # Of each block of steps the lowest and the highest, with their steps, in order; none for a gap.
-    known = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
-    within = {block: list(points) for block, points in groupby(known, key=lambda point: point[0] // stride)}
-    for block in range(math.ceil(len(values) / stride)):
-        points = sorted(within.get(block, ()), key=itemgetter(1))
-        yield sorted({*points[:1], *points[-1:]})
-
-
-def _padded(low: float, high: float) -> tuple[float, float]:
-    pad = 0.05 * (high - low) or max(abs(high) * 0.05, 1e-6)
-    return low - pad, high + pad
-
-
-def _chart(title: str, names: Iterable[tuple[str, str]], axes: Axes, drawn: str, count: int) -> str:
-    end = f"step {count}" if count > 1 else ""
-    key, rows = legend(_LEFT, HEIGHT - 7, names, _ACROSS)
-    head = text(_LEFT, 16, title, bold=True)
-    picture = head + placed(_LEFT, _TOP, axes.framed(drawn, start="1", end=end)) + key
-    return inline(WIDTH, HEIGHT + ROW * (rows - 1), title, picture)
+def ticks(low: float, high: float) -> list[float]:
+    """Return a few round numbers from ``low`` to ``high``."""
+    tick = _tick((high - low) / _LEVELS)
+    first, last = math.ceil(low / tick - 1e-6), math.floor(high / tick + 1e-6)
+    return [float(f"{tick * k:.12g}") for k in range(first, last + 1)]
 
 
 # Colours of the roles, in the order of their rows
@@ -215,12 +212,28 @@ _TICKS = 10  # at most
 _LABELS = 75  # between a step's start and its cut, for both to be named
 _STUB = 24  # of an arrow that has no step to lead to
 _FAINT = 0.35  # opacity
+_BUSY = 0.1  # share of the cores
 
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
     name: str
     steps: Sequence[TimedStep]
+    others: float = 0.0  # share of the machine's cores that processes beside this program took meanwhile
+
+    def as_shown(self) -> Excerpt:
+        """Return it with work that its picture cannot show apart as one; it takes a file of some kilobytes."""
+        works: dict[tuple[str, Role | None, int | None], list[Interval]] = {}
+        for span in self.work:
+            works.setdefault((span.track, span.role, span.step), []).append((span.start, span.end))
+        gap = 0.5 * self.seconds / _TIMELINE_ACROSS
+        spans = [
+            Span(track, "work", start, end, step, role)
+            for (track, role, step), found in works.items()
+            for start, end in union(found, gap=gap)
+        ]
+        first, *others = (replace(step, spans=(), beside=()) for step in self.steps)
+        return replace(self, steps=[replace(first, spans=spans), *others])
 
     @property
     def seconds(self) -> float:
@@ -260,6 +273,11 @@ def timeline(excerpts: Sequence[Excerpt]) -> str:
     return inline(TIMELINE_WIDTH, y, "When each model worked", grid + "".join(drawn) + key, size=12)
 
 
+def busy_machine(others: float) -> str:
+    """Return a note beside measured times, if ``others`` took so much of the cores that these are longer for it."""
+    return f"processes beside this program took {others:.0%} of the machine's cores" if others >= _BUSY else ""
+
+
 def _key(shown: Sequence[Excerpt]) -> tuple[list[tuple[str, str]], str]:
     steps = [step for each in shown for step in each.steps]
     roles = {span.role for each in shown for span in each.work}
@@ -277,9 +295,8 @@ def _height(excerpt: Excerpt) -> float:
 
 def _block(excerpt: Excerpt, scale: Axes) -> str:
     origin, bottom = excerpt.steps[0].start, _HEAD + _height(excerpt)
-    count = len(excerpt.steps)
-    heading = f"{excerpt.name}: {count} step{'s' if count > 1 else ''} in {excerpt.seconds:.2f} s"
-    drawn = [text(0, 14, heading, bold=True)]
+    heading = f"{excerpt.name}: {counted(len(excerpt.steps), 'step')} in {excerpt.seconds:.2f} s"
+    drawn = [text(0, 14, "; ".join(filter(None, (heading, busy_machine(excerpt.others)))), bold=True)]
     for k, (track, spans) in enumerate(excerpt.rows().items()):
         y = _HEAD + k * (_ROW + _SPACE)
         drawn += [text(-8, y + _ROW - 5, track, anchor="end"), *_bars(excerpt, track, spans, y, scale)]
@@ -298,7 +315,7 @@ def _block(excerpt: Excerpt, scale: Axes) -> str:
     for step, start in zip(excerpt.steps, starts, strict=True):
         if step.cut is not None and step.deferred:
             at = scale.x(step.cut - origin)  # with lookahead the next step has begun, and waits for it to decode
-            label = f"{step.deferred} response{'s' * (step.deferred != 1)} deferred"
+            label = f"{counted(step.deferred, 'response')} deferred"
             drawn.append(_arrow(at, start if start > at else at + _STUB, bottom + 10, label))
     return "".join(drawn)
 

@@ -8,6 +8,7 @@ import math
 import platform
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
+import psutil
 import structlog
 from safetensors.numpy import save_file
 from structlog.tracebacks import ExceptionDictTransformer
@@ -26,7 +28,7 @@ from oppo.admission import Bottleneck
 from oppo.durable import opened
 from oppo.errors import behind, worded
 from oppo.evaluation import Evaluated
-from oppo.events import Batch, StepReport
+from oppo.events import Batch, StepReport, Support
 from oppo.liveness import Stall
 from oppo.observe import Observer
 from oppo.redact import excerpt, redacted, redacted_values
@@ -51,7 +53,7 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
     arrays = {name: np.ascontiguousarray(array) for name, array in held.items() if array is not None}
     arrays["prompts"] = np.concatenate([np.zeros(0, np.int32), *prompts])
     arrays["prompt_offsets"] = np.array([*accumulate(map(len, prompts), initial=0)], np.int64)
-    support = batch.support(range(len(batch)))
+    support = batch.column(Support, range(len(batch)))
     arrays["support_ids"], arrays["support_counts"] = support.ids, support.counts
     rows = [
         {
@@ -142,7 +144,7 @@ class RunLog(Observer):
         self._log.warning("stalled", seconds=seconds, steps=steps, calls=calls, blocked=blocked, final=stall.final)
 
     def __enter__(self) -> Self:
-        self._log.info("begin", python=platform.python_version(), machine=platform.machine(), libraries=installed())
+        self._log.info("begin", python=platform.python_version(), **machine(), libraries=installed())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -179,6 +181,20 @@ def _bounded(logger: object, method: str, facts: structlog.typing.EventDict) -> 
 def _bottleneck(report: StepReport) -> dict[str, object]:
     found = Bottleneck.of_metrics(report.metrics, report.seconds)
     return {} if found is None else {"bottleneck": found.largest, "limit": round(found.limit, 3)}
+
+
+def machine() -> dict[str, object]:
+    """Return what a reader of times wants to know of this machine; GPUs by NVIDIA's driver for Linux."""
+    models = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    gpus = [
+        line.partition(":")[2].strip() for file in models for line in file.read_text().splitlines() if "Model:" in line
+    ]
+    return {
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cores": psutil.cpu_count(),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        **({"gpus": [f"{count} x {name}" for name, count in Counter(gpus).items()]} if gpus else {}),
+    }
 
 
 def installed() -> dict[str, str]:

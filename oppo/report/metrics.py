@@ -11,18 +11,18 @@ import math
 import re
 import statistics
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias, TypeVar, cast
+from typing import Final, Literal, TypeAlias, TypeGuard, TypeVar
 
 from oppo.events import StepReport
 from oppo.graph.engine import notify
 from oppo.observe import Observer, Span
-from oppo.report.records import METRICS as METRICS_FILE, Record, read
+from oppo.report.records import METRICS as METRICS_FILE, Damaged, Record, read, unnoticed
 
 T = TypeVar("T")
 
@@ -72,15 +72,48 @@ def _own_name(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart of a run's page, as ``metrics.toml`` declares it."""
+
+    title: str
+    section: str
+    lines: Mapping[str, str] = field(default_factory=dict)  # metrics by their labels
+    stack: Mapping[str, str] = field(default_factory=dict)  # likewise, of areas on one another
+    of: str = ""  # the metric that the areas are parts of
+    within: Sequence[float] = ()
+
+    @property
+    def unit(self) -> str:
+        known = metric(next(iter((self.lines or self.stack).values())))
+        return "" if known is None or known.unit == "1" else known.unit
+
+    def names(self, known: Iterable[str]) -> dict[str, str]:
+        """Return the metrics among ``known`` that it draws, by their labels."""
+        found = {}
+        for label, name in (self.lines or self.stack).items():
+            for each in known:
+                if fits := _pattern(name).fullmatch(each):
+                    found[label.replace("$", next(iter(fits.groups()), ""))] = each
+        return found
+
+
+_DECLARED: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+CHARTS: Final = tuple(Chart(**each) for each in _DECLARED.pop("charts"))
+
 # Every metric, by section of the page
 METRICS: Final[Mapping[str, tuple[Metric, ...]]] = MappingProxyType(
     {
         section: tuple(Metric(name, *declared) for name, declared in metrics.items())
-        for section, metrics in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
+        for section, metrics in _DECLARED.items()
     }
 )
 
 MFU: Final = {kind: f"perf/mfu/{kind}" for kind in ("decode", "score", "update")}
+DISTANCES: Final = ("objective/kl", "objective/teacher_kl")
+LARGEST: Final = 1e100
+HELD_OUT: Final = ("eval/score", "eval/score_ci95", "eval/response_length")
 MEMORY: Final = {kind: f"memory/{kind}" for kind in ("allocated", "reserved")}
 
 Metrics: TypeAlias = dict[str, float | int | None]
@@ -105,35 +138,60 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def metrics_of(run: Path) -> Sequence[Metrics]:
+def metrics_of(run: Path, damaged: Damaged = unnoticed) -> Sequence[Metrics]:
+    return records_of(read(run / METRICS_FILE, damaged))
+
+
+def records_of(lines: Iterable[Record]) -> Sequence[Metrics]:
+    """Return the numbers of records under the metrics' own names, without those too large to be added up."""
     return [
-        {name: value for name, value in in_own_names(each).items() if value is None or isinstance(value, int | float)}
-        for each in read(run / METRICS_FILE)
+        {name: value for name, value in in_own_names(each).items() if value is None or _is_number(value)}
+        for each in lines
     ]
 
 
-def summary(records: Sequence[Mapping[str, float | None]]) -> dict[str, float | int | None]:
-    # Means of ten steps at the beginning and at the end, or of half of a run of fewer than twenty
+def _is_number(value: object) -> TypeGuard[float | int]:
+    return isinstance(value, int | float) and abs(value) < LARGEST
+
+
+Figures: TypeAlias = dict[str, dict[str, float]]  # the statistics of a metric, by its name
+
+
+def summary(records: Sequence[Mapping[str, float | None]], evaluations: Sequence[Record] = ()) -> Figures:
+    """Return statistics of a run's metrics; what was not measured is absent.
+
+    ``first`` and ``last`` of a step's metric are means of ten steps, or of half of a run of fewer than twenty; of a
+    held-out one they are what the evaluations found. The step of ``best`` is that of its checkpoint.
+    """
     scores = column(records, "score")
-    return {
-        "steps": len(records),
-        "trained": int(sum(column(records, "trained"))),
-        "dropped": int(sum(column(records, "dropped"))),
-        "deferrals": int(sum(column(records, "deferred"))),
-        "seconds": math.fsum(column(records, "seconds")),
-        "step_seconds_median": _of(column(records, "seconds"), statistics.median),
-        "score_first": _of(scores[: _few(scores)], statistics.fmean),
-        "score_last": _of(scores[-_few(scores) :], statistics.fmean),
-        "kl_last": _of(column(records[-10:], "objective/kl"), statistics.fmean),
-        "tokens_per_s_median": _of(column(records, "throughput/tokens_per_s"), statistics.median),
-        "hidden_fraction": hidden_fraction(records),
+    found: dict[str, dict[str, float | None]] = {
+        **{name: {"total": int(sum(column(records, name)))} for name in ("trained", "dropped", "deferred")},
+        "seconds": {
+            "total": math.fsum(column(records, "seconds")),
+            "median": _of(column(records, "seconds"), statistics.median),
+        },
+        "score": {
+            "first": _of(scores[: _few(scores)], statistics.fmean),
+            "last": _of(scores[-_few(scores) :], statistics.fmean),
+        },
+        **{name: {"last": _of(column(records[-10:], name), statistics.fmean)} for name in DISTANCES},
+        "throughput/tokens_per_s": {"median": _of(column(records, "throughput/tokens_per_s"), statistics.median)},
+        "overlap/hidden_fraction": {"mean": hidden_fraction(records)},
     }
+    scored = [each for each in records_of(evaluations) if "eval/score" in each]
+    for name in HELD_OUT if scored else ():
+        found[name] = {"first": scored[0].get(name), "last": scored[-1].get(name)}
+    if scored:
+        best = max(scored, key=lambda each: each["eval/score"] or -math.inf)
+        found["eval/score"] |= {"best": best["eval/score"], "best_step": (best["step"] or 0) + 1}
+    known = {name: {key: value for key, value in each.items() if value is not None} for name, each in found.items()}
+    return {name: each for name, each in known.items() if each}
 
 
 def hidden_fraction(records: Sequence[Mapping[str, float | None]]) -> float | None:
     """``None`` where scoring took less than ``SCORING`` of the steps' seconds: there is nothing to hide."""
     scoring, exposed = (math.fsum(column(records, name)) for name in ("timing_s/score", "timing_s/score_exposed"))
-    return 1 - exposed / scoring if scoring > SCORING * math.fsum(column(records, "seconds")) else None
+    return 1 - exposed / scoring if scoring > max(0.0, SCORING * math.fsum(column(records, "seconds"))) else None
 
 
 def column(records: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
@@ -146,29 +204,6 @@ def _few(values: Sequence[float]) -> int:
 
 def _of(values: Sequence[float], statistic: Callable[[Sequence[float]], float]) -> float | None:
     return statistic(values) if values else None
-
-
-def by_version(records: Sequence[Record], name: str) -> list[float | None]:
-    """Return a metric of the weights after 0, 1, 2, ... steps; ``None`` where there is none."""
-    known = {cast("int", each["step"]) + 1: cast("float | None", each.get(name)) for each in records}
-    return [known.get(made) for made in range(max(known, default=-1) + 1)]
-
-
-def summary_of(records: Sequence[Record]) -> Mapping[str, float | int | None]:
-    scored = [
-        (cast("int", each["step"]) + 1, float(score))
-        for each in records
-        if isinstance(score := each.get("eval/score"), float)
-    ]
-    if not scored:
-        return {}
-    steps, best = max(scored, key=lambda each: each[1])
-    return {
-        "eval_score_first": scored[0][1],
-        "eval_score_last": scored[-1][1],
-        "eval_score_best": best,
-        "eval_steps_best": steps,
-    }
 
 
 class Renamed(Observer):

@@ -1,160 +1,410 @@
-"""``report.html``: one self-contained page about a run; texts of models and data are escaped."""
+"""``report.html``: one self-contained page about a run, or about several that it compares.
+
+With the extra ``report`` it holds plotly.js, whose charts are drawn when they come into view; without it, pictures.
+Texts of models and data are escaped, and a content security policy lets no script run but the page's own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from html import escape
-from typing import cast
+from importlib.util import find_spec
+from itertools import chain, starmap
+from pathlib import Path
+from string import Template
+from typing import Final, cast
+from urllib.parse import quote
 
-from oppo.admission.bottleneck import PARTS, PREFIX, Bottleneck, together
+from oppo.admission.bottleneck import Bottleneck, together
 from oppo.redact import printable
-from oppo.report.charts import lines, stacked
-from oppo.report.metrics import MEMORY, MFU, by_version, hidden_fraction, summary
-from oppo.report.records import Record
+from oppo.report.charts import COLOURS, Line, lines, timeline
+from oppo.report.metrics import CHARTS, MFU, Chart, hidden_fraction, metric, summary
+from oppo.report.recorded import Recorded, differing, held_out, parameters
+from oppo.report.records import LOCK, REPORT, Record, counted
 
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1f2430;--paper:#fff;--line:#e5e7eb}
-@media (prefers-color-scheme:dark){:root{--ink:#e5e7eb;--paper:#14161b;--line:#333a45}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:1180px;margin:2rem auto}
-body{padding:0 1rem}figure{margin:0 0 1rem;overflow-x:auto}figure svg{min-width:720px}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:1rem;align-items:start}
-svg{width:100%;box-sizing:border-box;border:1px solid var(--line);border-radius:8px;color:var(--ink)}
-table{border-collapse:collapse;width:100%}
-td,th{border-bottom:1px solid var(--line);padding:.35rem .5rem;text-align:left}
-span.tool{background:var(--line);border-radius:3px}
-td.text{white-space:pre-wrap;overflow-wrap:anywhere}td.number,th.number{text-align:right;white-space:nowrap}
-"""
+STYLE, SCRIPT, _PAGE = (Path(__file__).with_suffix(f".{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
+PAGE: Final = Template(_PAGE)
+
+_WINDOW: Final = 8  # steps in the latest bottleneck
+_MOST: Final = 2_000  # blocks of steps that a line resolves
+_OWN: Final = 40  # charts of metrics that a trainer or a reward adds
+_LONGEST: Final = 8_000  # characters of a text
 
 
-_WINDOW = 8  # steps in the latest bottleneck
-_MFU = "Model FLOPs utilisation (share)"
+LIBRARY: Final = "plotly"  # the package that brings plotly.js
 
 
-def page(
-    name: str,
-    records: Sequence[Mapping[str, float | None]],
-    samples: Sequence[Record],
-    timeline: str = "",
-    evaluations: Sequence[Record] = (),
-) -> str:
-    charts = "".join(
+@cache
+def script_of(package: str) -> str:
+    found = find_spec(package)
+    folders = [*(found.submodule_search_locations or ())] if found else []
+    files = [file for each in folders if (file := Path(each, "package_data", "plotly.min.js")).exists()]
+    return files[0].read_text("utf-8").replace("</script", "<\\/script") if files else ""
+
+
+def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = "", scripts: bool = True) -> str:
+    """Return a page about ``runs``.
+
+    Args:
+        folder: where the page will lie, for its links to the runs' files; ``None`` links to none.
+        live: what it asks its server with, every two seconds, for a newer one; empty does not ask.
+        scripts: whether it holds its scripts; another page needs only its parts.
+    """
+    names, charts, library = named(runs), list(drawn(runs)), script_of(LIBRARY)
+    several = [(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
+    known = {"runs": names, "charts": [_data(*each) for each in charts] if library else []}
+    held = [each for each in (library, SCRIPT) if each and scripts]
+    digests = (b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in held)
+    return PAGE.substitute(
+        hashes=" ".join(f"'sha256-{each}'" for each in digests) or "'none'",
+        title=escape(" and ".join(names)),
+        style=STYLE,
+        live=escape(live),
+        head=_head(runs, names),
+        times=_times(runs, names),
+        curves=_curves(charts, drawing=bool(library)) or "<p>No step was made.</p>",
+        notes="".join(chain.from_iterable(starmap(_notes, several))),
+        about="".join(_about(run, name, folder) for run, name in several),
+        samples="".join(chain.from_iterable(starmap(_samples, several))) or "<p>No sample was kept.</p>",
+        data=json.dumps(known, separators=(",", ":")).replace("<", "\\u003c"),  # so that no text ends its element
+        scripts="".join(f"<script>{script}</script>" for script in held),
+    )
+
+
+def named(runs: Sequence[Recorded]) -> list[str]:
+    """Return the names of runs, with their folders where two have the same one."""
+    counts = Counter(run.name for run in runs)
+    return [run.name if counts[run.name] == 1 else str(run.path) for run in runs]
+
+
+def drawn(runs: Sequence[Recorded]) -> Iterator[tuple[Chart, list[Line]]]:
+    """Yield the charts of which a run has values, and their lines."""
+    columns = [_columns(run) for run in runs]
+    own = dict.fromkeys(name for each in columns for name in each if metric(name.removeprefix("eval/")) is None)
+    added = [Chart(name, "Metrics of your own", {name: name}) for name in [*own][:_OWN]]
+    for chart in (*CHARTS, *added):
+        found = [
+            line
+            for k, (run, known) in enumerate(zip(runs, columns, strict=True))
+            for line in _lines(chart, run, known, k)
+        ]
+        if found:
+            yield chart, found
+
+
+def _columns(run: Recorded) -> Mapping[str, None]:
+    names = (name for each in run.records for name in each if not name.startswith("eval/"))
+    held = (name for each in run.evaluations for name in each if name.startswith("eval/"))
+    return dict.fromkeys(chain(names, held))
+
+
+def _lines(chart: Chart, run: Recorded, known: Mapping[str, None], number: int) -> Iterator[Line]:
+    found = {label: _line(run, label, name, number) for label, name in chart.names(known).items()}
+    if chart.of and found:
+        whole = _line(run, "other", chart.of, number)
+        rest = [
+            max(0.0, (value or 0.0) - sum(part or 0.0 for part in parts))
+            for value, *parts in zip(whole.y, *(each.y for each in found.values()), strict=True)
+        ]
+        found["other"] = Line("other", chart.of, whole.x, rest, run=number)
+    if "overlap/hidden_fraction" in chart.lines.values() and hidden_fraction(run.records) is None:
+        return  # scoring of milliseconds
+    for each in found.values():
+        wrong = each.name in MFU.values() and any((share or 0.0) > 1 for share in each.y)
+        if any(value is not None for value in each.y) and not wrong and (any(each.y) or each.name not in _RARE):
+            yield each
+
+
+_RARE: Final = frozenset(
+    {"deferred", "dropped", "staleness/max", "staleness/mean", "mismatch/kl"}
+)  # not drawn if always 0
+
+
+def _line(run: Recorded, label: str, name: str, number: int) -> Line:
+    of_evaluations = name.startswith("eval/")
+    records = cast("Sequence[Record]", run.evaluations if of_evaluations else run.records)
+    if of_evaluations:
+        records = [each for each in records if name in each]
+    x, error = [cast("int", each["step"]) + 1 for each in records], ()
+    if any(f"{name}_ci95" in each for each in records):
+        error = [cast("float | None", each.get(f"{name}_ci95")) for each in records]
+    return Line(label, name, x, [cast("float | None", each.get(name)) for each in records], error, number)
+
+
+def _data(chart: Chart, found: Sequence[Line]) -> dict[str, object]:
+    shown = (each.thinned(_MOST, means=bool(chart.stack)) for each in found)
+    return {
+        "title": chart.title,
+        "stack": bool(chart.stack),
+        "within": list(chart.within),
+        "lines": [
+            {
+                "label": each.label,
+                "run": each.run,
+                "x": each.x,
+                "y": [*map(_short, each.y)],
+                "error": [*map(_short, each.error)],
+            }
+            for each in shown
+        ],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], *, drawing: bool) -> str:
+    said = ""
+    section = ""
+    for number, (chart, found) in enumerate(charts):
+        if chart.section != section:
+            said += f'{"</div>" if section else ""}<h2>{escape(chart.section)}</h2><div class="charts">'
+            section = chart.section
+        names = dict.fromkeys(each.name for each in found)
+        meaning = "\n".join(f"{name}: {known.meaning}" for name in names if (known := metric(name)))
+        unit = f" ({chart.unit})" if chart.unit else ""
+        if drawing:
+            shown = f'<div class="plot" data-chart="{number}"></div>'
+        else:
+            shown = lines(chart.title, found, within=chart.within, stack=bool(chart.stack))
+        heading = f"<h3>{escape(chart.title)}<small>{escape(', '.join(names) + unit)}</small></h3>"
+        said += f'<figure title="{escape(meaning)}"><figcaption>{heading}</figcaption>{shown}</figure>'
+    return said + ("</div>" if section else "")
+
+
+def _head(runs: Sequence[Recorded], names: Sequence[str]) -> str:
+    if len(runs) == 1:
+        head = f'<h1>{escape(runs[0].name)}</h1>{_state(runs[0])}<p id="lead">{escape(_lead(runs[0]))}</p>'
+        return f"<header>{head}</header>{_problems(runs, names)}{_tiles(runs[0])}"
+    rows = "".join(
+        f"<tr><th>{_swatch(k)}{escape(name)}</th><td>{_state(run)}</td><td>{escape(_lead(run))}</td></tr>"
+        for k, (run, name) in enumerate(zip(runs, names, strict=True))
+    )
+    head = f'<header><h1>{len(runs)} runs</h1><p id="lead"></p></header>'
+    return f"{head}{_problems(runs, names)}<table>{rows}</table>{_compared(runs, names)}"
+
+
+def _swatch(number: int) -> str:
+    return f'<span class="swatch run{number % len(COLOURS)}"></span>'
+
+
+def _state(run: Recorded) -> str:
+    return f'<span class="state {run.state.split()[0]}">{escape(run.state)}</span>'
+
+
+def _lead(run: Recorded) -> str:
+    made, wanted = len(run.records), run.setting("run", "steps")
+    of = f" of {wanted:,}" if isinstance(wanted, int) and wanted != made and run.state != "complete" else ""
+    seconds = math.fsum(value for each in run.records if (value := each.get("seconds")))
+    facts = [
+        str(run.setting("step", "algorithm") or ""),
+        f"{made:,}{of} steps in {_duration(seconds)}" if of else f"{counted(made, 'step')} in {_duration(seconds)}",
+        f"began {str(run.begun.get('timestamp', ''))[:16].replace('T', ' ')} UTC" if run.begun else "",
+    ]
+    return " · ".join(filter(None, facts))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{minutes:.0f} min" if minutes < 120 else f"{hours:.1f} h"
+
+
+def _problems(runs: Sequence[Recorded], names: Sequence[str]) -> str:
+    found = [
+        f"{name}: {each}" if len(runs) > 1 else each
+        for run, name in zip(runs, names, strict=True)
+        for each in run.problems
+    ]
+    items = "".join(f"<li>{escape(printable(each))}</li>" for each in found)
+    return f'<div class="problems"><b>What could not be read</b><ul>{items}</ul></div>' if found else ""
+
+
+def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
+    # By label: the figure as a person writes it, and the metric that it is
+    figures = summary(run.records, run.evaluations)
+
+    def span(name: str, digits: int = 2) -> str:
+        first, last = (figures.get(name, {}).get(when) for when in ("first", "last"))
+        return (
+            "" if first is None or last is None else f"{_number(first, f'.{digits}f')} → {_number(last, f'.{digits}f')}"
+        )
+
+    def one(name: str, statistic: str, form: str, unit: str = "") -> str:
+        value = figures.get(name, {}).get(statistic)
+        return "" if value is None else f"{value:{form}}{unit}"
+
+    interval = one("eval/score_ci95", "last", ".2f")
+    bound = together([found for each in run.records if (found := _bound(each))][-_WINDOW:])
+    rest = ", ".join(f"{name}: {one(name, 'total', ',')}" for name in ("deferred", "dropped"))
+    found = {
+        "Held-out score, before → after": (
+            span("eval/score"),
+            "eval/score" + (f", ± {interval} after" if interval else ""),
+        ),
+        "Score of the first and last steps": (span("score"), "score"),
+        "KL to the reference": (one("objective/kl", "last", ".2f", " nats"), "objective/kl, last steps"),
+        "KL to the teacher": (one("objective/teacher_kl", "last", ".2f", " nats"), "objective/teacher_kl, last steps"),
+        "Held-out response, before → after": (span("eval/response_length", 0), "eval/response_length, tokens"),
+        "A step": (one("seconds", "median", ".3g", " s"), "seconds, median"),
+        "Tokens a second": (one("throughput/tokens_per_s", "median", ",.0f"), "throughput/tokens_per_s, median"),
+        "Scoring hidden": (one("overlap/hidden_fraction", "mean", ".0%"), "overlap/hidden_fraction"),
+        "The last steps wait for": (_WAITS[bound.largest] if bound else "", "bottleneck/*"),
+        "Rollouts trained": (one("trained", "total", ","), rest),
+    }
+    return {label: figure for label, figure in found.items() if figure[0]}
+
+
+_WAITS: Final = {
+    "decode": "decoding",
+    "tail": "the long tail",
+    "cap": "the length cap",
+    "score": "scoring",
+    "train": "the update",
+}
+
+
+def _bound(record: Mapping[str, float | None]) -> Bottleneck | None:
+    return Bottleneck.of_metrics(record, record.get("seconds") or 0.0)
+
+
+def _tiles(run: Recorded) -> str:
+    tiles = (
+        f'<div class="tile"><small>{label}</small><b>{escape(value)}</b><small>{escape(name)}</small></div>'
+        for label, (value, name) in _figures(run).items()
+    )
+    return f'<div class="tiles">{"".join(tiles)}</div>' if run.records else ""
+
+
+def _compared(runs: Sequence[Recorded], names: Sequence[str]) -> str:
+    settings = {
+        key: [json.dumps(each) if each is not None else "\N{EN DASH}" for each in values]
+        for key, values in differing(runs).items()
+    }
+    figures = [_figures(run) for run in runs]
+    labels = dict.fromkeys(label for each in figures for label in each)
+    rows = {label: [each.get(label, ("\N{EN DASH}",))[0] for each in figures] for label in labels}
+    heads = "".join(f"<th>{_swatch(k)}{escape(name)}</th>" for k, name in enumerate(names))
+    head = f"<tr><th></th>{heads}</tr>"
+    return f"<h2>Settings that differ</h2>{_rows(settings, head)}<h2>Results</h2>{_rows(rows, head)}"
+
+
+def _times(runs: Sequence[Recorded], names: Sequence[str]) -> str:
+    several = len(runs) > 1
+    picture = timeline(
         [
-            *_held_out(evaluations),
-            lines("Score", {"score": _column(records, "score")}),
-            lines("KL to the reference", {"KL (nats a rollout)": _column(records, "objective/kl")}, within=(0,)),
-            lines(
-                "Response length (tokens)",
-                {"mean": _column(records, "response_length/mean"), "longest": _column(records, "response_length/max")},
-                within=(0,),
-            ),
-            stacked("Step time by phase (s)", _phases(records)),
-            stacked("Step time by bottleneck (share)", {part: _column(records, PREFIX + part) for part in PARTS}),
-            *_deferred(records),
-            *_hidden(records),
-            *_utilisation(records),
-            lines("GPU memory (GiB)", {label: _column(records, name) for label, name in MEMORY.items()}, within=(0,)),
+            replace(each, name=f"{name}: {each.name}") if several else each
+            for run, name in zip(runs, names, strict=True)
+            for each in run.excerpts
         ]
     )
-    charts = charts or "<p>No step was made.</p>"
-    opening = f"<h2>When each model worked</h2><figure>{timeline}</figure>" if timeline else ""
-    facts = "".join(
-        f'<tr><th>{escape(key)}</th><td class="number">{escape(_number(value))}</td></tr>'
-        for key, value in summary(records).items()
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style></head><body><h1>{escape(name)}</h1>{opening}"
-        f'<div class="charts">{charts}</div>{_bottleneck(records)}<h2>Summary</h2><table>{facts}</table>'
-        f"<h2>Samples</h2>{_samples(samples)}</body></html>\n"
-    )
+    return f'<h2>When each model worked</h2><figure class="timeline">{picture}</figure>' if picture else ""
 
 
-def _deferred(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
-    deferred = _column(records, "deferred")
-    if any(deferred):
-        yield lines("Rollouts deferred to the next step", {"deferred": deferred}, within=(0,))
-
-
-def _hidden(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
-    if hidden_fraction(records) is not None:
-        shares = _column(records, "overlap/hidden_fraction")
-        yield lines("Scoring hidden behind decoding and training (share)", {"share": shares}, within=(0, 1))
-
-
-def _utilisation(records: Sequence[Mapping[str, float | None]]) -> Iterator[str]:
-    found = {kind: _column(records, name) for kind, name in MFU.items()}
-    wrong = [kind for kind, shares in found.items() if any((share or 0.0) > 1 for share in shares)]
-    yield lines(_MFU, {kind: shares for kind, shares in found.items() if kind not in wrong}, within=(0,))
+def _notes(run: Recorded, name: str) -> Iterator[str]:
+    of = f"{escape(name)}: " if name else ""
+    shares = {kind: [each.get(metric) for each in run.records] for kind, metric in MFU.items()}
+    wrong = [kind for kind, found in shares.items() if any((share or 0.0) > 1 for share in found)]
+    undrawn = f"<p>{of}Model FLOPs utilisation: not drawn"
     if wrong:
         # The peak of a CPU is measured when a run begins, beside any other load of the machine.
-        yield f"<p>{_MFU}: not drawn for {' and '.join(wrong)}, which were faster than the peak that was measured.</p>"
-    elif records and not any(share is not None for shares in found.values() for share in shares):
-        yield f"<p>{_MFU}: not drawn, since the peak of the device is not known.</p>"
-
-
-def _held_out(evaluations: Sequence[Record]) -> Iterator[str]:
-    scores = {"most likely response": "eval/score", "drawn responses": "eval/sampled_score"}
-    passed = {
-        name: name for each in evaluations[-1:] for name in each if name.startswith(("eval/passed", "eval/pass_at_"))
-    }
-    for title, names, within in (("Held-out score", scores, ()), ("Held-out prompts passed (share)", passed, (0, 1))):
-        known = {label: by_version(evaluations, name) for label, name in names.items()}
-        yield lines(title, known, gaps=False, within=within)
-
-
-def _phases(records: Sequence[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
-    update = _column(records, "timing_s/update")
-    if not any(value is not None for value in _column(records, "timing_s/decode")):
-        rollouts = _column(records, "timing_s/rollouts")
-        return {"rollouts": rollouts, "update": update, "weight sync": _column(records, "timing_s/weight_sync")}
-    decode, exposed = _column(records, "timing_s/decode"), _column(records, "timing_s/score_exposed")
-    known = list(zip(decode, exposed, update, strict=True))
-    total = _column(records, "seconds")
-    other: list[float | None] = [
-        max(0.0, (whole or 0.0) - sum(part or 0.0 for part in parts)) for whole, parts in zip(total, known, strict=True)
-    ]
-    return {"decode": decode, "exposed scoring": exposed, "update": update, "other": other}
-
-
-def _bottleneck(records: Sequence[Mapping[str, float | None]]) -> str:
-    found = [found for each in records if (found := Bottleneck.of_metrics(each, each.get("seconds") or 0.0))]
+        yield f"{undrawn} for {' and '.join(wrong)}, which were faster than the peak that was measured.</p>"
+    elif run.records and not any(share is not None for found in shares.values() for share in found):
+        yield f"{undrawn}, since the peak of the device is not known.</p>"
+    found = [bound for each in run.records if (bound := _bound(each))]
     latest = found[-_WINDOW:]
-    recent = together(latest)
-    if recent is None:
-        return ""
-    counts = Counter(each.largest for each in found).most_common()
-    steps = ", ".join(f"{part}-bound: {count / len(found):.0%} of the steps" for part, count in counts)
+    if (recent := together(latest)) is not None:
+        counts = Counter(each.largest for each in found).most_common()
+        steps = ", ".join(f"{part}-bound: {count / len(found):.0%} of the steps" for part, count in counts)
+        last = "The last step is" if len(latest) == 1 else f"The last {len(latest)} steps together are"
+        yield f"<h2>Bottleneck</h2><p>{of}{escape(steps)}.</p>"
+        yield f"<p>{last} {recent.largest}-bound: {escape(recent.message)}.</p>"
+
+
+def _samples(run: Recorded, name: str) -> Iterator[str]:
+    yield from (_sample(each, name) for each in (*held_out(run.evaluations), *run.samples))
+
+
+def _sample(sample: Record, name: str) -> str:
+    at, score = cast("int", sample["step"]) + 1, cast("float | None", sample.get("score"))
+    of = f"held-out, after step {at}" if at else "held-out, before training"
+    count, kl, extra = (sample.get(key) for key in ("tokens", "kl", "extra"))
+    told = [
+        name,
+        of if sample.get("held_out") else f"step {at}",
+        counted(count, "token") if isinstance(count, int) else "",
+        f"KL {_number(kl, '.2f')} nats" if isinstance(kl, float) else "",
+        _ENDS.get(str(sample.get("reason")), str(sample.get("reason") or "")),
+        json.dumps(extra, ensure_ascii=False) if extra else "",
+    ]
+    parts = cast("list[Record]", sample.get("parts")) or [{"by": "policy", "text": sample["completion"]}]
+    said = "".join(_part(str(each["text"]), each["by"]) for each in parts)
+    head = "".join(f"<span>{escape(printable(each))}</span>" for each in told if each)
     return (
-        f"<h2>Bottleneck</h2><p>{escape(steps)}.</p>"
-        f"<p>The last {len(latest)} steps together are {recent.largest}-bound: {escape(recent.message)}.</p>"
+        f'<article class="sample" data-at="{at}" data-score="{"" if score is None else score}">'
+        f"<h3><b>{_number(score, '.3f')}</b>{head}</h3>"
+        f'<div class="said"><div>{_part(str(sample["prompt"]))}</div><div>{said}</div></div></article>'
     )
 
 
-def _samples(samples: Sequence[Record]) -> str:
-    head = '<tr><th class="number">step</th><th class="number">score</th><th>prompt</th><th>completion</th></tr>'
-    return f"<table>{head}{''.join(map(_row, samples))}</table>"
-
-
-def _row(sample: Record) -> str:
-    figures = (str(cast("int", sample["step"]) + 1), _number(sample["score"]))
-    parts = cast("list[Record]", sample.get("parts")) or [{"by": "policy", "text": sample["completion"]}]
-    said = "".join(_part(str(each["text"]), each["by"]) for each in parts)
-    numbers = "".join(f'<td class="number">{escape(each)}</td>' for each in figures)
-    return f'<tr>{numbers}<td class="text">{_part(str(sample["prompt"]))}</td><td class="text">{said}</td></tr>'
+_ENDS: Final = {"length": "cut off at the length cap", "eos": "ended by itself", "stop": "ended by a stop sequence"}
 
 
 def _part(text: str, by: object = "policy") -> str:
-    shown = escape(printable(text, kept="\n\t"))
+    cut = f" … ({len(text) - _LONGEST:,} more characters in samples.jsonl)" if len(text) > _LONGEST else ""
+    shown = escape(printable(text[:_LONGEST], kept="\n\t")) + cut
     return shown if by == "policy" else f'<span class="tool" title="not the policy\'s">{shown}</span>'
 
 
-def _column(records: Sequence[Mapping[str, float | None]], name: str) -> list[float | None]:
-    return [each.get(name) for each in records]
+def _about(run: Recorded, name: str, folder: Path | None) -> str:
+    libraries, known = run.begun.get("libraries"), ("machine", "cores", "memory", "gpus", "python")
+    machine = {key: run.begun.get(key) for key in known} | (libraries if isinstance(libraries, dict) else {})
+    models = {role: (model, _size(model)) for role, model in run.models().items()}
+    of = f" of {escape(name)}" if name else ""
+    return (
+        f'<div class="columns"><div><h2>Models{of}</h2>{_rows(models)}</div>'
+        f"<div><h2>Machine and versions{of}</h2>{_rows({key: (str(it),) for key, it in machine.items() if it})}</div>"
+        f"</div><h2>Files{of}</h2><p>{_files(run.path, folder)}</p><details><summary>Settings{of}</summary>"
+        f"<pre>{escape(printable(run.config, kept=chr(10)))}</pre></details>"
+    )
 
 
-def _number(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _rows(rows: Mapping[str, Sequence[str]], head: str = "") -> str:
+    cells = {key: "".join(f"<td>{escape(printable(each))}</td>" for each in values) for key, values in rows.items()}
+    body = "".join(f"<tr><th>{escape(printable(key))}</th>{said}</tr>" for key, said in cells.items())
+    return f'<div class="scroll"><table>{head}{body}</table></div>' if rows else "<p>None.</p>"
+
+
+def _size(model: str) -> str:
+    count = parameters(model)
+    if count is None:
+        return ""
+    for unit, size in (("billion", 1e9), ("million", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit} parameters"
+    return counted(count, "parameter")
+
+
+def _files(run: Path, folder: Path | None) -> str:
+    found = sorted(each.name for each in run.iterdir() if not each.name.startswith(".") and each.name not in _LEFT_OUT)
+    if folder is None:
+        return ", ".join(f"<code>{escape(printable(name))}</code>" for name in found)
+    to = Path(os.path.relpath(run, folder))
+    return ", ".join(f'<a href="{quote(str(to / name))}">{escape(printable(name))}</a>' for name in found)
+
+
+_LEFT_OUT: Final = frozenset({LOCK, REPORT})
+
+
+def _number(value: float | None, form: str = ".4g") -> str:
+    return "\N{EN DASH}" if value is None else f"{value:{form}}".replace("-", "\N{MINUS SIGN}", 1)

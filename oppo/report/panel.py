@@ -29,6 +29,7 @@ from oppo.liveness import Stall
 from oppo.observe import Observer, Span, now
 from oppo.redact import excerpt, harmless, on_one_line
 from oppo.report.metrics import MEMORY, MFU
+from oppo.report.records import counted
 
 
 class Display:
@@ -241,7 +242,7 @@ class Panel(Observer):
         if decoding is None:
             return Text("nothing decoded yet")
         rate = decoding.tokens / max(self._clock() - decoding.began, 1e-9)
-        return Text(f"{self._place(decoding.step)}: {decoding.tokens} tokens, {rate:.0f} tokens/s")
+        return Text(f"{self._place(decoding.step)}: {counted(decoding.tokens, 'token')}, {rate:,.0f} tokens/s")
 
     def _devices(self) -> Iterator[Text]:
         found = {} if self._report is None else self._report.metrics
@@ -260,7 +261,7 @@ class Panel(Observer):
             yield Text(f"{held_out(last.metrics)}{began}")
         done, total = self._answered
         if total:
-            yield Text(f"held-out prompts: {done} of {total} responses")
+            yield Text(f"held-out prompts: {done:,} of {counted(total, 'response')}")
             yield ProgressBar(total=total, completed=done)
 
     def __enter__(self) -> Self:
@@ -275,19 +276,24 @@ class Panel(Observer):
 
 def line(report: StepReport, done: int, steps: int) -> str:
     metrics = report.metrics
-    parts = [f"step {done}/{steps}", f"score {_short(report.score)}"]
+    teacher = metrics.get("objective/teacher_kl")
+    parts = [f"step {done}/{steps}"]
+    if teacher is not None:
+        parts.append(f"teacher kl {_short(teacher)}")
+    if teacher is None or report.score:  # distillation alone has no score
+        parts.append(f"score {_short(report.score)}")
     if "objective/kl" in metrics:
         parts.append(f"kl {_short(metrics['objective/kl'])}")
     if "response_length/mean" in metrics:
         parts.append(f"length {metrics['response_length/mean']:.0f}")
     tokens = metrics.get("response_length/tokens")
     if tokens is not None and report.seconds > 0:
-        parts.append(f"{tokens / report.seconds:.0f} tokens/s")
+        parts.append(f"{tokens / report.seconds:,.0f} tokens/s")
     if "eval/score" in metrics:
         parts.append(held_out(metrics))
-    parts.append(f"deferred {_responses(len(report.deferred))}")
+    parts.append(f"deferred {counted(len(report.deferred), 'response')}")
     if report.dropped:
-        parts.append(f"dropped {_responses(len(report.dropped))}")
+        parts.append(f"dropped {counted(len(report.dropped), 'response')}")
     if (found := Bottleneck.of_metrics(metrics, report.seconds)) is not None:
         parts.append(f"{found.largest}-bound")
     return "  ".join([*parts, f"{report.seconds:.2f} s"])
@@ -296,11 +302,6 @@ def line(report: StepReport, done: int, steps: int) -> str:
 def held_out(metrics: Mapping[str, float]) -> str:
     interval = f" +- {metrics['eval/score_ci95']:.3f}" if "eval/score_ci95" in metrics else ""
     return f"held-out {_short(metrics.get('eval/score', math.nan))}{interval}"
-
-
-def _responses(count: int) -> str:
-    # With groups, settings such as ``step.overcommit`` count prompts.
-    return f"{count} response{'s' * (count != 1)}"
 
 
 def _short(value: float) -> str:

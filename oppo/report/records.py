@@ -112,7 +112,11 @@ _SHOWN = 5  # numbers in a message
 _LONGEST = 2**26  # bytes of a line
 
 
-def read(path: Path, damaged: Damaged = lambda number, line: None) -> Iterator[Record]:
+def unnoticed(number: int, line: bytes) -> None:
+    del number, line
+
+
+def read(path: Path, damaged: Damaged = unnoticed) -> Iterator[Record]:
     try:
         file = opened(path, "r")
     except FileNotFoundError:
@@ -165,7 +169,7 @@ def _is_entry(record: Record) -> bool:
     return isinstance(record.get("event"), str) and all(type(each) is int for each in numbers) and seen
 
 
-def _is_sample(record: Record) -> bool:
+def is_sample(record: Record) -> bool:
     parts = record.get("parts") or []
     return (
         isinstance(record.get("score"), int | float | None)
@@ -196,7 +200,7 @@ def rewind(path: Path, steps: int) -> list[str]:
 
     kept = _kept(read(path, keep_aside), steps)
     put(path, map(line_of, kept))
-    return [f"{path}: left out as damaged: {_listed('line', numbers)}; see {aside.name}"] if numbers else []
+    return [f"{path}: left out as damaged: {listed('line', numbers)}; see {aside.name}"] if numbers else []
 
 
 def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
@@ -215,10 +219,15 @@ def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
 def gaps(path: Path, steps: int) -> list[str]:
     found = {record["step"] for record in read(path)}
     missing = [step + 1 for step in range(steps) if step not in found]
-    return [f"{path}: no record of {_listed('step', missing)}, nor of what was trained then"] if missing else []
+    return [f"{path}: no record of {listed('step', missing)}, nor of what was trained then"] if missing else []
 
 
-def _listed(noun: str, numbers: Sequence[int]) -> str:
+def counted(count: int, noun: str) -> str:
+    """Return a count as a person writes it: ``1 response``, ``1,024 responses``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     rest = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
@@ -238,6 +247,7 @@ STEPLESS = frozenset(
         WORK,
         EVALUATIONS,
         "journal.jsonl",
+        "timeline.json",
         "trace.json",
         SUMMARY,
         REPORT,
@@ -373,7 +383,7 @@ def _observation(seen: object) -> Observation | None:
 
 # By file: whether a line that was read is one of its records
 _FITS: Final[Mapping[str, Callable[[Record], bool]]] = {
-    SAMPLES: _is_sample,
+    SAMPLES: is_sample,
     JOURNAL: _is_entry,
     EVALUATIONS: _is_evaluation,
 }

@@ -23,12 +23,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import chain, groupby, islice
-from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO
@@ -42,9 +39,10 @@ from oppo.events import Batch, Chunk, Response, StepReport
 from oppo.models import Detokenize
 from oppo.observe import Observer, Span
 from oppo.redact import holds_secret, redacted, redacted_values
-from oppo.report.charts import Excerpt, timeline
-from oppo.report.metrics import finite, metrics_of, step_metrics, summary, summary_of
+from oppo.report.charts import Excerpt
+from oppo.report.metrics import finite, metrics_of, step_metrics, summary
 from oppo.report.page import page
+from oppo.report.recorded import note_times, recorded
 from oppo.report.records import (
     EVALUATIONS,
     JOURNAL,
@@ -69,7 +67,7 @@ from oppo.report.records import (
     rewind,
     work_of,
 )
-from oppo.report.trace import TRACED, Timekeeper, Trace, TraceFile
+from oppo.report.trace import TRACED, Cores, TimedStep, Timekeeper, Trace, TraceFile
 from oppo.scorers import Extras
 from oppo.stages.dynamic_sampling import Rounds
 
@@ -134,7 +132,7 @@ def evaluation_record(found: Evaluated, count: int, decode: Detokenize | None) -
 # Files of one object a line, each with its `step` (:mod:`oppo.report.records`)
 RECORDS = (METRICS, SAMPLES, WORK, JOURNAL)
 
-_SHOWN_STEPS = 3  # steps at the end whose samples the page shows, besides the first
+_EVERY = 5.0  # seconds, at least, between looks at the machine and between writes of the timeline
 
 
 class RunDirectory(Observer):
@@ -186,6 +184,8 @@ class RunDirectory(Observer):
         self._trace = None if trace == 0 else Trace()
         self._trace_file: TraceFile | None = None
         self._timekeeper = Timekeeper(source=source)
+        self._threaded = threaded
+        self._cores = Cores()
         self.trained = 0
         self.made = resumed_at or 0
         self.evaluated = False
@@ -267,6 +267,8 @@ class RunDirectory(Observer):
         if self._trace is not None and self._trace_file is not None:
             self._writer.submit(partial(self._trace_file.write, *self._trace.take()))
         self._flush_files()
+        if self._threaded:  # in virtual time seconds say nothing of this machine
+            self._writer.submit(partial(self._note_time, tuple(self._timekeeper.steps)))
 
     def drained(self, step: int) -> None:
         """Journal that no step begins before ``step`` has ended, which is the last in flight, though none was due."""
@@ -318,7 +320,7 @@ class RunDirectory(Observer):
             self.faults += rewind(self.path / name, steps)
         lost = gaps(self.path / METRICS, steps)
         self.faults += [*lost, *gaps(self.path / JOURNAL, steps)]
-        self.trained = int(summary(metrics_of(self.path))["trained"] or bool(lost))
+        self.trained = int(summary(metrics_of(self.path))["trained"]["total"] or bool(lost))
         self.evaluated = any(record["step"] == BEFORE for record in read(self.path / EVALUATIONS))
 
     def _exists(self, name: str) -> bool:
@@ -350,20 +352,27 @@ class RunDirectory(Observer):
                 os.fsync(self._files[name].fileno())
         sync(self.path)
 
+    def _note_time(self, steps: Sequence[TimedStep]) -> None:
+        if self._cores.measure(least=_EVERY):
+            self._write_timeline(steps)
+
+    def _write_timeline(self, steps: Sequence[TimedStep]) -> None:
+        if steps:
+            note_times(self.path, [Excerpt("the latest steps", steps, self._cores.others)])
+
     def _complete(self) -> None:
         self._sync()
-        write_page(self.path, [Excerpt("the latest steps", tuple(self._timekeeper.steps))])
-        evaluated = summary_of(list(read(self.path / EVALUATIONS)))
-        facts = {**summary(metrics_of(self.path)), **evaluated, "complete": self._concluded}
+        self._write_timeline(tuple(self._timekeeper.steps))
+        records = metrics_of(self.path)
+        figures = summary(records, list(read(self.path / EVALUATIONS)))
+        facts = {"steps": len(records), "complete": self._concluded, **figures}
         put(self.path / SUMMARY, [json.dumps(facts, indent=2) + "\n"])
+        write_page(self.path)
 
 
-def write_page(path: Path, excerpts: Sequence[Excerpt]) -> None:
-    of_step = (list(group) for _, group in groupby(read(path / SAMPLES), key=itemgetter("step")))
-    shown = [*islice(of_step, 1), *deque(of_step, _SHOWN_STEPS)]
-    opening = timeline(excerpts)
-    evaluations = list(read(path / EVALUATIONS))
-    put(path / REPORT, [page(path.name, metrics_of(path), list(chain.from_iterable(shown)), opening, evaluations)])
+def write_page(run: Path) -> None:
+    """Write the page of a run that has ended."""
+    put(run / REPORT, [page([recorded(run, over=True)], folder=run)])
 
 
 def _require(config: str, **counts: int) -> None:

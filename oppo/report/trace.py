@@ -12,11 +12,14 @@ import json
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TextIO, TypeAlias
 
+import psutil
+
 from oppo.events import Chunk, Defer, Finish, Prompt, ToolTokens
-from oppo.observe import Observer, Span
+from oppo.observe import Observer, Span, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,37 @@ class Timekeeper(Observer):
         self._whole = None
         self._cuts = {later: each for later, each in self._cuts.items() if later > step}
         return spans
+
+
+class Cores:
+    """How busy this machine is beside this program and its child processes.
+
+    Attributes:
+        others: share of the cores' time that other processes took, from 0 to 1, as last measured.
+    """
+
+    def __init__(self) -> None:
+        self.others = 0.0
+        self._since, self._last = now(), self._taken()
+
+    def measure(self, *, least: float = 0.0) -> bool:
+        """Measure since the last time; return whether it was ``least`` seconds ago, so that it was done."""
+        if now() - self._since < least:
+            return False
+        found = self._taken()
+        own, busy, whole = (new - old for new, old in zip(found, self._last, strict=True))
+        self._since, self._last = now(), found
+        self.others = min(1.0, max(0.0, (busy - own) / whole)) if whole > 0 else 0.0
+        return True
+
+    def _taken(self) -> tuple[float, float, float]:
+        # Seconds of this program's, of all work and of all cores
+        machine, this, own = psutil.cpu_times(), psutil.Process(), 0.0
+        for process in (this, *this.children(recursive=True)):
+            with suppress(psutil.Error):  # it has ended meanwhile
+                own += sum(process.cpu_times()[:4])  # with its children that have ended
+        whole = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+        return own, whole - machine.idle - getattr(machine, "iowait", 0.0), whole
 
 
 Event: TypeAlias = dict[str, object]

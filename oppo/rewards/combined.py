@@ -298,6 +298,12 @@ def load_reward(
     return cast("Scorer[float | Drop]", found)
 
 
+def names_function(spec: str) -> bool:
+    """Return whether ``file.py:name`` is a plain reward function, no scorer, maker of one, or dictionary of rewards."""
+    found = user_code.load_object(spec, RewardError)
+    return not (isinstance(found, Mapping) or _makes_scorer(found) or is_scorer(found))
+
+
 @dataclass(frozen=True, slots=True)
 class _FilePlace:
     # Instances of a file's classes can go there, also if it is another process.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from oppo.config.rewards import ModelRewardSection
+from oppo.config.rewards import ModelRewardSection, OnVllm, RewardSection, VllmRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
@@ -24,11 +24,46 @@ from oppo.hf.devices import (
     require_sharable_memory,
     use_cores,
 )
+from oppo.hf.lora import Quantization
 from oppo.hf.memory import Hardware, Load
 from oppo.log import logger
 from oppo.placement import Place, Process
 from oppo.training import TrainerSettings
 from oppo.vllm.arguments import workers_of
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model of a run: its source, and what serves it where.
+
+    Attributes:
+        name: ``policy``, ``reference``, ``critic`` or ``proximal``; of several teachers or rewards ``teacher.NAME``.
+        key: the setting that names its source, or that has its engine, for errors.
+        source: its directory or hub name.
+        device: on which it is served.
+        on: the settings of its engine, where vLLM serves it to score; ``None``: transformers does.
+        apart: it is loaded where it is served: in another process with its own memory, or on another machine.
+        remote: it is served on another machine.
+        quantization: of its base.
+    """
+
+    name: str
+    key: str
+    source: str
+    device: torch.device
+    on: OnVllm | None = None
+    apart: bool = False
+    remote: bool = False
+    quantization: Quantization = "none"
+
+    @property
+    def model(self) -> str:
+        """Its name without that of one of several: ``teacher``."""
+        return self.name.partition(".")[0]
+
+    @property
+    def engine_key(self) -> str:
+        return self.key if self.model == "reward" else f"scorers.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +74,7 @@ class Deployment:
         settings: of the run, as its file has them.
         models: with the type of the weights and the sync of adapters chosen.
         trainer: with the tokens of a micro-batch chosen, once memory is counted.
+        roles: the models of the run, by name.
         assumed: the hardware it is planned for; ``None``: this machine.
         share: of the memory of each of its GPUs that the policy's engine takes; ``None``: as the engine chooses.
     """
@@ -47,6 +83,7 @@ class Deployment:
     models: ModelsSection
     trainer: TrainerSettings
     devices: Devices
+    roles: Mapping[str, Role]
     assumed: Hardware | None = None
     share: float | None = None
 
@@ -61,12 +98,14 @@ class Deployment:
             replicas=settings.placement.policy_replicas,
             gpus=None if assumed is None else assumed.gpus,
         )
-        return cls(settings, _with_types(settings.models, devices, assumed), settings.trainer, devices, assumed)
+        models = _with_types(settings.models, devices, assumed)
+        return cls(settings, models, settings.trainer, devices, _roles(settings, models, devices), assumed)
 
     def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Self:
         settings = self.settings.changed(changes)
         models = _with_types(settings.models, self.devices, self.assumed)
-        return replace(self, settings=settings, models=models, trainer=settings.trainer)
+        roles = _roles(settings, models, self.devices)
+        return replace(self, settings=settings, models=models, trainer=settings.trainer, roles=roles)
 
     def spanning(self, steps: int) -> Self:
         settings = self.settings.spanning(steps)
@@ -91,22 +130,18 @@ class Deployment:
     def cores(self) -> int:
         return self.settings.run.cores or available_cores()
 
-    @property
-    def scored(self) -> list[str]:
-        """The models that transformers serves to score."""
-        settings = self.settings
-        exist = {
-            "reference": settings.has_reference and "reference" not in settings.on_vllm,
-            "reward": True,
-            "critic": settings.algorithm.has_critic,
-            "teacher": bool(self.teachers),
-            "proximal": settings.algorithm.corrects,
-        }
-        return [model for model in SCORED if exist[model]]
+    def roles_of(self, model: str) -> list[Role]:
+        """Return the models of a kind that vLLM does not score with: one, several teachers or rewards, or none."""
+        return [role for role in self.roles.values() if role.model == model and role.on is None]
+
+    def on_vllm(self, *models: str) -> list[tuple[Role, OnVllm]]:
+        """Return the models of these kinds with which vLLM scores, and the settings of their engines."""
+        return [(role, role.on) for role in self.roles.values() if role.model in models and role.on is not None]
 
     @property
-    def teachers(self) -> Sequence[str]:
-        return [name for name in self.models.teachers if name not in self.settings.on_vllm]
+    def scored(self) -> list[str]:
+        """The models that transformers serves to score, and the rewards, some of which are functions."""
+        return [model for model in SCORED if model == "reward" or self.roles_of(model)]
 
     @property
     def reference_is_apart(self) -> bool:
@@ -122,6 +157,44 @@ class Deployment:
 
     def policy_name(self, number: int) -> str:
         return "policy" if self.devices.replicas == 1 else f"policy {number}"
+
+
+def named_reward(reward: RewardSection) -> str:
+    return "reward" if reward.name is None else f"reward.{reward.name}"
+
+
+def _roles(settings: Settings, models: ModelsSection, devices: Devices) -> Mapping[str, Role]:
+    kinds = ModelRewardSection | VllmRewardSection
+    rewards = {key: reward for key, reward in settings.reward_tables.items() if isinstance(reward, kinds)}
+    sources = {"policy": ("models.policy", models.policy)}
+    if settings.has_reference:
+        sources["reference"] = "models.reference", models.reference
+    sources |= {named_reward(reward): (key, reward.source) for key, reward in rewards.items()}
+    if settings.algorithm.has_critic:
+        sources["critic"] = "models.critic", models.critic
+    sources |= {name: (f"models.{name}", path) for name, path in models.teachers.items()}
+    if settings.algorithm.corrects:
+        sources["proximal"] = "models.policy", models.policy
+    engines: dict[str, OnVllm] = {
+        named_reward(each): each for each in rewards.values() if isinstance(each, VllmRewardSection)
+    }
+    engines |= settings.on_vllm
+    on_base = {"policy", *(["reference"] if models.is_reference_on_base else [])}
+
+    def role(name: str, key: str, source: str) -> Role:
+        model = name.partition(".")[0]
+        return Role(
+            name,
+            key,
+            source,
+            device=getattr(devices, model),
+            on=engines.get(name),
+            apart=model in devices.apart,
+            remote=model in devices.remote,
+            quantization=models.quantization if name in on_base else "none",
+        )
+
+    return {name: role(name, key, source) for name, (key, source) in sources.items()}
 
 
 def _with_types(models: ModelsSection, devices: Devices, assumed: Hardware | None) -> ModelsSection:
@@ -180,7 +253,7 @@ def _check_replicas(devices: Devices, cores: int) -> None:
 
 
 def _scored_here(deployment: Deployment) -> list[str]:
-    functions = not all(isinstance(reward, ModelRewardSection) for reward in deployment.settings.rewards)
+    functions = len(deployment.roles_of("reward")) < len(deployment.settings.rewards)
     here = [model for model in deployment.scored if model not in deployment.devices.remote]
     return [*here, "reward"] if functions and "reward" not in here else here
 

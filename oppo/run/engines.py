@@ -33,9 +33,9 @@ from oppo.models import Policy, Sampling
 from oppo.observe import Reporter, SpanListener
 from oppo.placement import Hosted, PolicyPool, Process
 from oppo.rewards.judge import key_of
-from oppo.run.deployment import Deployment
-from oppo.run.loading import RoleLoader
-from oppo.run.rewards import ServedRewardModel, named_reward, track_of
+from oppo.run.deployment import Deployment, Role
+from oppo.run.loading import RoleLoader, ServedRewardModel
+from oppo.run.rewards import track_of
 from oppo.vllm import VllmEngine, VllmLogprobs, VllmPolicy, VllmReward, VllmServer
 from oppo.vllm.arguments import (
     OF_LOGPROBS,
@@ -132,14 +132,11 @@ def serve(request: ServeRequest) -> Serving:
 def require_engines(deployment: Deployment) -> None:
     """Check, before anything is loaded, that engines are installed, and take their arguments and the weights."""
     settings, assumed = deployment.settings, deployment.assumed
-    rewards = {
-        key: section for key, section in settings.reward_tables.items() if isinstance(section, VllmRewardSection)
-    }
-    for key, on in {**rewards, **{f"scorers.{name}": section for name, section in settings.on_vllm.items()}}.items():
+    for role, on in deployment.on_vllm("reward", "reference", "teacher"):
         try:
-            _check_scoring(key, on, deployment)
+            _check_scoring(role, on, deployment)
         except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from error
+            raise ConfigError(f"{role.engine_key}: {error}") from error
     if not deployment.has_engine:
         return
     replays = settings.trainer.router_replay
@@ -186,10 +183,8 @@ def _check_started(deployment: Deployment) -> None:
         )
 
 
-def _check_scoring(key: str, on: OnVllm, deployment: Deployment) -> None:
-    settings, here = deployment.settings, deployment.assumed is None
-    table, _, name = key.partition(".")
-    model = "reward" if table == "rewards" else name.partition(".")[0]
+def _check_scoring(role: Role, on: OnVllm, deployment: Deployment) -> None:
+    settings, here, model = deployment.settings, deployment.assumed is None, role.model
     if model != "reward":
         check_log_probs(settings.sampling, server=bool(on.url))
     if on.url:
@@ -198,13 +193,12 @@ def _check_scoring(key: str, on: OnVllm, deployment: Deployment) -> None:
             key_of(on.api_key_env)
         return
     check_arguments(on.vllm, of=OF_REWARDS if model == "reward" else OF_LOGPROBS, planned=not here)
-    device, where = getattr(deployment.devices, model), settings.placement.key_of(model)
-    if device.type == "cuda":
-        gpus_of(placed(on.vllm, device), deployment.gpus)
+    if role.device.type == "cuda":
+        gpus_of(placed(on.vllm, role.device), deployment.gpus)
     elif here and not computes_on_cpu():
         raise ConfigError(
-            f"engine = 'vllm' computes on a GPU here, and {where} has the {model} on a CPU: set placement.{model} = "
-            "'cuda' or leave engine out"
+            f"engine = 'vllm' computes on a GPU here, and {settings.placement.key_of(model)} has the {model} on a CPU: "
+            f"set placement.{model} = 'cuda' or leave engine out"
         )
 
 
@@ -447,33 +441,31 @@ class ScorersOnVllm:
     log: Path | None
     scorers: list[VllmScorer[Any, Any]] = field(default_factory=list)
 
-    def reward(self, key: str, reward: VllmRewardSection) -> ServedRewardModel:
-        source, name = reward.source, named_reward(reward)
-        with self.load.attributed(name, key):
-            model = self.load.recipe(name, "scalar", source, self.deployment.devices.reward)
-            kind = self.load.reward_kind(source)
+    def reward(self, role: Role, reward: VllmRewardSection) -> ServedRewardModel:
+        with self.load.attributed(role):
+            model = self.load.recipe(role, "scalar")
+            kind = self.load.reward_kind(role.source)
             if kind == "scalar" and model.config().num_labels != 1:
                 kind = "classifier"
             if kind != "scalar":
-                raise ConfigError(f"{source} {NOT_ON_VLLM[kind]}: leave {key}.engine out, and transformers serves it")
-            self.load.check_tokens(source, model)
-            engine = self._engine(RewardServer, reward, model, "reward", SCALAR)
-            scorer = self._kept(key, engine, partial(VllmReward, engine, key=key))
+                raise ConfigError(
+                    f"{role.source} {NOT_ON_VLLM[kind]}: leave {role.key}.engine out, and transformers serves it"
+                )
+            self.load.check_tokens(role, model)
+            engine = self._engine(RewardServer, role, reward, model, SCALAR)
+            scorer = self._kept(role, engine, partial(VllmReward, engine, key=role.key))
         scorer.reporter = Reporter(track_of(reward))
-        return ServedRewardModel(source, scorer, model, may_be_critic=True)
+        return ServedRewardModel(role.source, scorer, model, may_be_critic=True)
 
-    def logprobs(self, name: str, sampling: Sampling, *, top_k: int = 0) -> VllmLogprobs:
-        models, key = self.deployment.models, f"scorers.{name}"
-        source = {"reference": models.reference, **models.teachers}[name]
-        role = name.partition(".")[0]
-        with self.load.attributed(name):
-            model = self.load.recipe(name, "causal", source, getattr(self.deployment.devices, role))
-            self.load.check_tokens(source, model)
-        with self.load.attributed(name, key):
+    def logprobs(self, role: Role, on: OnVllm, sampling: Sampling, *, top_k: int = 0) -> VllmLogprobs:
+        with self.load.attributed(role):
+            model = self.load.recipe(role, "causal")
+            self.load.check_tokens(role, model)
+        with self.load.attributed(role, key := role.engine_key):
             server = partial(LogprobServer, top_k=top_k, vocabulary=sampling.vocabulary)
-            engine = self._engine(server, self.deployment.settings.on_vllm[name], model, role, LOGPROBS)
-            scorer = self._kept(key, engine, partial(VllmLogprobs, engine, sampling=sampling, top_k=top_k, key=key))
-        scorer.reporter = Reporter(name)
+            engine = self._engine(server, role, on, model, LOGPROBS)
+            scorer = self._kept(role, engine, partial(VllmLogprobs, engine, sampling=sampling, top_k=top_k, key=key))
+        scorer.reporter = Reporter(role.name)
         return scorer
 
     def close(self) -> None:
@@ -483,13 +475,13 @@ class ScorersOnVllm:
     def _engine(
         self,
         server: Callable[..., E],
+        role: Role,
         on: OnVllm,
         model: ModelRecipe,
-        role: str,
         arguments: Mapping[str, object],
     ) -> E | VllmEngine:
         if not on.url:
-            return self._started(on, model, role, arguments)
+            return self._started(role, on, model, arguments)
         trusted = self.deployment.models.trust_remote_code
         reached = server(
             on.url,
@@ -505,7 +497,7 @@ class ScorersOnVllm:
             )
         return reached
 
-    def _started(self, on: OnVllm, model: ModelRecipe, role: str, arguments: Mapping[str, object]) -> VllmEngine:
+    def _started(self, role: Role, on: OnVllm, model: ModelRecipe, arguments: Mapping[str, object]) -> VllmEngine:
         if self.log is not None:
             make(self.log.parent)
         settings, models, cores = self.deployment.settings, self.deployment.models, self.deployment.cores
@@ -519,13 +511,13 @@ class ScorersOnVllm:
         }
         return VllmEngine.start(
             located(model.path, weights=True, allow_pickle=models.allow_pickle),
-            arguments=placed({**given, **on.vllm}, getattr(self.deployment.devices, role)),
+            arguments=placed({**given, **on.vllm}, role.device),
             trainer="cpu",  # no weights are synced
             cores=slice(acting_share(cores), cores),
             log=self.log,
         )
 
-    def _kept(self, key: str, engine: ScoringServer | VllmEngine, make: Callable[[], S]) -> S:
+    def _kept(self, role: Role, engine: ScoringServer | VllmEngine, make: Callable[[], S]) -> S:
         try:
             scorer = make()
         except BaseException:
@@ -534,7 +526,7 @@ class ScorersOnVllm:
         self.scorers.append(scorer)
         if (block := scorer.block) > scorer.longest:
             logger.warning(
-                f"{key}: its engine reads whole blocks of {block} tokens while a response grows, and none here is so "
-                f"long, so it reads each when it has ended: set {key}.vllm.block_size lower"
+                f"{role.engine_key}: its engine reads whole blocks of {block} tokens while a response grows, and none "
+                f"here is so long, so it reads each when it has ended: set {role.engine_key}.vllm.block_size lower"
             )
         return scorer

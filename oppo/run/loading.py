@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from oppo.config.rewards import ModelRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.errors import ConfigError, ModelRefused
-from oppo.hf.as_text.whole import Encoder, load_encoder
+from oppo.events import Drop
+from oppo.hf.as_text.rendering import Form
+from oppo.hf.as_text.streamed import Bridge, BridgedReward
+from oppo.hf.as_text.whole import ClassifierReward, Encoder, SimilarityReward, load_encoder
 from oppo.hf.devices import attributed
 from oppo.hf.loading import (
     LOADERS,
@@ -26,7 +31,6 @@ from oppo.hf.loading import (
     require_supported,
     vocabulary_of,
 )
-from oppo.hf.lora import Quantization
 from oppo.hf.model_files import (
     ADAPTER,
     RewardKind,
@@ -37,9 +41,12 @@ from oppo.hf.model_files import (
     reward_kind,
 )
 from oppo.hf.model_parts import require_pieces
+from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.log import logger
-from oppo.run.deployment import Deployment
+from oppo.models import Scorer
+from oppo.placement import Hosting
+from oppo.run.deployment import Deployment, Role
 
 _LOADING = "choose models.dtype = 'bfloat16', or a smaller model"
 
@@ -80,141 +87,134 @@ class RoleLoader:
     """Loads the models of a run; errors name the setting of the model and the remedy."""
 
     def __init__(self, deployment: Deployment, tokenizer: HfTokenizer) -> None:
-        self._models, self._devices = deployment.models, deployment.devices
-        self._decodes = not deployment.has_engine
+        self._deployment, self._models, self._devices = deployment, deployment.models, deployment.devices
         self._tokenizer = tokenizer
 
     def policy(self) -> PreTrainedModel:
-        path = self._models.policy
-        with self.attributed("policy"):
-            actor = self._loaded("policy", load_causal, path)
-            if self._decodes:
+        role = self._deployment.roles["policy"]
+        with self.attributed(role):
+            actor = self._loaded(role, load_causal)
+            if not self._deployment.has_engine:
                 require_pieces(actor)
             if self._tokenizer.size > (known := vocabulary_of(actor)):
                 raise ConfigError(
-                    f"the ids of its tokenizer go up to {self._tokenizer.size - 1}, but the model at {path!r} reads "
-                    f"those below {known}: take the tokenizer that belongs to the model, or save the model after "
+                    f"the ids of its tokenizer go up to {self._tokenizer.size - 1}, but the model at {role.source!r} "
+                    f"reads those below {known}: take the tokenizer that belongs to the model, or save the model after "
                     "resize_token_embeddings()"
                 )
         return actor
 
-    def logprobs(self, name: str) -> Loadable:
-        path = {"reference": self._models.reference, **self._models.teachers}[name]
-        with self.attributed(name):
-            return self._checked(path, self._served(name, "causal", path))
+    def reference(self) -> Loadable:
+        role = self._deployment.roles["reference"]
+        with self.attributed(role):
+            return self._checked(role, self._served(role, "causal"))
 
-    def teacher(self, name: str) -> tuple[Loadable, HfTokenizer | None]:
-        path = self._models.teachers[name]
-        with self.attributed(name):
-            model = self._served(name, "causal", path)
-            if (difference := self._difference(path, model)) is None:
+    def teacher(self, role: Role) -> tuple[Loadable, HfTokenizer | None]:
+        with self.attributed(role):
+            model = self._served(role, "causal")
+            if (difference := self._difference(role.source, model)) is None:
                 return model, None
             if isinstance(model, ModelRecipe):
-                raise self.not_here(name, path)
-            logger.info(f"{path} {difference}: it reads rollouts as text while they grow")
-            return model, self.tokenizer(path)
+                raise self.not_here(role)
+            logger.info(f"{role.source} {difference}: it reads rollouts as text while they grow")
+            return model, self.tokenizer(role.source)
 
-    def critic(self, path: str) -> PreTrainedModel:
-        with self.attributed("critic"):
-            model = self._loaded("critic", partial(load_scalar, new_head=True), path)
-            self.check_tokens(path, model)
-        return model
+    def critic(self, source: str) -> tuple[PreTrainedModel, Loadable]:
+        """Return the critic that begins as the model at ``source``, as it is trained and as it is served."""
+        role = replace(self._deployment.roles["critic"], source=source)
+        with self.attributed(role):
+            model = self._loaded(role, partial(load_scalar, new_head=True))
+            self.check_tokens(role, model)
+        return model, self.recipe(role, "scalar") if role.apart else model
 
     def reward_kind(self, path: str) -> RewardKind:
         return reward_kind(self._located(path), trusted=self._models.trust_remote_code)
 
-    def scalar_reward(self, key: str, path: str) -> tuple[Loadable, str | None]:
-        model = self._served(key, "scalar", path)
-        return model, self._difference(path, model)
+    def scalar_reward(self, role: Role) -> tuple[Loadable, str | None]:
+        model = self._served(role, "scalar")
+        return model, self._difference(role.source, model)
 
-    def process_reward(self, key: str, path: str) -> Loadable:
-        return self._checked(path, self._served(key, "process", path))
+    def process_reward(self, role: Role) -> Loadable:
+        return self._checked(role, self._served(role, "process"))
 
-    def encoder(self, key: str, path: str) -> Encoder:
-        if key.partition(".")[0] in self._devices.apart:
-            raise self.not_here(key, path)
-        logger.info(f"loading the {key} {path}")
-        return load_encoder(path, **self._options(key))
+    def encoder(self, role: Role) -> Encoder:
+        if role.apart:
+            raise self.not_here(role)
+        logger.info(f"loading the {role.name} {role.source}")
+        return load_encoder(role.source, **self._options(role))
 
     def tokenizer(self, path: str) -> HfTokenizer:
         return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
 
-    def recipe(self, name: str, kind: ModelKind, path: str, device: torch.device) -> ModelRecipe:
-        models = self._models
+    def recipe(self, role: Role, kind: ModelKind, device: torch.device | None = None) -> ModelRecipe:
+        """Return how a model is loaded on ``device``; by default on that on which it is served."""
+        models, device = self._models, device or role.device
         return ModelRecipe(
-            path=path,
+            path=role.source,
             kind=kind,
             dtype=models.dtype,
-            device=str(device) if name.partition(".")[0] in self._devices.apart - self._devices.remote else device.type,
+            device=str(device) if role.apart and not role.remote else device.type,
             attention=models.attention,
             trust_remote_code=models.trust_remote_code,
             allow_pickle=models.allow_pickle,
             ignore_unused=models.ignore_unused_weights,
-            quantization=self._quantization(name),
-            new_head=name == "critic",
+            quantization=role.quantization,
+            new_head=role.name == "critic",
         )
 
-    def not_here(self, key: str, path: str) -> ConfigError:
-        if key.partition(".")[0] not in self._devices.remote:
+    def not_here(self, role: Role) -> ConfigError:
+        if not role.remote:
             return ConfigError(
-                f"{path} reads text, and on a GPU run.scorers = 'process' serves models that read the policy's tokens: "
-                "expected run.scorers = 'thread' or 'auto'"
+                f"{role.source} reads text, and on a GPU run.scorers = 'process' serves models that read the policy's "
+                "tokens: expected run.scorers = 'thread' or 'auto'"
             )
         return ConfigError(
-            f"{path} reads text, and an actor of a cluster serves models that read the policy's tokens: name in "
-            f"placement.remote the models that are actors, without {key.partition('.')[0]!r}"
+            f"{role.source} reads text, and an actor of a cluster serves models that read the policy's tokens: name in "
+            f"placement.remote the models that are actors, without {role.model!r}"
         )
 
-    def _served(self, name: str, kind: ModelKind, path: str) -> Loadable:
-        model = name.partition(".")[0]
-        if model not in self._devices.apart:
-            return self._loaded(name, LOADERS[kind], path)
-        recipe = self.recipe(name, kind, path, self._devices.scoring()[model])
+    def _served(self, role: Role, kind: ModelKind) -> Loadable:
+        if not role.apart:
+            return self._loaded(role, LOADERS[kind])
+        recipe = self.recipe(role, kind)
         recipe.config()  # an error of a path comes now
         return recipe
 
-    def _loaded(self, name: str, load: Callable[..., PreTrainedModel], path: str) -> PreTrainedModel:
-        logger.info(f"loading the {name} {path}")
-        model = load(path, quantization=self._quantization(name), **self._options(name))
+    def _loaded(self, role: Role, load: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+        logger.info(f"loading the {role.name} {role.source}")
+        model = load(role.source, quantization=role.quantization, **self._options(role))
         require_supported(model.dtype, model.device)
         return model
 
-    def _checked(self, path: str, model: Loadable) -> Loadable:
-        self.check_tokens(path, model)
+    def _checked(self, role: Role, model: Loadable) -> Loadable:
+        self.check_tokens(role, model)
         return model
 
-    def check_tokens(self, path: str, model: Loadable) -> None:
-        if (difference := self._difference(path, model)) is not None:
-            raise ConfigError(f"{path} {difference}: expected a model with the policy's tokenizer")
+    def check_tokens(self, role: Role, model: Loadable) -> None:
+        if (difference := self._difference(role.source, model)) is not None:
+            raise ConfigError(f"{role.source} {difference}: expected a model with the policy's tokenizer")
 
     @contextmanager
-    def attributed(self, name: str, key: str = "") -> Iterator[None]:
-        """Name the setting of a model in the errors of loading it: ``key``, or its key in ``[models]``."""
+    def attributed(self, role: Role, key: str = "") -> Iterator[None]:
+        """Name a setting of a model in the errors of loading it: ``key``, or the setting of its source."""
         try:
-            with attributed(name, "it was loaded", _LOADING):
+            with attributed(role.name, "it was loaded", _LOADING):
                 yield
         except (ConfigError, ModelRefused) as error:
-            advice = [_AS_FUNCTION] if name.startswith("reward") else []
-            raise type(error)("\n".join([f"{key or f'models.{name}'}: {error}", *advice])) from error
+            advice = [_AS_FUNCTION] if role.model == "reward" else []
+            raise type(error)("\n".join([f"{key or role.key}: {error}", *advice])) from error
 
-    def _options(self, name: str) -> LoadOptions:
-        models = self._models
+    def _options(self, role: Role) -> LoadOptions:
+        models, devices = self._models, self._devices
+        here = devices.trainer[0] if role.apart else role.device
         return {
             "dtype": models.dtype,
-            "device": self._device(name.partition(".")[0]),
+            "device": devices.actor if role.name == "policy" else here,
             "trust_remote_code": models.trust_remote_code,
             "allow_pickle": models.allow_pickle,
             "ignore_unused": models.ignore_unused_weights,
             "attention": models.attention,
         }
-
-    def _quantization(self, name: str) -> Quantization:
-        of_base = name == "policy" or (name == "reference" and self._models.is_reference_on_base)
-        return self._models.quantization if of_base else "none"
-
-    def _device(self, model: str) -> torch.device:
-        device: torch.device = getattr(self._devices, "actor" if model == "policy" else model)
-        return self._devices.trainer[0] if model in self._devices.apart - {"policy"} else device
 
     def _located(self, path: str) -> Path:
         return located(path, weights=False, trust_remote_code=self._models.trust_remote_code)
@@ -235,3 +235,140 @@ def critic_source(models: ModelsSection, rewards: Sequence[str], fit: Sequence[s
     if models.critic in fit or models.critic not in rewards:
         return models.critic
     return next(iter(fit), models.policy)
+
+
+FORMS: dict[Form, str] = {
+    "chat": "prompt and response by its own chat template",
+    "joined": "the prompt and then the response",
+    "pair": "prompt and response as two segments",
+    "response": "the response alone",
+}
+
+
+def kind_of(key: str, reward: ModelRewardSection, kind: RewardKind) -> RewardKind:
+    # its settings may change what its architecture says
+    if kind == "scalar" and (reward.reading == "whole" or reward.label):
+        kind = "classifier"
+    if kind != "similarity" and reward.column:
+        raise ConfigError(
+            f"{reward.source} is no sentence encoder, which would compare a response with the column that {key}.column "
+            f"= {reward.column!r} names: leave it out"
+        )
+    return kind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedRewardModel:
+    """A reward model that is served; ``model`` is ``None`` if it reads text."""
+
+    source: str
+    scorer: Scorer[float | Drop]
+    model: Loadable | None = None
+    may_be_critic: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardModels:
+    """Loads and serves the reward models of a run.
+
+    Attributes:
+        tokenizer: the policy's.
+        prompt_column: the column of the data with the prompt.
+    """
+
+    tokenizer: HfTokenizer
+    load: RoleLoader
+    prompt_column: str
+    deterministic: bool
+
+    def serve(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        with self.load.attributed(role):
+            match kind_of(role.key, reward, self.load.reward_kind(role.source)):
+                case "scalar":
+                    return self._scalar(role, reward, place)
+                case "process":
+                    return self._process(role, reward, place)
+                case "classifier":
+                    return self._classifier(role, reward, place)
+                case "similarity":
+                    return self._similarity(role, reward, place)
+
+    def _scalar(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        key, source, given = role.key, role.source, reward.form
+        model, difference = self.load.scalar_reward(role)
+        if given in {"auto", "tokens"} and difference is None:
+            scorer = RewardModel(model, place=place, deterministic=self.deterministic)
+            return ServedRewardModel(source, scorer, model, may_be_critic=True)
+        reader = self.load.tokenizer(source)
+        form: Form = "chat" if reader.has_chat_template else "joined"
+        refused = f"{key}.form cannot be {given!r}"
+        if given == "tokens":
+            raise ConfigError(f"{source} {difference}, so {refused}: leave that out")
+        if given == "pair":
+            remedy = f"set {key}.reading = 'whole'"
+            raise ConfigError(f"{source} reads one text as it grows, and no pair, so {refused}: {remedy}")
+        if given != "auto":
+            form = given
+        if isinstance(model, ModelRecipe):
+            raise self.load.not_here(role)
+        bridge = Bridge(self.tokenizer, reader, form, self.prompt_column, reward.over_long)
+        why = difference or "is to read text"
+        self._say(role, f"{why}: it reads rollouts as text while they grow, {FORMS[form]}")
+        return ServedRewardModel(source, BridgedReward(model, bridge, place=place, deterministic=self.deterministic))
+
+    def _process(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        try:
+            ends = self.tokenizer.ending_with(reward.separators)
+        except ConfigError as error:
+            raise ConfigError(f"{role.key}.separators: {error}") from error
+        model = self.load.process_reward(role)
+        words = f"rewards steps: it scores the last token of a response, and the {len(ends)} tokens that end one"
+        self._say(role, words)
+        scorer = ProcessRewardModel(model, place=place, separators=ends, deterministic=self.deterministic)
+        return ServedRewardModel(role.source, scorer, model)
+
+    def _classifier(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        key = role.key
+        if reward.form == "tokens":
+            raise ConfigError(f"{role.source} reads whole responses as text, so {key}.form cannot be 'tokens'")
+        encoder = self.load.encoder(role)
+        form: Form = "chat" if encoder.tokenizer.has_chat_template else "pair"
+        if reward.form != "auto":
+            form = reward.form
+        try:
+            scorer = ClassifierReward(
+                encoder,
+                self.tokenizer,
+                place=place,
+                form=form,
+                label=reward.label or None,
+                over_long=reward.over_long,
+                prompt_column=self.prompt_column,
+                deterministic=self.deterministic,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{error}; see {key}.label and {key}.form") from error
+        self._say(role, f"({type(encoder.model).__name__}) scores whole responses as text, {FORMS[form]}")
+        return ServedRewardModel(role.source, scorer)
+
+    def _similarity(self, role: Role, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
+        if not reward.column:
+            raise ConfigError(
+                f"{role.source} is a sentence encoder, whose reward is the similarity of a response to a text of its "
+                f"row: set {role.key}.column to the column of that text"
+            )
+        encoder = self.load.encoder(role)
+        words = f"scores responses by their similarity to column {reward.column!r}"
+        self._say(role, f"({type(encoder.model).__name__}) {words}")
+        scorer = SimilarityReward(
+            encoder,
+            self.tokenizer,
+            column=reward.column,
+            place=place,
+            over_long=reward.over_long,
+            deterministic=self.deterministic,
+        )
+        return ServedRewardModel(role.source, scorer)
+
+    def _say(self, role: Role, words: str) -> None:
+        logger.info(f"{role.key}: {role.source} {words}")

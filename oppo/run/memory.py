@@ -43,10 +43,9 @@ from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
-from oppo.run.deployment import Deployment
+from oppo.run.deployment import Deployment, named_reward
 from oppo.run.engines import served_dtype
-from oppo.run.loading import adapter_of, critic_source
-from oppo.run.rewards import kind_of, named_reward
+from oppo.run.loading import adapter_of, critic_source, kind_of
 from oppo.vllm.arguments import GIB, gpus_of, placed, workers_of
 
 SHARE: Final = "gpu_memory_utilization"
@@ -175,6 +174,10 @@ class Outlines:
         # A critic keeps a number of each token, and a reward model that of the last one: one count is both's.
         return self.counted((("critic", path), load, device.type), partial(of_critic, make, load))
 
+    def scored(self, key: str, reward: ModelRewardSection) -> PreTrainedModel | None:
+        kind = self.kind(key, reward)
+        return self._made(key, KINDS[kind], reward.source) if kind in {"scalar", "process"} else None
+
     def scalar(self, key: str, source: str) -> PreTrainedModel:
         return self._made(key, SCALAR, source)
 
@@ -212,7 +215,7 @@ class Outlines:
         return nn.ModuleDict({"actor": self.actor(), **({"critic": self.critic()} if own else {})})
 
     def training(self, models: nn.ModuleDict) -> ActorCritic:
-        actor, critic = self.adapted(models["actor"]), models["critic"] if "critic" in models else None
+        actor, critic = self.adapted(models["actor"]), dict(models.items()).get("critic")
         shares = self.deployment.settings.algorithm.has_critic and self.deployment.models.shared_trunk
         return ActorCritic(actor, value_model_on(actor) if shares else critic)
 
@@ -312,11 +315,12 @@ def _trained(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes
         if load is None:
             return at_rest(made.trained, made.training)
         with planned_on(device):
-            return of_trainer(made.trained, load, sampling, trainer, loss, made.training)
+            return of_trainer(made.trained, load, sampling, trainer, loss, adapt=made.training)
 
-    models = (deployment.models.policy, made.adapter, critic)
+    rows = load and min(load.rollouts, max(1, (trainer.micro_batch_tokens or CPU_TOKENS) // (load.sequence - 1)))
+    models = (deployment.models.policy, made.adapter, critic, rows, load and (load.prompt, load.response))
     chosen = (trainer.gradient_checkpointing, trainer.micro_batch_tokens, repr(loss), sampling.temperature)
-    return made.counted(("trainer", models, load, device.type, chosen), count)
+    return made.counted(("trainer", models, device.type, chosen), count)
 
 
 def _policy_weights(made: Outlines) -> int:
@@ -329,8 +333,8 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
     uncounted = deployment.has_engine and not settings.shares_weights
     for model in sorted(deployment.scored, key=lambda model: model != "proximal"):
         device, remote = devices.scoring()[model], model in devices.remote
-        for name in deployment.teachers if model == "teacher" else ():
-            yield Expected(name, device, _served(made, name, load, device), remote)
+        for role in deployment.roles_of("teacher") if model == "teacher" else ():
+            yield Expected(role.name, device, _served(made, role.name, load, device), remote)
         if model not in {"reward", "teacher"}:
             served = _served(made, model, load, device)
             shares = _shares_the_policy_s(deployment, model)
@@ -343,9 +347,8 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
             elif isinstance(reward, VllmRewardSection):
                 make = partial(made.scalar, key, reward.source)
                 yield from _on_engine(named_reward(reward), make, reward, device, deployment.assumed)
-    for name, scorer in settings.on_vllm.items():
-        device = devices.reference if name == "reference" else devices.teacher
-        yield from _on_engine(name, partial(made.logprobs, name), scorer, device, deployment.assumed)
+    for role, on in deployment.on_vllm("reference", "teacher"):
+        yield from _on_engine(role.name, partial(made.logprobs, role.name), on, role.device, deployment.assumed)
 
 
 def _counting(model: str) -> None:
@@ -452,7 +455,7 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
         sampling = _sampling(settings.sampling)
         return of_policy(made.actor, share(load), sampling, prefill_tokens=PREFILL_TOKENS, adapt=made.adapt)
 
-    mine = share(deployment.load(1) if load is None else load)
+    mine = replace(share(deployment.load(1) if load is None else load), chunk=1)
     chosen = settings.sampling.temperature > 0, settings.sampling.top_k, settings.sampling.top_p
     return made.counted(("policy", deployment.models.policy, made.adapter, mine, load is None, chosen), count)
 
@@ -461,7 +464,7 @@ def _served(made: Outlines, model: str, load: Load | None, device: torch.device)
     # The critic, or what gives the log-probs of the name's model.
     models = made.deployment.models
     if model == "critic":
-        key: Hashable = ("critic", models.shared_trunk and models.policy or made.critic_source)
+        key: Hashable = ("critic", (models.shared_trunk and models.policy) or made.critic_source)
         make, adapt = made.critic, same
     elif model == "proximal":
         key, make, adapt = ("logprobs", models.policy, made.adapter), made.actor, made.adapt
@@ -609,7 +612,8 @@ def _require_memory(deployment: Deployment) -> None:
         raise ConfigError(f"{'; '.join(faults)}: {advice(deployment, None)}")
 
 
-def advice(deployment: Deployment, load: Load | None) -> str:
+def advice(deployment: Deployment, load: Load | None, known: Known | None = None) -> str:
+    known = {} if known is None else known
     fitting, tried, names = [], [deployment], []
     for name, changes in _SMALLER:
         try:
@@ -619,7 +623,7 @@ def advice(deployment: Deployment, load: Load | None) -> str:
             tried.append(smaller)
             names.append(name)
             with routed():
-                needs = expected(smaller, load)
+                needs = expected(smaller, load, known)
         except (ConfigError, ModelRefused, ValueError):
             continue
         if not crowded(needs, smaller.assumed, spread=smaller.settings.placement.spread):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -16,18 +15,17 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.agents import Agents
+from oppo.config.environment import EnvironmentSection
 from oppo.config.rewards import ModelRewardSection, VllmRewardSection
-from oppo.config.sections import ModelsSection, SamplingSection
-from oppo.config.settings import Settings
+from oppo.config.sections import DataSection, ModelsSection, SamplingSection
 from oppo.declared import declared
-from oppo.durable import read_text, whole, writing
-from oppo.environments import EnvironmentFailure, Environments, FunctionEnvironment, Tools
-from oppo.errors import ConfigError, ModelError, one_line, shown
+from oppo.durable import nearby, whole, writing
+from oppo.environments import Environments, FunctionEnvironment, Tools
+from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
 from oppo.hf.as_text.rendering import Form
 from oppo.hf.as_text.streamed import Bridge, BridgedTeacher
-from oppo.hf.chat import chatting
 from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
 from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, share_base
@@ -41,30 +39,27 @@ from oppo.hf.serve.scorers import (
     ValueModel,
 )
 from oppo.hf.tokenizer import HfTokenizer
-from oppo.hf.tool_calls import ToolSchema
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.log import logger
 from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
-from oppo.placement import Hosting, Thread
+from oppo.placement import Hosting, Place, Process, Thread
 from oppo.returns import TopLogprobs
 from oppo.run.checkpoint import Checkpoints, State, write_state
-from oppo.run.deployment import Deployment, places_of
+from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
-from oppo.run.loading import RoleLoader, adapter_of, critic_source
-from oppo.run.memory import fitted
-from oppo.run.rewards import (
-    AnyEnvironment,
+from oppo.run.loading import (
     RewardModels,
+    RoleLoader,
     ServedRewardModel,
-    UserCode,
-    class_tools,
-    track_of,
+    adapter_of,
+    critic_source,
 )
+from oppo.run.memory import fitted
+from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
 from oppo.scorers import ByColumn, capabilities_of
 from oppo.turns import Environment
-from oppo.user_code import UserFunction
 from oppo.vllm.scorers import VllmScorer
 
 _TRAINING = "lower trainer.micro_batch_tokens"
@@ -78,6 +73,7 @@ class Assembly:
         positions: the longest sequence, in tokens, that every model can read.
         served_apart: a model is served from weights other than those that are trained, so it is synced before the first
             step: a critic's head may be new, an engine has the policy without its adapter, a server an earlier run's.
+        described: what each model is and where it works, in words, by role.
         ideal: the costs of what models read, at the peak of their devices, by role, where that is known.
         gauges: of the devices' memory, by metric.
         scoring: the scorers on vLLM.
@@ -97,6 +93,7 @@ class Assembly:
     positions: int
     places: DeviceLayout
     served_apart: bool = False
+    described: Mapping[str, str] = field(default_factory=dict)
     ideal: Mapping[str, Passes] = field(default_factory=dict)
     gauges: Mapping[str, Gauge] = field(default_factory=dict)
     scoring: tuple[VllmScorer[Any, Any], ...] = ()
@@ -151,40 +148,8 @@ class Assembly:
                 stack.callback(self.environment.close)
 
 
-def policy_tokenizer(settings: Settings) -> HfTokenizer:
-    own, data = _own_tokenizer(settings.models), settings.data
-    template = data.chat_template
-    if "data.chat_template" in data.files:
-        template = _read("data.chat_template", template)
-    called = [UserFunction.of(spec, None, EnvironmentFailure).function for spec in settings.environment.tools]
-    if isinstance(factory := settings.environment.factory, str) and factory:
-        called = class_tools("environment.factory", factory)
-    return chatting(own, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
-
-
-def _read(key: str, path: str) -> str:
-    try:
-        return read_text(Path(path), linked=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {one_line(error)}") from error
-
-
-def _schemas(path: str) -> Sequence[ToolSchema]:
-    if not path:
-        return ()
-    try:
-        schemas: Any = json.loads(_read("data.tools", path))
-    except ValueError as error:
-        raise ConfigError(f"data.tools: {path} is no JSON: {error}") from error
-    tools: list[Any] = schemas if isinstance(schemas, list) else [schemas]
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ConfigError(
-                f"data.tools: {path} holds {shown(tool)}: expected a list of "
-                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
-            )
-    return tools
+def policy_tokenizer(models: ModelsSection, data: DataSection, environment: EnvironmentSection) -> HfTokenizer:
+    return chatting_as(_own_tokenizer(models), data, environment)
 
 
 def _check_ends(environment: Environment | None, sampling: Sampling, tokenizer: HfTokenizer) -> None:
@@ -274,9 +239,9 @@ def _assembled(
     on_vllm: ScorersOnVllm,
 ) -> Assembly:
     settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
-    deterministic, seed = settings.run.deterministic, settings.trainer.seed
-    actor, reference = _actor_and_reference(deployment, load, seed=seed)
-    teachers = {key: load.teacher(key) for key in deployment.teachers}
+    deterministic = settings.run.deterministic
+    actor, reference = _actor_and_reference(deployment, load)
+    teachers = {role: load.teacher(role) for role in deployment.roles_of("teacher")}
     rewards = _reward_models(deployment, tokenizer, places, load, on_vllm)
     critic = load_critic(deployment, actor, [*rewards.values()], load)
     models: dict[str, list[Loadable | None]] = {
@@ -297,11 +262,9 @@ def _assembled(
     trained = ActorCritic(actor, critic.trained)
     if not settings.shares_weights:
         trained = trained.copied(devices.weights)
-    copies = (
-        _copies(chosen, load, critic, device=devices.trainer[-1], seed=seed) if deployment.trains_elsewhere else None
-    )
+    copies = _copies(deployment, load, critic) if deployment.trains_elsewhere else None
     trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
-    served = _actor_recipe(chosen, load, devices.policy, seed) if "policy" in devices.apart else actor
+    served = _actor_recipe(deployment, load, devices.policy) if "policy" in devices.apart else actor
     serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places))
     value = None
     if critic.served is not None:
@@ -328,17 +291,51 @@ def _assembled(
         or served is not actor
         or settings.on_server
         or (deployment.has_engine and chosen.begins_off_base),
+        described=_described(deployment, places, models),
         ideal=_ideal(deployment, models, serving.gpus),
         gauges=memory_gauges(devices.distinct()),
         scoring=tuple(on_vllm.scorers),
     )
 
 
+def _described(
+    deployment: Deployment, places: DeviceLayout, models: Mapping[str, Sequence[Loadable | None]]
+) -> dict[str, str]:
+    found, loaded = dict[str, str](), {kind: iter(of_kind) for kind, of_kind in models.items()}
+    for role in deployment.roles.values():
+        is_policy, of_kind = role.name == "policy", loaded.get(role.model, iter(()))
+        model = None if role.model == "teacher" and role.on is not None else next(of_kind, None)
+        if role.on is not None or (is_policy and deployment.has_engine):
+            home = "vLLM"
+        else:
+            home = _home(places.acting[0] if is_policy else places.place_of(role.model))
+        size = "" if model is None or isinstance(model, ModelRecipe) else _size(model)
+        found[role.name] = (
+            f"{nearby(role.source)}{size}; {'decodes' if is_policy else 'reads'} on {role.device}, {home}"
+        )
+    trained = " and ".join(name for name in ("policy", "critic") if name in found)
+    on = ", ".join(map(str, deployment.devices.trainer))
+    return found | {"trainer": f"{trained} on {on}, {_home(places.training)}"}
+
+
+def _size(model: PreTrainedModel) -> str:
+    count, unit = float(model.num_parameters()), ""
+    while count >= 1000:
+        count, unit = count / 1000, {"": "k", "k": "M", "M": "B", "B": "T"}[unit]
+    kind, dtype = model.config.model_type, str(model.dtype).removeprefix("torch.")
+    return f", {kind} of {count:.3g}{unit} parameters in {dtype}"
+
+
+def _home(place: Place) -> str:
+    kinds = {Thread: "thread", Process: "process"}
+    return f"{next((name for kind, name in kinds.items() if isinstance(place, kind)), 'cluster')} {place.name!r}"
+
+
 def _reference(
     deployment: Deployment, model: Loadable | None, sampling: Sampling, places: DeviceLayout, on_vllm: ScorersOnVllm
 ) -> Scorer[FloatArray] | None:
-    if "reference" in deployment.settings.on_vllm:
-        return cast("Scorer[FloatArray]", on_vllm.logprobs("reference", sampling))
+    for role, on in deployment.on_vllm("reference"):
+        return cast("Scorer[FloatArray]", on_vllm.logprobs(role, on, sampling))
     if model is None:
         return None
     place = _scoring(places, "reference")
@@ -350,7 +347,7 @@ def _teacher(
     deployment: Deployment,
     sampling: Sampling,
     places: DeviceLayout,
-    models: Mapping[str, tuple[Loadable, HfTokenizer | None]],
+    models: Mapping[Role, tuple[Loadable, HfTokenizer | None]],
     *,
     tokenizer: HfTokenizer,
     on_vllm: ScorersOnVllm,
@@ -359,16 +356,16 @@ def _teacher(
     settings = deployment.settings
     top_k, deterministic = getattr(settings.algorithm, "distill_top_k", None), settings.run.deterministic
     known = dict[str, Scorer[FloatArray | TopLogprobs | Drop]]()
-    for key, (model, reader) in models.items():
-        place, name = _scoring(places, "teacher", key), key.partition(".")[2]
+    for role, (model, reader) in models.items():
+        place, name = _scoring(places, "teacher", role.name), role.name.partition(".")[2]
         if reader is not None and top_k is not None:
             raise ConfigError(
-                f"algorithm.distill_top_k = {top_k} has the policy learn a teacher's likeliest ids, and models.{key} "
+                f"algorithm.distill_top_k = {top_k} has the policy learn a teacher's likeliest ids, and {role.key} "
                 "has ids of its own: leave distill_top_k out, or name a teacher with the policy's tokenizer"
             )
         if reader is not None and answered:
             raise ConfigError(
-                f"models.{key} has another tokenizer and reads a response as one text, in which turns and answers "
+                f"{role.key} has another tokenizer and reads a response as one text, in which turns and answers "
                 "cannot be told apart: expected a teacher with the policy's tokenizer, or no [environment]"
             )
         if reader is not None:
@@ -387,8 +384,8 @@ def _teacher(
             known[name] = TeacherLogprobs(
                 model, sampling=sampling, place=place, top_k=top_k, deterministic=deterministic
             )
-    for key in filter(settings.models.teachers.__contains__, settings.on_vllm):
-        known[key.partition(".")[2]] = on_vllm.logprobs(key, sampling, top_k=top_k or 0)
+    for role, on in deployment.on_vllm("teacher"):
+        known[role.name.partition(".")[2]] = on_vllm.logprobs(role, on, sampling, top_k=top_k or 0)
     column = settings.models.teacher_column
     return ByColumn(column, known) if column else known.get("")
 
@@ -415,12 +412,10 @@ def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:
     return ModelPlace(places.place_of(model), name or model, SERVING)
 
 
-def _actor_and_reference(
-    deployment: Deployment, load: RoleLoader, *, seed: int
-) -> tuple[PreTrainedModel, Loadable | None]:
+def _actor_and_reference(deployment: Deployment, load: RoleLoader) -> tuple[PreTrainedModel, Loadable | None]:
     # With adapters both are over the same base in memory, unless they are apart: on two devices or machines.
     models = deployment.models
-    refers = bool(models.reference) and "reference" not in deployment.settings.on_vllm
+    refers = bool(deployment.roles_of("reference"))
     adapter = adapter_of(models) if models.adapter else None
     actor = load.policy()
     shared = models.is_reference_on_base and not deployment.reference_is_apart
@@ -430,17 +425,17 @@ def _actor_and_reference(
             actor,
             models.lora_rank,
             models.lora_alpha,
-            seed=seed,
+            seed=deployment.trainer.seed,
             experts=models.lora_experts,
             more=models.lora,
         )
     if adapter is not None:
-        with load.attributed("policy", "models.adapter"):
+        with load.attributed(deployment.roles["policy"], "models.adapter"):
             load_lora(actor, adapter)
             if base is not None and models.reference == models.adapter:
                 load_lora(base, adapter, trained=False)
     if refers and base is None:
-        return actor, load.logprobs("reference")
+        return actor, load.reference()
     return actor, base
 
 
@@ -456,25 +451,28 @@ def _reward_models(
     served = {}
     for key, reward in settings.reward_tables.items():
         if isinstance(reward, ModelRewardSection):
-            served[key] = models.serve(key, reward, _scoring(places, "reward", track_of(reward)))
+            served[key] = models.serve(
+                deployment.roles[named_reward(reward)], reward, _scoring(places, "reward", track_of(reward))
+            )
         elif isinstance(reward, VllmRewardSection):
-            served[key] = on_vllm.reward(key, reward)
+            served[key] = on_vllm.reward(deployment.roles[named_reward(reward)], reward)
     return served
 
 
-def _copies(
-    models: ModelsSection, load: RoleLoader, critic: Critic, *, device: torch.device, seed: int
-) -> ActorCriticRecipe:
+def _copies(deployment: Deployment, load: RoleLoader, critic: Critic) -> ActorCriticRecipe:
+    device, role = deployment.devices.trainer[-1], deployment.roles.get("critic")
+    source = None if role is None or critic.source is None else replace(role, source=critic.source)
     return ActorCriticRecipe(
-        actor=_actor_recipe(models, load, device, seed),
-        critic=None if critic.source is None else load.recipe("critic", "scalar", critic.source, device),
-        shared_trunk=models.shared_trunk,
+        actor=_actor_recipe(deployment, load, device),
+        critic=None if source is None else load.recipe(source, "scalar", device),
+        shared_trunk=deployment.models.shared_trunk,
     )
 
 
-def _actor_recipe(models: ModelsSection, load: RoleLoader, device: torch.device, seed: int) -> ModelRecipe:
+def _actor_recipe(deployment: Deployment, load: RoleLoader, device: torch.device) -> ModelRecipe:
+    models, seed = deployment.models, deployment.trainer.seed
     return replace(
-        load.recipe("policy", "causal", models.policy, device),
+        load.recipe(deployment.roles["policy"], "causal", device),
         lora_rank=models.lora_rank,
         lora_alpha=models.lora_alpha,
         lora_seed=seed,
@@ -554,7 +552,7 @@ class Critic:
 def load_critic(
     deployment: Deployment, actor: PreTrainedModel, rewards: Sequence[ServedRewardModel], load: RoleLoader
 ) -> Critic:
-    settings, models, devices = deployment.settings, deployment.models, deployment.devices
+    settings, models = deployment.settings, deployment.models
     if not settings.algorithm.has_critic:
         return Critic()
     if models.shared_trunk:
@@ -568,10 +566,7 @@ def load_critic(
             f"models.critic: {models.critic} does not read the policy's tokens one by one, so it cannot be a critic, "
             f"which starts from {'the policy' if source == models.policy else source} instead"
         )
-    trained = load.critic(source)
-    if "critic" not in devices.apart:
-        return Critic(trained, trained, source)
-    return Critic(trained, load.recipe("critic", "scalar", source, devices.critic), source)
+    return Critic(*load.critic(source), source)
 
 
 class Saving:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 from oppo.agents import AgentPrompts, Agents
+from oppo.config.load import BY_DATA
 from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named, sources
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
@@ -80,17 +81,21 @@ def supplied(
                 f"its prompts are rows of a program: go on with it there, oppo.resume(directory, {argument}=rows)"
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
-    encoding = {"tokenizer": tokenizer, "begin": begin, **_encoding(data, read_by=settings.agents.program)}
+    encoding = {"tokenizer": tokenizer, "begin": begin, **encoding_of(data, read_by=settings.agents.program)}
     trained = {} if as_they_come else _pools("data.prompts", data.prompts, encoding, prompts)
     apart = _pools("eval.prompts", settings.eval.prompts, encoding, held_out)
     for file in provenance.changed(settings.files):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
-    stream = RowStream(cast("Rows", prompts), **encoding) if as_they_come else _stream(data, list(trained.values()))
+    stream = RowStream(cast("Rows", prompts), **encoding) if as_they_come else _stream(settings, list(trained.values()))
     every = [prompt for pool in apart.values() for prompt in pool]
     wanted = settings.run.steps
-    if (steps := steps_of(wanted, data, settings.step.batch, stream)) < wanted:
+    steps = steps_of(wanted, data, settings.step.batch, stream)
+    if as_they_come and (wanted == BY_DATA or data.drop_last):
+        idle = "set run.steps, and leave data.epochs out" if wanted == BY_DATA else "leave data.drop_last out"
+        raise ConfigError(f"rows that come one by one are not counted, and end once: {idle}")
+    if steps < wanted != BY_DATA:
         logger.info(short_of(wanted, steps, data))
     if isinstance(stream, PromptStream) and stream.size < settings.step.batch:
         logger.warning(few(stream.size, settings.step.batch, data.epochs))
@@ -126,11 +131,13 @@ def _pools(
     return {name: read(source, encoding, rows) for name, source in named(key, chosen).items()}
 
 
-def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
+def _stream(settings: Settings, pools: Sequence[Sequence[Prompt]]) -> PromptStream:
+    data, multiple = settings.data, settings.step.batch if settings.data.drop_last else 1
     weights = [source.weight for source in sources(data.prompts) if source.weight is not None]
     if weights:
         return PromptStream.mixed(list(zip(weights, pools, strict=True)), seed=data.seed, epochs=data.epochs)
-    return PromptStream([prompt for pool in pools for prompt in pool], seed=data.seed, epochs=data.epochs)
+    prompts = [prompt for pool in pools for prompt in pool]
+    return PromptStream(prompts, seed=data.seed, epochs=data.epochs, multiple=multiple)
 
 
 def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = None) -> list[Prompt]:
@@ -143,7 +150,7 @@ def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = 
     return read_prompts(of, split=source.split, subset=source.subset, **{**encoding, **own})
 
 
-def _encoding(data: DataSection, *, read_by: str) -> dict[str, Any]:
+def encoding_of(data: DataSection, *, read_by: str) -> dict[str, Any]:
     column = "" if read_by else data.column  # an agent reads its row itself
     return {"column": column, "max_prompt_tokens": data.max_prompt_tokens, "over_long": data.over_long}
 

@@ -24,17 +24,16 @@ if TYPE_CHECKING:
 CARD: Final = "model-card.md"
 """The model card in the run directory; at the hub it is the README.md."""
 
-SHOWN: Final[Mapping[str, str]] = {
-    "steps": "Updates",
-    "trained": "Rollouts trained",
-    "score_first": "Mean score of the first steps (ten, at most half of the run)",
-    "score_last": "Mean score of the last steps",
-    "eval_score_first": "Held-out score before",
-    "eval_score_last": "Held-out score after",
-    "eval_score_best": "Best held-out score",
-    "kl_last": "KL to the reference in the last ten steps, nats a response",
+SHOWN: Final[Mapping[tuple[str, str], str]] = {
+    ("trained", "total"): "Rollouts trained",
+    ("score", "first"): "Mean score of the first steps (ten, at most half of the run)",
+    ("score", "last"): "Mean score of the last steps",
+    ("eval/score", "first"): "Held-out score before",
+    ("eval/score", "last"): "Held-out score after",
+    ("eval/score", "best"): "Best held-out score",
+    ("objective/kl", "last"): "KL to the reference in the last ten steps, nats a response",
 }
-"""The keys of the summary that the model card shows."""
+"""The metrics of the summary that the model card shows, with their statistics."""
 
 LOG: Final = "log.jsonl"
 
@@ -140,9 +139,11 @@ def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -
     if not facts.get("complete"):
         yield "The run had not reached its end when this was written.\n"
     yield "## Results\n\n| | |\n|---|---|"
-    for name, words in SHOWN.items():
-        if isinstance(value := facts.get(name), int | float):
-            yield f"| {words} | {value:.6g} |"
+    figures = [("Updates", facts.get("steps"))]
+    for (name, statistic), words in SHOWN.items():
+        held = facts.get(name)
+        figures.append((words, held.get(statistic) if isinstance(held, dict) else None))
+    yield from (f"| {words} | {value:.6g} |" for words, value in figures if isinstance(value, int | float))
     yield "\n## Settings that are not at their defaults\n\n```toml"
     tables, known = settings.tables(), settings.keys
     for section in TOLD:

@@ -1,10 +1,13 @@
-"""The rewards and the environment of a run, as the settings name them: functions, scorers and reward models."""
+"""The user's own code in a run: rewards, environment, tools, agents, chat template; and a first look at it all."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from oppo.agents import Agents
@@ -17,8 +20,19 @@ from oppo.config.rewards import (
     ModelRewardSection,
     RewardSection,
 )
-from oppo.config.sections import OPENENV, VERIFIERS, DataSection, RunSection, SamplingSection
-from oppo.data.prompts import Begin
+from oppo.config.sections import (
+    OPENENV,
+    VERIFIERS,
+    DataSection,
+    PromptSource,
+    RunSection,
+    SamplingSection,
+    sources,
+)
+from oppo.config.settings import Settings
+from oppo.data.prompts import Begin, Encoding, rows_of
+from oppo.data.rows import check_file
+from oppo.durable import read_text
 from oppo.environments import (
     EnvironmentClass,
     EnvironmentFailure,
@@ -30,27 +44,21 @@ from oppo.environments import (
     tools_of,
 )
 from oppo.environments.classes import kind_of as made_by
-from oppo.errors import ConfigError
-from oppo.events import Drop, Finish
-from oppo.hf.as_text.rendering import Form
-from oppo.hf.as_text.streamed import Bridge, BridgedReward
-from oppo.hf.as_text.whole import ClassifierReward, SimilarityReward
+from oppo.errors import ConfigError, one_line, shown
+from oppo.events import Drop, Finish, Prompt
 from oppo.hf.chat import ChatFormat, ChatMessage, chatting
-from oppo.hf.devices import available_cores
-from oppo.hf.loading import Loadable, ModelRecipe
-from oppo.hf.model_files import RewardKind
-from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
-from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.tokenizer import HfTokenizer, quick_tokenizer
+from oppo.hf.tool_calls import ToolSchema
 from oppo.libraries import require
-from oppo.log import logger
 from oppo.models import Scorer
 from oppo.placement import Hosting
 from oppo.rewards import FunctionReward, RewardInputs, Rewards, load_reward
+from oppo.rewards.combined import names_function
 from oppo.rewards.judge import columns_of, judge, key_of
 from oppo.rewards.tasks import CHECKERS
-from oppo.run.loading import RoleLoader
+from oppo.run.prompts import encoding_of
 from oppo.scorers import Unscored
-from oppo.user_code import load_function
+from oppo.user_code import UserFunction, load_function
 
 JUDGED: Final = (
     "model",
@@ -82,7 +90,7 @@ class UserCode:
         cls,
         tables: Mapping[str, RewardSection],
         tokenizer: HfTokenizer,
-        place: Hosting,
+        place: Hosting | None,
         environment: AnyEnvironment | None,
         *,
         run: RunSection,
@@ -105,6 +113,8 @@ class UserCode:
             }
             options |= {name: getattr(reward, name) for name in OPTIONS}
             if reward.source in CHECKERS:
+                from oppo.hf.devices import available_cores  # noqa: PLC0415 - torch takes seconds to import
+
                 return _checking(key, reward, decode, options, cores=run.cores or available_cores())
             return load_reward(reward.source, decode, place=place, on_drop=reward.on_drop, **options)
 
@@ -291,145 +301,96 @@ def begin_of(environment: AnyEnvironment | None) -> Begin | None:
     return begin
 
 
-FORMS: dict[Form, str] = {
-    "chat": "prompt and response by its own chat template",
-    "joined": "the prompt and then the response",
-    "pair": "prompt and response as two segments",
-    "response": "the response alone",
-}
-
-
-def named_reward(reward: RewardSection) -> str:
-    return "reward" if reward.name is None else f"reward.{reward.name}"
-
-
 def track_of(reward: RewardSection) -> str:
     return "reward model" if reward.name is None else f"reward model {reward.name!r}"
 
 
-def kind_of(key: str, reward: ModelRewardSection, kind: RewardKind) -> RewardKind:
-    # its settings may change what its architecture says
-    if kind == "scalar" and (reward.reading == "whole" or reward.label):
-        kind = "classifier"
-    if kind != "similarity" and reward.column:
-        raise ConfigError(
-            f"{reward.source} is no sentence encoder, which would compare a response with the column that {key}.column "
-            f"= {reward.column!r} names: leave it out"
-        )
-    return kind
+LOOKED: Final = 100
+"""Rows of a file that are looked at before the libraries of models are imported."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ServedRewardModel:
-    """A reward model that is served; ``model`` is ``None`` if it reads text."""
-
-    source: str
-    scorer: Scorer[float | Drop]
-    model: Loadable | None = None
-    may_be_critic: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RewardModels:
-    """Loads and serves the reward models of a run.
-
-    Attributes:
-        tokenizer: the policy's.
-        prompt_column: the column of the data with the prompt.
-    """
+class FirstLook:
+    """What a run reads first: enough to find most faults of its template, data and code, without torch."""
 
     tokenizer: HfTokenizer
-    load: RoleLoader
-    prompt_column: str
-    deterministic: bool
+    environment: AnyEnvironment | None
+    prompts: Sequence[Prompt]
 
-    def serve(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
-        with self.load.attributed(named_reward(reward), key):
-            match kind_of(key, reward, self.load.reward_kind(reward.source)):
-                case "scalar":
-                    return self._scalar(key, reward, place)
-                case "process":
-                    return self._process(key, reward, place)
-                case "classifier":
-                    return self._classifier(key, reward, place)
-                case "similarity":
-                    return self._similarity(key, reward, place)
 
-    def _scalar(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
-        source, given = reward.source, reward.form
-        model, difference = self.load.scalar_reward(named_reward(reward), source)
-        if given in {"auto", "tokens"} and difference is None:
-            scorer = RewardModel(model, place=place, deterministic=self.deterministic)
-            return ServedRewardModel(source, scorer, model, may_be_critic=True)
-        reader = self.load.tokenizer(source)
-        form: Form = "chat" if reader.has_chat_template else "joined"
-        refused = f"{key}.form cannot be {given!r}"
-        if given == "tokens":
-            raise ConfigError(f"{source} {difference}, so {refused}: leave that out")
-        if given == "pair":
-            remedy = f"set {key}.reading = 'whole'"
-            raise ConfigError(f"{source} reads one text as it grows, and no pair, so {refused}: {remedy}")
-        if given != "auto":
-            form = given
-        if isinstance(model, ModelRecipe):
-            raise self.load.not_here(named_reward(reward), source)
-        bridge = Bridge(self.tokenizer, reader, form, self.prompt_column, reward.over_long)
-        why = difference or "is to read text"
-        self._say(key, reward, f"{why}: it reads rollouts as text while they grow, {FORMS[form]}")
-        return ServedRewardModel(source, BridgedReward(model, bridge, place=place, deterministic=self.deterministic))
+def first_look(settings: Settings) -> FirstLook | None:
+    """Check the templates, the code and the first rows of each file; ``None`` if the policy's tokenizer needs torch."""
+    data, chosen = settings.data, [*sources(settings.data.prompts), *sources(settings.eval.prompts)]
+    for source in chosen:
+        if source.file is not None:
+            check_file(source.file, or_directory=True)
+    own = None if settings.models.trust_remote_code else quick_tokenizer(settings.models.policy)
+    if own is None:
+        return None
+    tokenizer = chatting_as(own, data, settings.environment)
+    environment = environment_of(settings.environment, settings.agents, data, settings.sampling, tokenizer)
+    functions = {
+        key: reward
+        for key, reward in settings.reward_tables.items()
+        if isinstance(reward, FunctionRewardSection) and reward.source not in CHECKERS and names_function(reward.source)
+    }
+    code = UserCode.of(functions, tokenizer, None, environment, run=settings.run, data=data)
+    prompts, whole = list[Prompt](), True
+    for source in chosen:
+        found, ended_there = _looked_at(source, settings, tokenizer, begin_of(environment))
+        prompts, whole = [*prompts, *found], whole and ended_there
+    if whole:  # other rows may have other columns
+        code.check_columns({name for prompt in prompts for name in prompt.columns})
+    return FirstLook(tokenizer, environment, prompts)
 
-    def _process(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
-        try:
-            ends = self.tokenizer.ending_with(reward.separators)
-        except ConfigError as error:
-            raise ConfigError(f"{key}.separators: {error}") from error
-        model = self.load.process_reward(named_reward(reward), reward.source)
-        words = f"rewards steps: it scores the last token of a response, and the {len(ends)} tokens that end one"
-        self._say(key, reward, words)
-        scorer = ProcessRewardModel(model, place=place, separators=ends, deterministic=self.deterministic)
-        return ServedRewardModel(reward.source, scorer, model)
 
-    def _classifier(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
-        if reward.form == "tokens":
-            raise ConfigError(f"{reward.source} reads whole responses as text, so {key}.form cannot be 'tokens'")
-        encoder = self.load.encoder(named_reward(reward), reward.source)
-        form: Form = "chat" if encoder.tokenizer.has_chat_template else "pair"
-        if reward.form != "auto":
-            form = reward.form
-        try:
-            scorer = ClassifierReward(
-                encoder,
-                self.tokenizer,
-                place=place,
-                form=form,
-                label=reward.label or None,
-                over_long=reward.over_long,
-                prompt_column=self.prompt_column,
-                deterministic=self.deterministic,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{error}; see {key}.label and {key}.form") from error
-        self._say(key, reward, f"({type(encoder.model).__name__}) scores whole responses as text, {FORMS[form]}")
-        return ServedRewardModel(reward.source, scorer)
+def _looked_at(
+    source: PromptSource, settings: Settings, tokenizer: HfTokenizer, begin: Begin | None
+) -> tuple[list[Prompt], bool]:
+    if source.file is None or source.file.is_dir():
+        return [], False
+    given = encoding_of(settings.data, read_by=settings.agents.program) | {"over_long": "truncate"}
+    encoding = Encoding(tokenizer=tokenizer, begin=begin, **given)
+    if source.column is not None:
+        encoding = replace(encoding, column=source.column)
+    rows, prompts = iter(rows_of(source.file)[1]), list[Prompt]()
+    for place, row in islice(rows, LOOKED if begin is None else 1):  # an environment may ask a server for each
+        begun, tokens = encoding.read(place, row)
+        prompts.append(Prompt(len(prompts), len(prompts), tokens, columns=dict(begun)))
+    return prompts, next(rows, None) is None
 
-    def _similarity(self, key: str, reward: ModelRewardSection, place: Hosting) -> ServedRewardModel:
-        if not reward.column:
+
+def chatting_as(own: HfTokenizer, data: DataSection, environment: EnvironmentSection) -> HfTokenizer:
+    """Return the policy's own tokenizer with the chat template, the tools and the variables of a run."""
+    template = data.chat_template
+    if "data.chat_template" in data.files:
+        template = _read("data.chat_template", template)
+    called = [UserFunction.of(spec, None, EnvironmentFailure).function for spec in environment.tools]
+    if isinstance(factory := environment.factory, str) and factory:
+        called = class_tools("environment.factory", factory)
+    return chatting(own, template=template, tools=called or _schemas(data.tools), variables=data.chat_template_kwargs)
+
+
+def _read(key: str, path: str) -> str:
+    try:
+        return read_text(Path(path), linked=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {one_line(error)}") from error
+
+
+def _schemas(path: str) -> Sequence[ToolSchema]:
+    if not path:
+        return ()
+    try:
+        schemas: Any = json.loads(_read("data.tools", path))
+    except ValueError as error:
+        raise ConfigError(f"data.tools: {path} is no JSON: {error}") from error
+    tools: list[Any] = schemas if isinstance(schemas, list) else [schemas]
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ConfigError(
-                f"{reward.source} is a sentence encoder, whose reward is the similarity of a response to a text of "
-                f"its row: set {key}.column to the column of that text"
+                f"data.tools: {path} holds {shown(tool)}: expected a list of "
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
             )
-        encoder = self.load.encoder(named_reward(reward), reward.source)
-        words = f"scores responses by their similarity to column {reward.column!r}"
-        self._say(key, reward, f"({type(encoder.model).__name__}) {words}")
-        scorer = SimilarityReward(
-            encoder,
-            self.tokenizer,
-            column=reward.column,
-            place=place,
-            over_long=reward.over_long,
-            deterministic=self.deterministic,
-        )
-        return ServedRewardModel(reward.source, scorer)
-
-    def _say(self, key: str, reward: ModelRewardSection, words: str) -> None:
-        logger.info(f"{key}: {reward.source} {words}")
+    return tools

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ import anyio.to_thread
 from rich.console import Console
 
 from oppo.config.extensions import with_name
-from oppo.config.load import load_settings, overridden, resolve
+from oppo.config.load import BY_DATA, load_settings, overridden, resolve
 from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
 from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, behind, exits_told
@@ -37,6 +37,7 @@ from oppo.run.checkpoint import (
     Checkpoint,
     Checkpoints,
     Provenance,
+    fingerprints,
     locked,
     newest,
     require_continued,
@@ -200,10 +201,13 @@ def prepare(
         deployment = Deployment.of(settings)
         require_engines(deployment)
         require_trackers(chosen.track)
-        tokenizer = policy_tokenizer(settings)
+        tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin_of(environment))
         stream, provenance = supply.stream, supply.provenance
+        if chosen.steps == BY_DATA:
+            settings = settings.spanning(supply.steps)
+            provenance = replace(provenance, settings=fingerprints(settings))
         if checkpoint is not None:
             before = Provenance.restored(checkpoint.state())
             require_same(before.settings, settings, of="its checkpoint")
@@ -293,7 +297,7 @@ async def run(
             interruptible(watch.on_signal) as interrupt,
             saving(assembly, directory.path / FINAL),
             heartbeat.beating(),
-            watch.watchdog.guarding(),
+            watch.watchdog.guarding(heartbeat=heartbeat),
             session.graph.open(
                 session.prompts,
                 observers=watch.observers,

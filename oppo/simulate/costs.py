@@ -9,20 +9,25 @@ Costs are linear in what there is to do, as a roofline or a fit gives them::
 
 A roofline: what models cost on GPUs that are known by their data sheets only.
 
-With N parameters, L layers, width d, KV heads of width w together in each layer, in 16 bits::
+With N parameters, of which M are in the layers, L layers, width d, KV heads of width w together in each layer, and V
+ids in the vocabulary, in 16 bits::
 
-    forward pass, a token             2 N                    FLOP
+    layers, a token                   2 M                    FLOP
+    head, a token                     2 V d                  FLOP    not of a reward model or a critic
     attention, a pair of tokens       4 L d                  FLOP
+    activations, a token              250 L d                bytes
+    logits, a token                   80 V                   bytes   a third in a forward pass alone
     weights read by a decode step     2 N                    bytes
-    KV cache of a token              4 L w                  bytes
-    update, an epoch                  4 forward passes       forward, forward again, twice as much backward
+    KV cache of a token               4 L w                  bytes
 
-A pass takes its FLOP over the reached share of the peak, divided by the number of devices. A decode step of one replica
+A pass takes its FLOP over the reached share of the peak, and its bytes over the share of the bandwidth, divided by the
+number of devices. Small models are bound by bytes: these grow with d, FLOP with d^2. An update takes 3 forward passes
+of the layers for each epoch (backward is two), 4 with checkpointing, and 3 of the head. A decode step of one replica
 takes the sum of what it reads, what it computes and what it starts, which overlaps in part, so the sum is an upper
 bound::
 
     step     2 N / (bandwidth * reading) + layer * L        the weights; launching a layer's kernels
-    row      2 N / (FLOP/s * computing) + row               matrices; sampling, bookkeeping
+    row      2 N / (FLOP/s * computing) + sampling * V      matrices; drawing a token
     context  4 L w / (bandwidth * attention)                KV cache
 """
 
@@ -149,7 +154,7 @@ class Workload:
 
 Share: TypeAlias = Annotated[float, Gt(0), Le(1)]
 
-TRAINED_PASSES: Final = 4  # forward passes' worth of an epoch, with activations computed again for the backward pass
+TRAINED_PASSES: Final = 3  # forward passes' worth of an epoch: forward, and twice as much backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,56 +196,116 @@ class Transformer:
     layers: PositiveCount = required("their number")
     width: PositiveCount = required("of the hidden states")
     cached: PositiveCount = required("width of a layer's keys: KV heads times their width")
+    vocabulary: Count = setting(0, "ids that it tells apart; 0: a head without cost of its own")
+    tied: bool = setting(default=False, description="whether the matrix of the head is that of the embedding")
+
+    def __post_init__(self) -> None:
+        if self.body <= 0:
+            raise ConfigError(
+                f"a model of {self.parameters:.3g} parameters has no layers left beside the matrices of "
+                f"{self.vocabulary} ids, {self.width} wide: expected more parameters, or a smaller vocabulary; tied = "
+                "true if its head is its embedding"
+            )
 
     @property
     def cache(self) -> float:
         return 4.0 * self.layers * self.cached
 
+    @property
+    def head(self) -> float:
+        return float(self.vocabulary * self.width)
+
+    @property
+    def body(self) -> float:
+        return self.parameters - self.head * (1 if self.tied else 2)
+
     def passes(self, speed: float, times: float = 1.0) -> Passes:
+        # As a model's FLOPs utilisation counts them, 2 N for a token: whatever else takes time is in `speed`.
         return Passes(token=times * 2 * self.parameters / speed, pair=times * 4 * self.layers * self.width / speed)
 
 
 MODELS: Final[Mapping[str, Transformer]] = MappingProxyType(
     {
-        "llama-3.1-8b": Transformer(parameters=8.03e9, layers=32, width=4096, cached=1024),
-        "llama-3.1-70b": Transformer(parameters=70.6e9, layers=80, width=8192, cached=1024),
-        "qwen2.5-0.5b": Transformer(parameters=0.494e9, layers=24, width=896, cached=128),
-        "qwen2.5-1.5b": Transformer(parameters=1.54e9, layers=28, width=1536, cached=256),
-        "qwen2.5-3b": Transformer(parameters=3.09e9, layers=36, width=2048, cached=256),
-        "qwen2.5-7b": Transformer(parameters=7.62e9, layers=28, width=3584, cached=512),
-        "qwen2.5-14b": Transformer(parameters=14.8e9, layers=48, width=5120, cached=1024),
-        "qwen2.5-32b": Transformer(parameters=32.8e9, layers=64, width=5120, cached=1024),
-        "qwen2.5-72b": Transformer(parameters=72.7e9, layers=80, width=8192, cached=1024),
+        name: Transformer(
+            parameters=parameters, layers=layers, width=width, cached=cached, vocabulary=ids, tied=parameters < 4e9
+        )
+        for name, parameters, layers, width, cached, ids in (
+            ("llama-3.1-8b", 8.03e9, 32, 4096, 1024, 128_256),
+            ("llama-3.1-70b", 70.6e9, 80, 8192, 1024, 128_256),
+            ("qwen2.5-0.5b", 0.494e9, 24, 896, 128, 151_936),
+            ("qwen2.5-1.5b", 1.54e9, 28, 1536, 256, 151_936),
+            ("qwen2.5-3b", 3.09e9, 36, 2048, 256, 151_936),
+            ("qwen2.5-7b", 7.62e9, 28, 3584, 512, 152_064),
+            ("qwen2.5-14b", 14.8e9, 48, 5120, 1024, 152_064),
+            ("qwen2.5-32b", 32.8e9, 64, 5120, 1024, 152_064),
+            ("qwen2.5-72b", 72.7e9, 80, 8192, 1024, 152_064),
+        )
     }
+)
+
+
+EngineName: TypeAlias = Literal["vllm", "transformers"]
+
+# Of an engine's decode step, the seconds for each layer, and the share of the bandwidth at which it reads the KV cache.
+# vLLM's are fitted to the speeds that Qwen publishes for 3B and 7B on an A100 (one request, bfloat16: 127.61 and 84.28
+# tokens a second; their slopes over 30,000 tokens of context). Those of transformers, a step as one CUDA graph, are an
+# H100's: 49 kernels for each layer, and 0.95 ms of attention for 41,000 tokens (`benchmarks/results/gpu.md`)
+ENGINES: Final[Mapping[EngineName, tuple[float, float]]] = MappingProxyType(
+    {"vllm": (1e-4, 0.365), "transformers": (1.2e-4, 0.16)}
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Shares of a data sheet's figures that engines reach.
+    """Shares of a data sheet's figures that engines reach, and the bytes that passes move.
 
-    The defaults for decoding are vLLM's, fitted to the speeds that Qwen publishes for 3B and 7B on an A100 (one
-    request, bfloat16: 127.61 and 84.28 tokens a second; their slopes over 30,000 tokens of context).
+    The defaults of passes, and ``sampling``, are of an H100 (``benchmarks/results/gpu.md``): a 7B reward model, an
+    update of a 0.5B actor, of which the head took 40 %, and 1.5 ms for the tokens of 64 x 151,936 logits.
     """
 
+    name: EngineName = setting("vllm", "the engine that decodes: `layer` and `attention` are its own where absent")
     reading: Share = setting(0.8, "share of the bandwidth at which a decode step reads the weights")
-    attention: Share = setting(0.365, "share of the bandwidth at which it reads the KV cache")
+    attention: Share | None = setting(None, "share of the bandwidth at which it reads the KV cache")
     computing: Share = setting(0.5, "share of the FLOP/s of a decode step's matrices")
-    layer: NonNegative = setting(1e-4, "seconds of a decode step for each layer")
-    row: NonNegative = setting(2e-5, "seconds of a decode step for each row: sampling, bookkeeping")
-    scoring: Share = setting(0.40, "share of the FLOP/s at which the reward model reads")
-    forward: Share = setting(0.40, "share of the FLOP/s at which reference and critic read")
-    training: Share = setting(0.45, "share of the FLOP/s of an update")
+    layer: NonNegative | None = setting(None, "seconds of a decode step for each layer: its kernels begin and end")
+    sampling: NonNegative = setting(1.5e-10, "seconds of a decode step for each logit of a row: drawing a token")
+    scoring: Share = setting(0.7, "share of the FLOP/s of the reward model's matrices")
+    forward: Share = setting(0.7, "share of the FLOP/s of the matrices of reference, critic and teacher")
+    training: Share = setting(0.7, "share of the FLOP/s of an update's matrices")
+    moving: Share = setting(0.75, "share of the bandwidth at which passes move activations and logits")
+    activations: NonNegative = setting(250.0, "bytes that a pass moves for each token, layer and unit of the width")
+    logits: NonNegative = setting(80.0, "bytes that an update moves for each logit; a pass without update a third")
 
     def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
-        launching = self.layer * model.layers
+        layer, attention = ENGINES[self.name]
+        launching = (layer if self.layer is None else self.layer) * model.layers
         return Decoder(
             step=2 * model.parameters / (gpu.bandwidth * self.reading) + launching,
             launching=launching,
-            row=2 * model.parameters / (gpu.flops * self.computing) + self.row,
-            context=model.cache / (gpu.bandwidth * self.attention),
+            row=2 * model.parameters / (gpu.flops * self.computing) + self.sampling * model.vocabulary,
+            context=model.cache / (gpu.bandwidth * (self.attention or attention)),
             replicas=replicas,
         )
+
+    def reader(self, gpu: Gpu, model: Transformer, share: float, *, head: bool) -> Passes:
+        """Return the costs of reading on one device; ``head``: whether it gives log-probs, not one number a token."""
+        body = self._layers(gpu, model, share)
+        return body + self._head(gpu, model, share, 1, self.logits / 3) if head else body
+
+    def update(self, gpu: Gpu, model: Transformer, *, head: bool, checkpointing: bool = False) -> Passes:
+        """Return the costs of an epoch on one device."""
+        body, times = self._layers(gpu, model, self.training), TRAINED_PASSES + checkpointing
+        found = Passes(token=times * body.token, pair=times * body.pair)
+        return found + self._head(gpu, model, self.training, TRAINED_PASSES, self.logits) if head else found
+
+    def _layers(self, gpu: Gpu, model: Transformer, share: float) -> Passes:
+        moved = self.activations * model.layers * model.width / (gpu.bandwidth * self.moving)
+        flops = gpu.flops * share
+        return Passes(token=2 * model.body / flops + moved, pair=4 * model.layers * model.width / flops)
+
+    def _head(self, gpu: Gpu, model: Transformer, share: float, times: int, moved: float) -> Passes:
+        moving = moved * model.vocabulary / (gpu.bandwidth * self.moving)
+        return Passes(token=times * 2 * model.head / (gpu.flops * share) + moving)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,6 +459,9 @@ class EngineSection(Reached):
     static: bool = setting(
         default=False, description="in the serial schedule, decode every batch to its end with all rows"
     )
+    checkpointing: bool = setting(
+        default=False, description="compute activations again for the backward pass (`trainer.gradient_checkpointing`)"
+    )
 
     def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
         found = super(EngineSection, self).decoder(gpu, model, replicas)
@@ -404,7 +472,7 @@ class EngineSection(Reached):
             launching=found.launching if self.step_seconds is None else None,
             row=found.row if self.row_seconds is None else self.row_seconds,
             context=found.context if self.context_seconds is None else self.context_seconds,
-            prefill=model.passes(gpu.flops * self.forward),
+            prefill=self.reader(gpu, model, self.forward, head=False),
             static=self.static,
         )
 
@@ -455,15 +523,20 @@ class Profile:
 
     def system(self) -> System:
         layout, engine, actor = self.layout, self.engine, self.size("actor")
-        training = (layout.train or layout.decode) * self.gpu.flops * engine.training
-        times = TRAINED_PASSES * self.workload.epochs
-        trained = [actor, *([self.size("critic")] if self.models.critic else [])]
+        trained = {"actor": True, **({"critic": False} if self.models.critic else {})}
+        epoch = reduce(
+            add,
+            [
+                engine.update(self.gpu, self.size(key), head=head, checkpointing=engine.checkpointing)
+                for key, head in trained.items()
+            ],
+        )
         recomputes = self.schedule.kv_on_sync == "recompute"
         return System(
             decoder=replace(engine.decoder(self.gpu, actor, layout.decode), recomputes=recomputes),
             readers=self._readers(),
             updater=Updater(
-                passes=reduce(add, [size.passes(training, times) for size in trained]),
+                passes=_scaled(epoch, self.workload.epochs / (layout.train or layout.decode)),
                 fixed=engine.fixed_seconds,
                 padded=engine.padded,
                 weight_sync=engine.weight_sync_seconds,
@@ -486,7 +559,9 @@ class Profile:
         for name, key in forward.items():
             device, count = devices[layout.forward]
             readers[name] = Reader(
-                passes=self.size(key).passes(count * self.gpu.flops * engine.forward),
+                passes=_scaled(
+                    engine.reader(self.gpu, self.size(key), engine.forward, head=name != "critic"), 1 / count
+                ),
                 call=engine.call_seconds,
                 streams=layout.stream_forward,
                 padded=engine.padded,
@@ -496,7 +571,7 @@ class Profile:
         if self.models.reward:
             device, count = devices["score"]
             readers["reward"] = Reader(
-                passes=self.size("reward").passes(count * self.gpu.flops * engine.scoring),
+                passes=_scaled(engine.reader(self.gpu, self.size("reward"), engine.scoring, head=False), 1 / count),
                 call=engine.call_seconds,
                 padded=engine.padded,
                 device=device,
@@ -527,6 +602,10 @@ class Profile:
             else:
                 busy = busy + seconds
         return float(np.maximum(total + engine.fixed_seconds + engine.weight_sync_seconds, busy).mean())
+
+
+def _scaled(passes: Passes, by: float) -> Passes:
+    return Passes(token=by * passes.token, pair=by * passes.pair)
 
 
 def _slowed(corunning: float, kind: str, other: str) -> float:

@@ -24,12 +24,25 @@ from anyio.abc import TaskGroup
 
 from oppo.declared import validated
 from oppo.errors import ProtocolError, as_itself, running_loop
-from oppo.events import UNTRUNCATED, Chunk, ChunkState, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
+from oppo.events import (
+    NO_COLUMNS,
+    Chunk,
+    ChunkState,
+    FloatArray,
+    IntArray,
+    Prompt,
+    Response,
+    Support,
+    TokenColumns,
+    ToolTokens,
+)
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.simulate.engine import Device, Lane
 from oppo.simulate.models import ReadSeconds, noises, require_seconds
 
 __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
+
+UNTRUNCATED = Support()
 
 Length: TypeAlias = Callable[[Prompt], int]
 
@@ -464,7 +477,8 @@ class FakeDecode:
             return ToolTokens(rollout, start, tokens, state)
         versions = self.versions(start, stop)
         support = self.policy.support(tokens)
-        return Chunk(rollout, start, tokens, self._logprobs(start, versions), versions, support, state=state)
+        extra = NO_COLUMNS if support.empty else TokenColumns(support)
+        return Chunk(rollout, start, tokens, self._logprobs(start, versions), versions, extra, state=state)
 
     def _given(self) -> list[range]:
         given = self.policy.given(self.prompt)

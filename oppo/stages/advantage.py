@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from oppo.declared import Fraction, NonNegative, Positive, require_whole, validated
 from oppo.errors import ConfigError, ProtocolError
-from oppo.events import Batch, BatchPart, BoolArray, Defer, Drop, FloatArray, RolloutEvent, Scored
+from oppo.events import Batch, BoolArray, Defer, Drop, FloatArray, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.returns import (
     AdaptiveKL,
@@ -32,7 +32,7 @@ from oppo.returns import (
     shaped_rewards,
     whiten,
 )
-from oppo.stages.batch import LARGEST, NONFINITE, BatchStage, ScoredRollout, ScoredRollouts, flat
+from oppo.stages.batch import LARGEST, NONFINITE, BatchPart, BatchStage, ScoredRollout, ScoredRollouts, flat
 
 KLControl: TypeAlias = FixedKL | AdaptiveKL
 
@@ -509,7 +509,7 @@ class Distillation(AdaptiveObjective):
 
 @dataclass(eq=False)
 class InParts:
-    """Sends each group of a step as a :class:`~oppo.events.BatchPart` once all of its responses are scored.
+    """Sends each group of a step as a :class:`~oppo.stages.batch.BatchPart` once all of its responses are scored.
 
     The trainer accumulates its gradient while others are still being written. The step's batch follows, as the
     estimator makes it, and holds the same rows. Parts come in an order that depends on timing, and so does the sum of

@@ -278,6 +278,13 @@ def _per_token(
     return values
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchPart:
+    """Rows of a step's batch that are complete before the batch is, which follows and holds them too."""
+
+    batch: Batch
+
+
 class BatchStage(ABC):
     """Joins the results of the scorers, and sends the batch that it makes of them.
 

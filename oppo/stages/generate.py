@@ -21,7 +21,6 @@ from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
 from oppo.events import (
-    UNROUTED,
     Batch,
     Chunk,
     ChunkState,
@@ -30,9 +29,8 @@ from oppo.events import (
     Prompt,
     Response,
     RolloutEvent,
-    RoutedExperts,
     StepReport,
-    Support,
+    TokenColumns,
     ToolTokens,
     described,
 )
@@ -627,18 +625,19 @@ def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
     if not isinstance(chunk, Chunk) or not (n := len(chunk.tokens)):
         return ""
     logprobs, versions = chunk.logprobs, chunk.versions
-    support: object = chunk.support
-    routed: object = chunk.routed_experts
-    if not isinstance(support, Support):
-        return f"a chunk whose support is {described(support)}; expected a Support"
-    if routed is not UNROUTED and (
-        not isinstance(routed, RoutedExperts) or not routed.describes(n) or (len(routed.ids) and routed.ids.ndim != 3)
-    ):
-        return f"a chunk of {n} tokens whose routed experts are {described(routed)}; expected RoutedExperts of each"
-    if (len(logprobs), len(versions)) != (n, n) or not support.describes(n):
+    extra: object = chunk.extra
+    if not isinstance(extra, TokenColumns):
+        return f"a chunk whose further columns are {described(extra)}; expected TokenColumns"
+    for column in extra:
+        if len(column.counts) != n or column.ids.ndim != 1 + column.dimensions or column.ids.dtype.kind not in "iu":
+            return (
+                f"a chunk of {n} tokens whose {column.name} is of {len(column.counts)} tokens, with "
+                f"{described(column.ids)}; expected integers of {1 + column.dimensions} dimensions, of each token"
+            )
+    if (len(logprobs), len(versions)) != (n, n):
         return (
-            f"a chunk of {n} tokens with {len(logprobs)} log-probs, {len(versions)} versions and a support of "
-            f"{len(support.counts)} tokens; expected one of each for each token"
+            f"a chunk of {n} tokens with {len(logprobs)} log-probs and {len(versions)} versions; expected one of each "
+            "for each token"
         )
     if logprobs[0] > _ROUNDING or (n > 1 and (logprobs > _ROUNDING).any()):
         return f"a chunk with a log-prob of {logprobs.max()}; expected at most 0, the log of a probability"

@@ -31,14 +31,14 @@ from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView,
 from oppo.declared import require_whole
 from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
 from oppo.events import (
+    COLUMN_KINDS,
     Chunk,
     Drop,
     Finish,
     FinishReason,
     Prompt,
     Response,
-    RoutedExperts,
-    Support,
+    TokenColumns,
     ToolTokens,
 )
 from oppo.log import logger
@@ -363,10 +363,7 @@ class RolloutSnapshot:
             "logprobs": response.logprobs,
             "versions": response.versions,
             "sampled": response.sampled,
-            "support": response.support.ids,
-            "support_counts": response.support.counts,
-            "routed_experts": response.routed_experts.ids,
-            "routed_counts": response.routed_experts.counts,
+            "extra": {column.name: {"ids": column.ids, "counts": column.counts} for column in response.extra},
             "reason": self.reason,
             "dropped": self.dropped,
         }
@@ -383,11 +380,8 @@ class RolloutSnapshot:
             branch=state["branch"],
         )
         columns = {name: state[name] for name in ("tokens", "logprobs", "versions", "sampled")}
-        support = Support(state["support"], state["support_counts"])
-        routed = RoutedExperts(state["routed_experts"], state["routed_counts"])
-        return cls(
-            Response(prompt, **columns, support=support, routed_experts=routed), state["reason"], state["dropped"]
-        )
+        extra = TokenColumns(*(COLUMN_KINDS[name](**column) for name, column in state["extra"].items()))
+        return cls(Response(prompt, **columns, extra=extra), state["reason"], state["dropped"])
 
 
 _HOW = "oppo.read_prompts makes prompts of a file, and oppo.PromptStream numbers them"

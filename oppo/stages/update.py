@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from oppo.admission import bottleneck
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, ModelDiverged, ProtocolError
-from oppo.events import Batch, BatchPart, Drop, StepReport, described
+from oppo.events import Batch, Drop, StepReport, described
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import (
     Capabilities,
@@ -39,7 +39,7 @@ from oppo.models import (
     TrainerCapabilities,
     require_model,
 )
-from oppo.stages.batch import NONFINITE
+from oppo.stages.batch import NONFINITE, BatchPart
 from oppo.stages.generate import Ended, Generate
 from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics, utilisation
 from oppo.stages.sync import WeightSync

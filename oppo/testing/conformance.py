@@ -17,7 +17,7 @@ from oppo.admission import Admission, Observation
 from oppo.algorithms.ppo import ppo
 from oppo.data import PromptStream
 from oppo.errors import ProtocolError, as_itself, shown
-from oppo.events import Batch, Chunk, Finish, IntArray, Prompt, Response, StepReport, ToolTokens
+from oppo.events import Batch, Chunk, Finish, IntArray, Prompt, Response, StepReport, Support, ToolTokens
 from oppo.graph import Stateful
 from oppo.models import Capabilities, Decode, Policy, Scorer, SyncedModel, Trainer, Weights
 from oppo.simulate.models import (
@@ -147,14 +147,13 @@ def check_chunk(
     start = transcript.start + sum(len(each.tokens) for each in transcript.chunks)
     oldest = int(sampled[-1]) if sampled else 0
     require_chunk(chunk, policy, limit, rollout=rollout, start=start, oldest=oldest, turns=turns)
-    n = len(chunk.tokens)
     for before in () if turns else transcript.chunks[-1:]:  # a chunk ends with its turn
         have, whole = len(before.tokens), before.state != "live" or type(before) is not type(chunk)
         require(whole or have == limit, f"rollout {rollout}: a live chunk holds {have} of {limit} tokens")
     if isinstance(chunk, Chunk):
         require(bool(np.all(chunk.logprobs <= 0)), f"rollout {rollout}: a log-prob is above 0")
         require(
-            chunk.support.describes(n) and bool(chunk.support.holds(chunk.tokens).all()),
+            bool(chunk.extra[Support].holds(chunk.tokens).all()),
             f"rollout {rollout}: a token of a chunk is outside of its own support",
         )
 

@@ -29,7 +29,7 @@ from oppo.errors import (
     one_line,
     running_loop,
 )
-from oppo.events import UNROUTED, UNTRUNCATED, ChunkState, FinishReason, Prompt, Response, RoutedExperts, Support
+from oppo.events import ChunkState, FinishReason, Prompt, Response, RoutedExperts, Support, TokenColumns
 from oppo.models import Sampling
 from oppo.placement.place import Closing
 from oppo.rollout_buffer import DecodeEngine, RolloutBuffer, SampledToken
@@ -355,7 +355,7 @@ class Request:
         self.id = ""  # in the engine; empty when there is none
         self.collector: Collector | None = None
         self.error: Exception | None = None  # which ends its decoding
-        self.routes = RequestRoutes(response.routed) if routed_experts else None
+        self.routes = RequestRoutes(response.extra[RoutedExperts].known(response.prompt)) if routed_experts else None
         self._stopping = stopping
         self._tokens = response.tokens.tolist()
         self._made = 0  # tokens of the request
@@ -422,9 +422,9 @@ class Request:
         fresh: list[SampledToken] = []
         for token, found in zip(new.tokens, new.logprobs, strict=True):
             position = len(self.prompt.tokens) + self.written
-            experts = UNROUTED if self.routes is None else self.routes.before(position)
-            support = _support(found, token, self.sampling, self.written)
-            fresh.append((token, _checked(token, found[token]), version_at(self._made), support, experts))
+            experts = RoutedExperts() if self.routes is None else self.routes.before(position)
+            extra = TokenColumns(_support(found, token, self.sampling, self.written), experts)
+            fresh.append((token, _checked(token, found[token]), version_at(self._made), extra))
             self._tokens.append(token)
             self._made += 1
             self._reason = self._stopping.reason(self._tokens, self.rollout.limit)
@@ -494,4 +494,4 @@ def _support(found: Mapping[int, float], token: int, sampling: Sampling, positio
         return Support(np.array(ids, np.int32), np.array([len(ids)], np.int32))
     if position < sampling.min_new_tokens and sampling.stop:
         return Support(np.array(sampling.stop, np.int32), np.array([-len(sampling.stop)], np.int32))
-    return UNTRUNCATED
+    return Support()

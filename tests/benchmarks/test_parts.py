@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count, cycle
@@ -19,12 +18,10 @@ from benchmarks import decoding, engine, learning
 from benchmarks.gpu_day import PARTS, gpu_day
 from benchmarks.harness import END, Spread, command, placed, require_writable, turns
 from benchmarks.ladder.workloads import SMOKE
-from benchmarks.turns import Course, Pauses, measure as measure_pauses
 from benchmarks.vllm.compare import Recorded, compare_decoding, compare_syncing, length_of
 from oppo.errors import ConfigError, DataError
 from oppo.events import Prompt, Response
 from oppo.models import Weights
-from oppo.placement import Thread
 from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, run_virtual
 from tests.hf import tiny
@@ -86,32 +83,10 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_the_engine_costs_time_by_the_given_clock_per_chunk_and_edge() -> None:
+def test_the_engine_costs_time_by_the_given_clock_for_each_live_rollout() -> None:
     ticks = count()  # read at the start and at the end only: one second passes
-    costs = engine.measure((2, 5), 2, least_chunks=1, clock=lambda: float(next(ticks)))
-    assert [(cost.load, cost.rollouts) for cost in costs] == [(name, n) for name in engine.LOADS for n in (2, 5)]
-    written = cast("list[dict[str, object]]", engine.as_json(costs)["costs"])
-    assert [each["median"] for each in written] == [cost.median for cost in costs]
-    edges = next(cost for cost in costs if (cost.load, cost.rollouts) == ("edges", 5))
-    assert edges.chunks == 2 * 5 * engine.CHUNKS
-    assert edges.median == pytest.approx(1e6 / edges.chunks / engine.EDGES)
     line = engine.live((4, 5), 2, clock=lambda: float(next(ticks)))
     assert "4 live rollouts, 125.00 ms for each in a step, 0% of it gc; 5 live rollouts, 100.00 ms" in line
-
-
-def test_a_pause_is_compared_with_the_gaps_on_either_side_of_it() -> None:
-    course = Course(ends=[0, 1, 2, 5, 6, 8, 9.5, 10.5], calls=[1, 1, 1, 2, 2, 2, 3, 3], joined={3})
-    assert [list(course.borders(joined=joined)) for joined in (False, True)] == [[(3, 1)], [(1.5, 1.5)]]
-    found = Pauses.of([course])
-    assert (found.interrupted, found.answered, found.interruptions, found.answers) == (2, 0, 1, 1)
-    assert math.isnan(Pauses.of([Course(ends=[0, 1, 2, 5, 6], calls=[1, 1, 1, 2, 2])]).answered), "of none, no figure"
-
-
-@tiny.apart
-def test_answers_and_interruptions_are_both_met() -> None:
-    with Thread("actor") as place:
-        found = measure_pauses(tiny.causal(), place, rounds=2, rows=6, length=60)
-    assert min(found.answers, found.step) > 0
 
 
 def of_record(page: str) -> str:

@@ -186,6 +186,8 @@ data.prompts=verifiers:sums | data.prompts = 'verifiers:sums' is a taskset | set
 AGENT eval.prompts=verifiers:sums | eval.prompts = 'verifiers:sums' is a taskset
 agents.program=verifiers | data.prompts = 'prompts.jsonl' is none | name one as 'verifiers:NAME'
 data.prompts=[{path="a.jsonl",config={n=1}}] | data.prompts[0] = 'a.jsonl' has a config, and only a taskset has one
+data.drop_last=true data.prompts=[{path="a.jsonl",weight=1}] |
+    data.drop_last is of whole batches from one source, and data.prompts has weights
 agents.program=verifiers data.prompts=[{path="verifiers:s",split="x"}] | has a split, and a taskset has no such
 agents.program=verifiers data.prompts=[{path="verifiers:s",column="q"}] | has a column, and a taskset has no such
 agents.timeout=5 | agents.timeout is of an agent, and agents.program names none

@@ -39,6 +39,20 @@ def test_every_epoch_holds_every_prompt_once_under_consecutive_numbers(count: in
         assert sorted(int(prompt.tokens[0]) for prompt in part) == list(range(count))
 
 
+@given(count=st.integers(1, 20), seed=st.integers(0, 2**32), epochs=st.integers(1, 4), batch=st.integers(1, 25))
+def test_every_epoch_is_whole_batches_of_prompts_that_differ(count: int, seed: int, epochs: int, batch: int) -> None:
+    if batch > count:
+        with pytest.raises(DataError, match=f"{count} prompts fill no batch of {batch}: add prompts"):
+            PromptStream(pool(count), multiple=batch)
+        return
+    stream, served = PromptStream(pool(count), seed=seed, epochs=epochs, multiple=batch), count // batch * batch
+    taken = [int(prompt.tokens[0]) for prompt in stream]
+    assert len(taken) == len(stream) == served * epochs
+    assert all(len(set(taken[first : first + served])) == served for first in range(0, len(taken), served))
+    everything = [int(prompt.tokens[0]) for prompt in PromptStream(pool(count), seed=seed, epochs=epochs)]
+    assert taken[:served] == everything[:served]
+
+
 Mixture: TypeAlias = Sequence[tuple[int, list[Prompt]]]
 
 seeds = st.integers(0, 2**32)

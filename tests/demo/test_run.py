@@ -19,7 +19,7 @@ from oppo.evaluation import Comparison
 from oppo.hf import load_causal
 
 FACTS = {
-    "score_before", "score_after", "score_after_ci95", "kl", "seconds", "hidden_fraction", "deferred_fraction",
+    "eval/score", "eval/response_length", "objective/kl", "seconds", "overlap/hidden_fraction", "deferred_fraction",
     "tokens_identical_to_serial", "actor", "steps",
 }  # fmt: skip
 
@@ -27,11 +27,14 @@ FACTS = {
 def learned(directory: Path) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     assert set(facts) >= FACTS
-    gain, half_width, kl = (facts[name] for name in ("score_gain", "score_after_ci95", "kl"))
-    assert gain - half_width > 0, "the interval of the gain lies above 0"
-    assert kl < 20
+    scores = facts["eval/score"]
+    assert scores["gain"] - scores["gain_ci95"] > 0, "the interval of the gain lies above 0"
+    assert scores["last"] - scores["first"] == pytest.approx(scores["gain"], abs=1e-5)
+    evaluated = [json.loads(line)["eval/score"] for line in (directory / "eval.jsonl").read_text().splitlines()]
+    assert (evaluated[0], evaluated[-1]) == (scores["first"], scores["last"]), "a number has one name in every file"
+    assert facts["objective/kl"]["last"] < 20
     assert facts["tokens_identical_to_serial"] is True
-    assert 0 < facts["hidden_fraction"] <= 1
+    assert 0 < facts["overlap/hidden_fraction"]["mean"] <= 1
     assert 0 <= facts["deferred_fraction"] < 1, "how many, the machine decides"
     return facts
 
@@ -48,7 +51,7 @@ def test_a_short_demo_learns_and_leaves_a_run_that_can_be_repeated(
     with safe_open(directory / "checkpoints/final/critic/model.safetensors", framework="np") as tensors:
         assert "score.weight" in tensors.keys()  # noqa: SIM118 - it is no mapping
     said = capsys.readouterr().out
-    for finding in ("score", "KL", "length", "overlap", "deferral", "exactness", "outputs", "again", "time"):
+    for finding in ("held-out", "KL", "length", "overlap", "deferral", "exactness", "outputs", "again", "time"):
         assert f"\n{finding} " in said
     assert UNMEASURED in " ".join(said.split())
     again = load_settings(directory / "config.toml", [f"run.name=again-{tmp_path.name}"])
@@ -69,10 +72,12 @@ def test_a_short_demo_learns_whatever_the_seed(seed: int, tmp_path: Path) -> Non
 def findings(length_after: float, deferral_steps: Mapping[int, int] | None = None) -> Findings:
     return Findings(
         scores=Comparison(before=0.0, after=1.5, spread=1.0, gain=1.5, half_width=0.2),
-        kl=5.0,
-        length_before=30.0,
-        length_after=length_after,
-        hidden_fraction=0.8,
+        summary={
+            "eval/score": {"first": 0.0, "last": 1.5},
+            "eval/response_length": {"first": 30.0, "last": length_after},
+            "objective/kl": {"last": 5.0},
+            "overlap/hidden_fraction": {"mean": 0.8},
+        },
         deferred_fraction=0.2,
         deferral_steps={1: 90, 2: 5} if deferral_steps is None else deferral_steps,
         digests=Digests("aa", "ab"),
@@ -96,7 +101,8 @@ def test_runs_that_made_other_tokens_are_said_to_have_done_so() -> None:
 
 def test_scoring_that_took_no_time_is_not_said_to_be_hidden() -> None:
     assert "80% of the scoring was hidden" in "\n".join(findings(30.0).lines())
-    assert "nothing to hide" in "\n".join(replace(findings(30.0), hidden_fraction=None).lines())
+    nothing = {name: each for name, each in findings(30.0).summary.items() if name != "overlap/hidden_fraction"}
+    assert "nothing to hide" in "\n".join(replace(findings(30.0), summary=nothing).lines())
 
 
 def test_where_the_models_and_the_prompts_are_is_told() -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import oppo.algorithms
+from docs.make_api import PAGE as REFERENCE, SOURCE, page as reference
 from oppo import GAE, Graph, Overcommit, Score, grpo, ppo
 from oppo.admission.chunking import Fixed
 from oppo.config.load import load_settings
@@ -50,8 +51,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 COMPOSE = ROOT / "docs" / "compose.md"
-SOURCE = "https://github.com/oppo-rlhf/oppo/blob/main/"
-"""What pages of the site link to that is not on it."""
 LINK = re.compile(r"\]\((?!https?://)([^)\s#]*)(?:#([^)\s]+))?\)")
 SHOWN = re.compile(r"`((?:tests|oppo|examples|benchmarks|docs)/[\w./]+)`")
 
@@ -403,15 +402,19 @@ def test_every_page_is_on_the_site_and_in_the_table_of_contents() -> None:
     assert len([page for page in pages if not page.startswith("api/")]) <= 15
     assert pages == set(re.findall(r'"([\w/-]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
     shown = {to for to, _ in LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}
-    assert {page for page in pages if not page.startswith("api/")} - {"index.md"} == shown - {"api/stages.md"}
+    assert {page for page in pages if not page.startswith("api/")} - {"index.md"} == shown - {"api/index.md"}
+
+
+def test_the_tables_of_the_reference_are_up_to_date() -> None:
+    assert REFERENCE.read_text(encoding="utf-8") == reference(), "run: python -m docs.make_api"
 
 
 def test_everything_public_is_in_the_reference() -> None:
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     modules = (name for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
     assert all(hasattr(oppo, name) for name in oppo.__all__)  # which loads them
-    loaded = [vars(sys.modules[name]) for name in modules if name in sys.modules]
-    shown = {id(module[name]) for module in loaded for name in module.get("__all__", module)}
+    loaded = [sys.modules[name] for name in modules if name in sys.modules]
+    shown = {id(getattr(module, name)) for module in loaded for name in getattr(module, "__all__", vars(module))}
     assert not [name for name in oppo.__all__ if id(getattr(oppo, name)) not in shown]
 
 

@@ -25,7 +25,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen2Config
 
-from oppo.events import Batch, Chunk, Prompt, Support
+from oppo.events import Batch, Chunk, Prompt, Support, TokenColumns
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, ModuleT, WithoutData, longest_batch
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
@@ -111,9 +111,9 @@ def scored(make: Make, worker_of: Callable[[PreTrainedModel], ScorerWorker[Any]]
         watch.taken()
         worker.extend(ScorerInput([Prompt(r, r, np.ones(5 + r, np.int32)) for r in range(rows)]))
         found["prompts"] = watch.taken()
-        worker.extend(ScorerInput([_chunk(r, 0, 8) for r in range(rows)], supports=True))
+        worker.extend(ScorerInput([_chunk(r, 0, 8) for r in range(rows)], extra=(Support,)))
         found["chunks"] = watch.taken()
-        worker.extend(ScorerInput([_chunk(r, 8, 3) for r in range(rows // 2)], supports=True))
+        worker.extend(ScorerInput([_chunk(r, 8, 3) for r in range(rows // 2)], extra=(Support,)))
         watch.taken()
         worker.finish(dict.fromkeys(range(rows // 2), 11))
         found["finish"] = watch.taken()
@@ -123,7 +123,7 @@ def scored(make: Make, worker_of: Callable[[PreTrainedModel], ScorerWorker[Any]]
 def _chunk(rollout: int, start: int, count: int) -> Chunk:
     support = Support(np.tile(np.arange(4, dtype=np.int32), count), np.full(count, 4, np.int32))
     tokens = np.ones(count, np.int32)
-    return Chunk(rollout, start, tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), support)
+    return Chunk(rollout, start, tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), TokenColumns(support))
 
 
 def with_critic() -> ActorCritic:

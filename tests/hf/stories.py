@@ -19,7 +19,7 @@ from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
-from oppo.events import Chunk, Prompt, StepReport, Support
+from oppo.events import Chunk, Prompt, StepReport, Support, TokenColumns
 from oppo.graph import Graph
 from oppo.hf.devices import use_cores
 from oppo.hf.serve.policy import HfDecode, HfPolicy
@@ -113,7 +113,7 @@ class Story:
         return [np.concatenate([piece.versions for piece in row]).tolist() for row in self.pieces]
 
     def supports(self) -> list[Support]:
-        return [Support.concatenate((piece.support, len(piece.tokens)) for piece in row) for row in self.pieces]
+        return [Support.concatenate((piece.extra[Support], len(piece.tokens)) for piece in row) for row in self.pieces]
 
     def states(self) -> list[str]:
         return [row[-1].state for row in self.pieces]
@@ -157,7 +157,8 @@ def full_logprobs(
 def allowed(support: Support, count: int, vocabulary: int) -> Tensor:
     """Which ids each of ``count`` tokens was drawn from, one token at a time: bool [count, vocabulary]."""
     rows = torch.ones(count, vocabulary, dtype=torch.bool)
-    for row, alone in zip(rows, support.split(count), strict=True):
+    for row, one in zip(rows, TokenColumns(support).split(count), strict=True):
+        alone = one[Support]
         if alone.counts.sum() > 0:
             row[:] = False
         row[torch.from_numpy(alone.ids).long()] = bool(alone.counts.sum() > 0)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from oppo.admission import Overcommit
 from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.algorithms.ppo import ppo
-from oppo.events import Batch, Prompt
+from oppo.events import Batch, Prompt, RoutedExperts, Support
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.actor_critic import value_model_on
@@ -117,7 +117,7 @@ def test_streamed_and_serial_runs_agree_bit_for_bit_where_sampling_truncates(sam
     torch.set_num_threads(1)
     ours = oracle().tiny_models()
     batches, trained = serial(sampling)
-    assert not any(batch.support(range(len(batch))).whole for batch in batches)
+    assert not any(batch.column(Support, range(len(batch))).empty for batch in batches)
     assert_same(batches, anyio.run(functools.partial(streamed, ours, Fixed(7), sampling=sampling)))
     assert weights_digest(ours["actor"]) == trained["actor"]
 
@@ -164,8 +164,8 @@ def test_streamed_runs_that_replay_experts_agree_bit_for_bit(extra: int, monkeyp
         (each for batch in after for each in batch.responses),
         strict=True,
     ):
-        assert a.routed == b.routed == len(a.prompt.tokens) + len(a) - 1
-        assert np.array_equal(a.routed_experts.ids, b.routed_experts.ids)
+        assert a.extra[RoutedExperts].known(a.prompt) == len(a.prompt.tokens) + len(a) - 1
+        assert np.array_equal(a.extra[RoutedExperts].ids, b.extra[RoutedExperts].ids)
     assert weights_digest(ours["actor"]) == weights_digest(theirs["actor"]) != weights_digest(mixtures()["actor"])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, rollout_of
+from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, Support, rollout_of
 from oppo.models import Cut, Decode, Decoding
 from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, FakeScorer, fake_per_token, fake_scalar, prompts, run_virtual
@@ -62,8 +62,8 @@ def test_a_cut_neither_loses_nor_doubles_a_token(setting: Setting) -> None:
             made = FakeDecode(pipeline.policy, response.prompt, setting.length(response.prompt))
             assert response.tokens.tolist() == made.tokens(0, made.length).tolist()
             support = pipeline.policy.support(response.tokens)
-            assert response.support.ids.tolist() == support.ids.tolist()
-            assert response.support.counts.tolist() == support.counts.tolist()
+            assert response.extra[Support].ids.tolist() == support.ids.tolist()
+            assert response.extra[Support].counts.tolist() == support.counts.tolist()
 
 
 @given(settings())

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.hf.tool_calls import ToolCall
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
 from oppo.liveness.watchdog import GAP, Parts, _threads
+from oppo.log import routed
 from oppo.observe import Span
 from oppo.rewards import FunctionReward
 from oppo.scorers import capabilities_of
@@ -46,9 +48,11 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
-from oppo.user_code import load_object
+from oppo.user_code import UNBLOCK, load_object
 from tests.agents.test_agents import tokenizer as agents_tokenizer
 from tests.report.synthetic import play
+
+HELD = 0.02
 
 STUCK = Snapshot(3, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
 
@@ -624,6 +628,32 @@ async def test_the_worst_delay_is_kept_until_it_is_taken() -> None:
         assert heartbeat.take() == 2.5, "a beat that is overdue counts already"
 
 
+async def test_the_code_that_blocks_the_loop_for_long_is_logged() -> None:
+    clock = Clock()
+    heartbeat, told = Heartbeat(0.5, clock=clock, sleep=clock.sleep), list[str]()
+
+    def sleeps(seconds: float, *, seen: bool) -> float:
+        clock.at += seconds
+        with ThreadPoolExecutor(1) as watchdog:
+            if seen:
+                watchdog.submit(heartbeat.look).result()
+        return heartbeat.take()
+
+    with routed(told.append):
+        async with heartbeat.beating():
+            while clock.late:
+                await anyio.lowlevel.checkpoint()
+            assert heartbeat.take() < 1
+            assert sleeps(1.25, seen=True) == 0.75
+            assert sleeps(4.0, seen=True) == 3.5
+            assert heartbeat.take() == 0.0
+            assert sleeps(9.0, seen=False) == 8.5
+    first, second = told
+    assert first.startswith(f"the event loop was blocked for 3.5 s at {__file__}:")
+    assert first.endswith(f" in sleeps: {UNBLOCK}")
+    assert second.startswith("the event loop was blocked for 8.5 s by code that no thread could look at")
+
+
 async def test_an_error_inside_surfaces_as_itself() -> None:
     with pytest.raises(ValueError, match="inside"):
         async with Heartbeat().beating():
@@ -643,6 +673,34 @@ async def gaps(tmp_path: Path) -> list[float | None]:
 def test_the_reports_of_a_watched_run_say_how_long_its_loop_was_blocked(tmp_path: Path) -> None:
     found = anyio.run(gaps, tmp_path)
     assert all(gap is not None and gap >= 0 for gap in found)
+
+
+def test_a_stage_that_blocks_the_loop_of_a_watched_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that sleeps synchronously; it wakes once the watchdog's thread has looked."""
+    looked, told, look = threading.Event(), list[str](), Heartbeat.look
+
+    def looking(heartbeat: Heartbeat) -> None:
+        look(heartbeat)
+        if heartbeat._seen and heartbeat._late() > HELD:
+            looked.set()
+
+    async def blocking(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        looked.wait(60)
+        return [0.0 for _ in completions]
+
+    async def main() -> list[float | None]:
+        blocked = graph().replace(reward=Score(FunctionReward(blocking, str)))
+        async with blocked.open(prompts(20)) as run, watched(run, report=tmp_path / "hang.json"):
+            return [report.metrics.get(GAP) async for report in run.steps(2)]
+
+    monkeypatch.setattr("oppo.liveness.watchdog.HELD", HELD)
+    monkeypatch.setattr(Heartbeat, "look", looking)
+    with routed(told.append):
+        first, _ = anyio.run(main)
+    assert first is not None
+    assert any(f" at {__file__}:" in each and each.endswith(f" in blocking: {UNBLOCK}") for each in told)
 
 
 def test_in_virtual_time_nothing_beats(tmp_path: Path) -> None:

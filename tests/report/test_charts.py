@@ -1,73 +1,87 @@
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.report.charts import HEIGHT, MOST, WIDTH, lines, stacked
+from oppo.report.charts import HEIGHT, MOST, WIDTH, Line, lines, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
-VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=30)
+FLOATS = st.one_of(st.none(), st.floats(-1e6, 1e6), st.floats(allow_nan=False, allow_infinity=False))
+VALUES = st.lists(FLOATS, min_size=1, max_size=30)
 
 
-def bars(chart: str) -> list[dict[str, float]]:
-    root = ET.fromstring(chart or "<svg/>")
-    rects = [rect for rect in root.iter(f"{SVG}rect") if rect.get("width") != "10.00"]  # not those of the legend
-    return [{name: float(rect.get(name, "nan")) for name in ("x", "y", "width", "height")} for rect in rects]
+def line(label: str, values: list[float | None], error: list[float | None] | None = None) -> Line:
+    return Line(label, label, range(1, len(values) + 1), values, error or ())
 
 
-@given(first=VALUES, second=VALUES)
+def paths(chart: str) -> list[list[tuple[float, float]]]:
+    """Return the points of the lines, or of the upper edges of areas, in the picture's pixels."""
+    found = (each.get("d", "") for each in ET.fromstring(chart).iter(f"{SVG}path"))
+    return [
+        [
+            (float(x), float(y))
+            for x, y in (
+                point.split()[:2]
+                for point in each.replace("h.01", "").partition("V")[0].replace("M", "L")[1:].split("L")
+            )
+        ]
+        for each in found
+    ]
+
+
+@given(first=VALUES, second=VALUES, stack=st.booleans())
 def test_any_series_gives_a_well_formed_chart_inside_its_frame(
-    first: list[float | None], second: list[float | None]
+    first: list[float | None], second: list[float | None], stack: bool
 ) -> None:
-    series = {"one & two": first, "three": second}
-    for chart in (lines("a < b", series), lines("a < b", series, within=(0, 1)), stacked("a < b", series)):
+    count = max(len(first), len(second))
+    series = [
+        line("one & two", first + [None] * (count - len(first))),
+        line("three", second + [None] * (count - len(second))),
+    ]
+    for within in ((), (0, 1)):
+        chart = lines("a < b", series, within=within, stack=stack)
         assert not chart or ET.fromstring(chart).get("aria-label") == "a < b"
-    for bar in bars(stacked("a < b", {"one & two": first, "three": second})):
-        assert -0.1 <= bar["x"] <= WIDTH
-        assert -0.1 <= bar["y"] <= bar["y"] + bar["height"] <= HEIGHT
+        shown = all(abs(each or 0.0) < 1e6 for each in (*first, *second))
+        for x, y in (point for path in (paths(chart) if chart else ()) for point in path):
+            assert -0.1 <= x <= WIDTH
+            assert -0.1 <= y <= HEIGHT or not shown, "others are far off"
 
 
-@pytest.mark.parametrize(("gaps", "strokes"), [(True, 2), (False, 1)])
-def test_what_is_missing_is_a_gap_or_is_passed_over(gaps: bool, strokes: int) -> None:
-    chart = lines("score", {"held-out": [1.0, None, None, 2.0]}, gaps=gaps)
-    (path,) = ET.fromstring(chart).iter(f"{SVG}path")
-    assert path.get("d", "").count("M") == strokes
+def test_what_is_missing_is_a_gap() -> None:
+    (path,) = ET.fromstring(lines("score", [line("score", [1.0, None, None, 2.0])])).iter(f"{SVG}path")
+    assert path.get("d", "").count("M") == 2
 
 
-def test_stacked_bars_stand_on_one_another() -> None:
-    decode, update = bars(stacked("time", {"decode": [1.0], "update": [3.0]}))
-    assert update["height"] == pytest.approx(3 * decode["height"], abs=0.02)
-    assert update["y"] + update["height"] == pytest.approx(decode["y"], abs=0.02)
+def test_areas_stand_on_one_another_and_the_highest_is_drawn_first() -> None:
+    update, decode = paths(lines("time", [line("decode", [1.0, 1.0]), line("update", [3.0, 1.0])], stack=True))
+    bottom = HEIGHT - 56
+    assert bottom - update[0][1] == pytest.approx(4 * (bottom - decode[0][1]), abs=0.5)
+    assert bottom - update[1][1] == pytest.approx(2 * (bottom - decode[1][1]), abs=0.5)
 
 
-@pytest.mark.parametrize(("steps", "bars_of"), [(MOST, 1), (MOST + 1, 2), (20_000, 40), (20_001, 41)])
-def test_a_long_run_has_bars_of_several_steps_and_says_so(steps: int, bars_of: int) -> None:
-    values = [float(step % 2) for step in range(steps)]
-    chart = stacked("time", {"decode": values, "update": [1.0] * steps})
-    drawn = bars(chart)
-    assert len(drawn) == 2 * -(-steps // bars_of) <= 2 * MOST
-    assert drawn[-1]["x"] + drawn[-1]["width"] == pytest.approx(WIDTH - 68, abs=1)
-    assert f"step {steps}<" in chart
-    assert (f"time, means of {bars_of} steps" in chart) == (bars_of > 1)
-    if bars_of == 40:
-        assert drawn[0]["height"] == pytest.approx(drawn[1]["height"] / 2, abs=0.02)
+@pytest.mark.parametrize(("steps", "blocks"), [(MOST, MOST), (MOST + 1, 251), (20_000, 500), (20_001, 488)])
+def test_areas_of_a_long_run_are_means_of_several_steps(steps: int, blocks: int) -> None:
+    decode: list[float | None] = [float(step % 2) for step in range(steps)]
+    (_, drawn) = paths(lines("time", [line("decode", decode), line("update", [1.0] * steps)], stack=True))
+    assert len(drawn) == blocks
+    if steps in {MOST + 1, 20_000}:  # of a decode time that is 0 and 1 in turn
+        assert len({y for _, y in drawn[:-1]}) == 1
 
 
 def test_a_line_of_a_long_run_has_a_few_points_and_every_spike() -> None:
-    values = [float(step % 7) for step in range(20_000)]
+    values: list[float | None] = [float(step % 7) for step in range(20_000)]
     values[12_345] = 100.0
-    (path,) = ET.fromstring(lines("KL", {"KL": values})).iter(f"{SVG}path")
-    drawn = path.get("d", "")
-    assert drawn.count("M") == 1
-    assert drawn.count("L") <= 2 * MOST
-    assert sum(float(point.split(" ")[1]) < HEIGHT / 4 for point in drawn[1:].split("L")) == 1
+    (drawn,) = paths(lines("KL", [line("KL", values)]))
+    assert len(drawn) <= 2 * MOST
+    assert sum(y < HEIGHT / 4 for _, y in drawn) == 1
 
 
 def test_there_is_no_chart_of_nothing() -> None:
-    assert lines("x", {"x": [None, float("nan")]}, within=(0, 1)) == ""
-    assert stacked("x", {}) == stacked("x", {"x": [0.0, None]}) == ""
+    assert lines("x", [line("x", [None])], within=(0, 1)) == lines("x", []) == ""
 
 
 def words(chart: str) -> list[tuple[str, float, float]]:
@@ -76,29 +90,57 @@ def words(chart: str) -> list[tuple[str, float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("values", "within", "ends"),
+    ("values", "within", "levels"),
     [
-        ([3.0, 7.0], (0,), ("0", "7")),
-        ([0.0, 0.0], (0, 1), ("0", "1")),
-        ([0.25, 0.5], (0, 1), ("0", "1")),
-        ([-4.7e-7, 8.5], (0,), ("0", "8.5")),
-        ([1.0, 2.0], (), ("0.95", "2.05")),
+        ([3.0, 7.0], (0,), ["0", "2", "4", "6", "8"]),
+        ([0.0, 0.0], (0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        ([0.25, 0.5], (0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        ([-4.7e-7, 8.5], (0,), ["0", "2", "4", "6", "8", "10"]),
+        ([1.0, 2.0], (), ["1", "1.2", "1.4", "1.6", "1.8", "2"]),
+        ([2.38, 2.38], (), ["0", "0.5", "1", "1.5", "2", "2.5"]),
+        ([-0.137, 0.4], (), ["-0.2", "0", "0.2", "0.4"]),
     ],
 )
-def test_the_axis_of_a_count_begins_at_0_and_that_of_a_share_ends_at_1(
-    values: list[float], within: tuple[float, ...], ends: tuple[str, str]
+def test_ticks_are_round_and_the_axis_of_a_count_begins_at_0_and_that_of_a_share_ends_at_1(
+    values: list[float | None], within: tuple[float, ...], levels: list[str]
 ) -> None:
-    levels = [text for text, x, _ in words(lines("x", {"x": values}, within=within)) if x == -6]
-    assert (levels[0], levels[-1]) == ends
+    assert [text for text, x, _ in words(lines("x", [line("x", values)], within=within)) if x == -6] == levels
+
+
+@given(low=st.floats(-1e12, 1e12), width=st.floats(1e-6, 1e12))
+def test_a_few_round_numbers_at_equal_distances_lie_within_any_range(low: float, width: float) -> None:
+    high = low + max(width, abs(low) * 1e-6)
+    found = ticks(low, high)
+    assert 1 <= len(found) <= 7
+    assert all(low - 1e-5 * (high - low) <= each <= high + 1e-5 * (high - low) for each in found)
+    for one, other in pairwise(found):
+        step = other - one
+        mantissa = step / 10 ** math.floor(math.log10(step) + 1e-4)
+        assert min(abs(mantissa - each) for each in (1, 2, 5, 10)) < 1e-2
+
+
+def test_steps_are_marked_at_whole_numbers() -> None:
+    for count, marks in ((1, ["1"]), (2, ["1", "2"]), (20, ["5", "10", "15", "20"]), (700, ["200", "400", "600"])):
+        chart = lines("x", [line("x", [1.0, *[2.0] * (count - 1)])])
+        below = [text for text, _, y in words(chart) if y == HEIGHT - 56 + 16]
+        assert below == marks
+
+
+def test_an_interval_is_drawn_and_within_the_frame() -> None:
+    chart = lines("x", [line("x", [1.0, 2.0], [0.5, None])])
+    bars = [each for each in ET.fromstring(chart).iter(f"{SVG}line") if each.get("x1") == each.get("x2")]
+    (bar,) = bars
+    assert 0 <= float(bar.get("y2", "nan")) < float(bar.get("y1", "nan")) <= HEIGHT - 56
 
 
 def test_a_legend_names_every_series_that_is_drawn_within_the_picture() -> None:
     many = {f"eval/pass_at_{2**k}, of the responses that were drawn": [k / 10, 0.9] for k in range(9)}
-    chart = lines("passed", {"nothing": [None], **many}, within=(0, 1))
+    chart = lines(
+        "passed", [line("nothing", [None]), *(line(name, [*each]) for name, each in many.items())], within=(0, 1)
+    )
     root = ET.fromstring(chart)
     height = float(root.get("viewBox", "").split()[-1])
     named = [(x, y) for text, x, y in words(chart) if text in many]
     assert len(named) == 9 == len(list(root.iter(f"{SVG}path")))
     assert all(x + 6 * len(next(iter(many))) <= WIDTH and y <= height for x, y in named)
     assert "nothing" not in [text for text, _, _ in words(chart)]
-    assert {text for text, _, _ in words(stacked("time", {"a": [1.0], "b": [0.0], "c": [None]}))} & set("abc") == {"a"}

@@ -79,11 +79,11 @@ def test_a_run_is_written_shown_and_read_under_the_names_that_are_chosen(
     assert [line["objective/scores"] for line in read] == [line["score"] for line in written]
     assert len(RunRecord.read(run).steps) == 2, "a simulation is calibrated on it"
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert "KL (nats a rollout)" in page
+    assert "objective/kl (nats a rollout)" in page
     assert "exposed scoring" in page
     assert "Model FLOPs utilisation" in page
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    assert summary["kl_last"] == pytest.approx(sum(line["objective/kl"] or 0 for line in read) / 2)
+    assert summary["objective/kl"]["last"] == pytest.approx(sum(line["objective/kl"] or 0 for line in read) / 2)
 
 
 def test_ppo_keeps_the_names_of_trls_ppo_and_a_resumed_run_may_change_them(folder: Path) -> None:

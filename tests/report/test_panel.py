@@ -22,6 +22,7 @@ from oppo.liveness import Stall
 from oppo.observe import Expendable, Span
 from oppo.report import Panel
 from oppo.report.panel import Display, displays, line
+from oppo.report.records import counted
 from tests.report.synthetic import batch, chunk, decode, finish, play, prompt, report
 
 
@@ -38,6 +39,25 @@ def test_without_a_terminal_each_step_is_one_plain_line() -> None:
         "step 1/2  score 0.500  kl 0.000  length 2  2 tokens/s  deferred 1 response  2.00 s",
         "step 2/2  score -  kl 0.250  length 2  2 tokens/s  deferred 0 responses  dropped 1 response  2.00 s",
     ]
+
+
+def test_a_distillation_shows_the_distance_to_its_teacher_in_place_of_a_score_that_it_does_not_have() -> None:
+    metrics = {"objective/teacher_kl": 3.21, "response_length/tokens": 2468.0}
+    alone, rewarded = (replace(report(0, (0,), score), metrics=metrics) for score in (0.0, 0.5))
+    assert line(alone, 1, 9) == "step 1/9  teacher kl 3.210  1,234 tokens/s  deferred 0 responses  2.00 s"
+    assert "teacher kl 3.210  score 0.500" in line(rewarded, 1, 9)
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 responses"), (1, "1 response"), (1_024, "1,024 responses")])
+def test_a_count_is_written_as_a_person_writes_it(count: int, said: str) -> None:
+    assert counted(count, "response") == said
+    step = StepReport(0, 1, (), (), tuple(Defer(number, 1) for number in range(count)), 0.5, 1.0, {})
+    assert f"deferred {said}  " in line(step, 1, 1)
+    where, out = console(terminal=True)
+    panel = Panel(where, 1, live=True)
+    panel.on_evaluation(0, count)
+    where.print(panel.render())
+    assert (f"held-out prompts: 0 of {said}" in out.getvalue()) == (count > 0)
 
 
 def evaluated(step: int, score: float) -> Evaluated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tomllib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from datetime import date
@@ -15,12 +16,13 @@ import anyio
 import anyio.lowlevel
 import pyarrow as pa
 import pytest
+import tomli_w
 from pyarrow import parquet
 
-from oppo import resume as go_on, train
+from oppo import TrainerSettings, resume as go_on, train
 from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.config.load import load_settings
-from oppo.errors import ConfigError, DataError
+from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.run.checkpoint import CHECKPOINTS, read_state
 from tests.config.test_refusals import entries
 from tests.hf import tiny
@@ -89,6 +91,25 @@ def test_without_weights_every_prompt_comes_once_in_an_epoch(folder: Path) -> No
     chosen = (*QUIET, 'data.prompts=["prompts.jsonl", {path="more.csv", column="question"}]', "data.epochs=1")
     assert oppo(folder, "", *chosen, "run.steps=100", "step.batch=9", "step.overcommit=0") == DONE
     assert seen(folder) == {"json": 20, "csv": 7}
+
+
+@pytest.mark.parametrize(("drop_last", "batches"), [(False, [9] * 6), (True, [9] * 6), (False, [20] * 2 + [14])])
+def test_a_run_without_a_number_of_steps_ends_with_its_epochs(
+    folder: Path, drop_last: bool, batches: list[int]
+) -> None:
+    chosen = [*QUIET, 'data.prompts=["prompts.jsonl", {path="more.csv", column="question"}]', "data.epochs=2"]
+    chosen += ["step.overcommit=0", "trainer.schedule=linear", "trainer.warmup_steps=0.4", f"step.batch={batches[0]}"]
+    settings = tomllib.loads((folder / "config.toml").read_text())
+    del settings["run"]["steps"]
+    (folder / "config.toml").write_text(tomli_w.dumps(settings))
+    run = train(folder / "config.toml", [*chosen, f"data.drop_last={str(drop_last).lower()}"]).path
+    made = records(folder, "first", "metrics.jsonl")
+    assert [step["trained"] for step in made] == batches
+    assert load_settings(run / "config.toml").run.steps == len(batches)
+    factor = TrainerSettings(schedule="linear", warmup_steps=0.4, total_steps=len(batches)).learning_rate_factor
+    assert [step["lr"] for step in made] == pytest.approx([1e-3 * factor(step) for step in range(len(batches))])
+    with pytest.raises(RunComplete):
+        go_on(run)
 
 
 NONE = entries("""

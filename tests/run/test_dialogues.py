@@ -65,7 +65,8 @@ def environment(settings: Settings, tokenizer: HfTokenizer) -> AnyEnvironment | 
 
 
 def rendered(folder: Path, **data: object) -> str:
-    found = policy_tokenizer(resolve(document(**data), folder))
+    settings = resolve(document(**data), folder)
+    found = policy_tokenizer(settings.models, settings.data, settings.environment)
     return found.decode_whole(found.encode_chat([{"role": "user", "content": "hello"}]))
 
 
@@ -80,7 +81,7 @@ def test_a_template_its_variables_and_tools_are_those_of_the_settings(folder: Pa
 
 def test_the_template_is_saved_with_the_policy_and_its_files_are_those_of_the_run(folder: Path, tmp_path: Path) -> None:
     settings = resolve(document(chat_template="qwen3.jinja", tools="tools.json"), folder)
-    found = policy_tokenizer(settings)
+    found = policy_tokenizer(settings.models, settings.data, settings.environment)
     found.save(tmp_path / "saved")
     saved = {each.name: each.read_text() for each in (tmp_path / "saved").iterdir()}
     assert any("<tool_response>" in text for text in saved.values())
@@ -94,7 +95,7 @@ def test_a_class_of_environments_is_refused_where_a_function_is_expected(folder:
     (folder / "game.py").write_text("class Game:\n    def reset(self): ...\n    def play(self): ...\n")
     settings = resolve({**document(), "environment": {"source": "game.py:Game"}}, folder)
     with pytest.raises(ConfigError, match=r"game.py:Game' is a class .* environment.factory"):
-        environment(settings, policy_tokenizer(settings))
+        environment(settings, policy_tokenizer(settings.models, settings.data, settings.environment))
 
 
 @pytest.mark.parametrize(

@@ -447,9 +447,10 @@ def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the doctor count what is certain: what models do under load takes it a second each time."""
 
     def rested(count: Callable[..., object]) -> Callable[..., object]:
-        return lambda deployment, load: count(deployment, None)
+        return lambda deployment, load, known: count(deployment, None, known)
 
     monkeypatch.setattr("oppo.run.doctor.expected", rested(expected))
+    monkeypatch.setattr("oppo.run.layouts.expected", rested(expected))
     monkeypatch.setattr("oppo.run.doctor.advice", rested(advice))
 
 

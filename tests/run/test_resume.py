@@ -137,6 +137,60 @@ def test_a_signal_ends_after_a_step_with_a_checkpoint_from_which_the_run_goes_on
     same_as_whole(folder, "stopped")
 
 
+HELD = """
+import time
+from pathlib import Path
+
+scored = []
+
+def held(prompts, completions):
+    scored.extend(completions)
+    while len(scored) > 4 and not Path(__file__).with_name("go").exists():  # from the second step on
+        time.sleep(0.01)
+    return [0.0 for _ in completions]
+"""
+
+NOTING = """
+from functools import wraps
+from pathlib import Path
+from oppo.stages import Generate
+
+run, begun = Generate.run, []
+
+@wraps(run)
+async def noted(*inputs, **given):
+    begun.append(given)
+    if len(begun) == 3:
+        Path({there!r}).touch()
+    await run(*inputs, **given)
+
+Generate.run = noted
+"""
+
+
+def test_a_signal_lets_the_steps_in_flight_end_and_the_run_goes_on_behind_them(folder: Path) -> None:
+    """The second step is being scored and the third decoded; files say when the process has come so far."""
+    (folder / "held.py").write_text(HELD)
+    (folder / "go").unlink(missing_ok=True)
+    chosen = ("step.lookahead=1", "rewards.0.source=held.py:held", "run.checkpoint_every=0", "run.steps=5")
+    there = folder / "begun"
+    with start(folder, *chosen, "run.name=flying", before=NOTING.format(there=str(there))) as process:
+        assert process.stdout is not None
+        while not there.exists() and process.poll() is None:
+            wait(process, 0.01)
+        process.send_signal(signal.SIGTERM)
+        while not (line := process.stdout.readline()).startswith("SIGTERM"):
+            assert line, process.communicate(timeout=120)
+        (folder / "go").touch()
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    first, _ = (each for each in records(folder, "flying", "log.jsonl") if each["event"] == "interrupted")
+    assert first["steps"][-2:] == [2, 3]
+    assert [each["step"] for each in records(folder, "flying", "metrics.jsonl")] == [1, 2, 3]
+    assert resume(folder, "flying") == DONE
+    assert [each["step"] for each in records(folder, "flying", "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
 def copied(folder: Path, name: str) -> Path:
     """Copy the whole run under another name, and return its directory."""
     shutil.rmtree(folder / "runs" / name, ignore_errors=True)

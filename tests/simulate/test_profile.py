@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +87,7 @@ def test_gpus_and_models_can_be_added() -> None:
     )
     system = mine.system()
     assert system.decoder.step == pytest.approx(2e9 / 0.8e12 + 10 * 1e-4)
-    assert system.decoder.row == pytest.approx(2e9 / 1e14 + 2e-5)
+    assert system.decoder.row == pytest.approx(2e9 / 1e14), "a vocabulary that is not told is drawn from for nothing"
     assert system.cache == 4 * 10 * 100
     assert system.decoder.context == pytest.approx(4000 / 0.365e12)
 
@@ -94,6 +96,52 @@ def test_gpus_and_models_can_be_added() -> None:
 def test_a_decode_step_takes_as_long_as_published_for_vllm_on_an_a100(model: str, speed: float) -> None:
     decoder = Reached().decoder(GPUS["a100-80gb"], MODELS[model], 1)
     assert 1 / decoder.seconds(1, 100) == pytest.approx(speed, rel=0.06)
+
+
+def measured(day: int, part: str) -> dict[str, float]:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h100"
+    found: dict[str, float] = json.loads((folder / f"gpu-day-{day}.json").read_text())["parts"][part]
+    return found
+
+
+def test_what_an_h100_took_is_predicted_within_15_percent_from_its_data_sheet() -> None:
+    """Of `benchmarks/results/gpu.md`: a decode step as a graph, a 7B reward model that reads, an update."""
+    reached, gpu, actor = Reached(name="transformers"), GPUS["h100"], MODELS["qwen2.5-0.5b"]
+    decode, rows = measured(3, "decode"), 64
+    step = reached.decoder(gpu, actor, 1).seconds(rows, rows * (512 + 128))
+    assert 1e3 * step == pytest.approx(decode["equal, ms"], rel=0.15)
+    assert 1e3 * step == pytest.approx(decode["ragged, ms"], rel=0.15)
+    shaped = replace(MODELS["qwen2.5-7b"], parameters=7.07e9, vocabulary=151_936, tied=True)  # it has no head
+    scoring = reached.reader(gpu, shaped, reached.scoring, head=False).whole(np.full(64, 1024.0))
+    assert scoring == pytest.approx(measured(1, "score")["seconds"], rel=0.15)
+    updating = reached.update(gpu, actor, head=True)
+    assert updating.whole(np.full(32, 1024.0)) == pytest.approx(measured(3, "update")["seconds"], rel=0.15)
+    bare = replace(actor, vocabulary=0)
+    head = 1 - reached.update(gpu, bare, head=False).token / updating.token
+    assert head == pytest.approx(0.4, abs=0.1), "its head took 40 % of the update"
+
+
+def test_an_update_of_7b_reaches_the_utilisation_that_is_published_for_one_with_checkpointing() -> None:
+    """KempnerForge's 52 to 58 % of an H200's FLOP/s, all of its passes counted, is of fused kernels: an upper bound."""
+    model, gpu = MODELS["qwen2.5-7b"], GPUS["h200"]
+    seconds = Reached().update(gpu, model, head=True, checkpointing=True).whole(np.full(8, 4096.0))
+    useful = 4 * model.passes(gpu.flops).whole(np.full(8, 4096.0))
+    assert 0.44 < useful / seconds < 0.58
+
+
+def test_the_vocabulary_is_part_of_the_parameters() -> None:
+    for model in MODELS.values():
+        assert 0.5 < model.body / model.parameters < 1
+    with pytest.raises(ConfigError, match=r"no layers left beside the matrices of 151936 ids, 896 wide: expected more"):
+        replace(MODELS["qwen2.5-0.5b"], parameters=1e8)
+
+
+def test_checkpointing_is_a_fourth_pass_of_the_layers() -> None:
+    engine, model = profile().engine, MODELS["qwen2.5-7b"]
+    without, with_it = (
+        engine.update(GPUS["h100"], model, head=False, checkpointing=each).token for each in (False, True)
+    )
+    assert with_it == pytest.approx(without * 4 / 3)
 
 
 def test_devices_share_what_is_parallel_and_do_not_share_what_is_not() -> None:
@@ -128,7 +176,7 @@ def test_a_teacher_reads_beside_the_reference_by_its_own_size() -> None:
     found = profile(**sections, models={"teacher": "qwen2.5-7b", "actor": "qwen2.5-3b"})
     readers = found.system().readers
     assert readers["teacher"].place == readers["reference"].place
-    assert readers["teacher"].passes.token > 2 * readers["reference"].passes.token
+    assert readers["teacher"].passes.token > 1.5 * readers["reference"].passes.token
     assert "teacher" not in profile().system().readers
     schedule = ladder(4, overcommit=1, chunk=16, max_deferrals=2, staleness_price=1.0, kv_on_sync="recompute")["chunk"]
     run = SimulatedRun(found.system(), found.work(), schedule, steps=8, skipped=2)
@@ -139,8 +187,11 @@ def test_a_teacher_reads_beside_the_reference_by_its_own_size() -> None:
 def test_a_critic_a_reward_and_a_reference_may_be_missing() -> None:
     system = profile(models={"critic": None, "reward": None, "reference": False}).system()
     assert not system.readers
-    with_both = profile().system().updater.passes.token
-    assert system.updater.passes.token == pytest.approx(with_both * 7.62 / (7.62 + 3.09))
+    both, alone = profile().system().updater.passes, system.updater.passes
+    engine, gpu = profile().engine, GPUS["h100"]
+    critic = engine.update(gpu, MODELS["qwen2.5-3b"], head=False)
+    assert both.token - alone.token == pytest.approx(critic.token / 3), "a critic has no head"
+    assert alone.token == pytest.approx(engine.update(gpu, MODELS["qwen2.5-7b"], head=True).token / 3)
 
 
 def test_seconds_that_are_given_replace_those_of_the_roofline() -> None:

@@ -321,7 +321,10 @@ WRONG_CHUNKS = [
     (lambda chunk: replace(chunk, logprobs=chunk.logprobs.tolist()), "expected float32"),
     (lambda chunk: replace(chunk, logprobs=-chunk.logprobs + 1), "expected at most 0, the log of a probability"),
     (lambda chunk: replace(chunk, versions=chunk.versions + 1), "versions never decrease, and the policy's is 0"),
-    (lambda chunk: replace(chunk, support=None), "a chunk whose support is None (NoneType); expected a Support"),
+    (
+        lambda chunk: replace(chunk, extra=None),
+        "a chunk whose further columns are None (NoneType); expected TokenColumns",
+    ),
     (lambda chunk: replace(chunk, start=chunk.start + 1), "expected tokens from "),
     (more, "expected at most "),
     (lambda chunk: None, "None (NoneType); expected a Chunk or ToolTokens"),

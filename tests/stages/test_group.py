@@ -17,7 +17,6 @@ from oppo.algorithms.group import DAPO, GRPO, grpo
 from oppo.errors import ConfigError, GraphError, ProtocolError
 from oppo.events import (
     Batch,
-    BatchPart,
     Chunk,
     Defer,
     Drop,
@@ -37,6 +36,7 @@ from oppo.models import Trained, Trainer
 from oppo.returns import GROUP_EPSILON, AdaptiveKL, GroupAdvantage, NamedScores, ScoreShaping
 from oppo.rewards import Rewards
 from oppo.stages import GAE, Generate, GroupRelative, InParts, Score, ScoredRollout, Update
+from oppo.stages.batch import BatchPart
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, Fault, FaultyTrainer, Raise, fake_scalar, run_virtual
 from tests.kit.known import known
 from tests.kit.pipelines import Tap

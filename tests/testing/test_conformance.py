@@ -245,7 +245,7 @@ class Undying(FakePolicy):
         (Wrapping, "decoding wraps an error of its body in ExceptionGroup"),
         (Unsure, "did not go on as they were written"),
         (Elsewhere, "outside of its own support"),
-        (Short, "a support of 2 tokens; expected one of each for each token"),
+        (Short, "whose support is of 2 tokens"),
         (FrugalPolicy, "a live chunk holds 2 of 3 tokens"),
         (Deaf, "readable before cut"),
         (Restless, "gives other tokens"),

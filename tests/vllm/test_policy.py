@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
-from oppo.events import Prompt, Response
+from oppo.events import Prompt, Response, Support
 from oppo.models import Sampling, Weights
 from oppo.run.checkpoint import write_state
 from oppo.stages import Update
@@ -254,8 +254,8 @@ def test_requests_say_all_that_sampling_says() -> None:
     assert first.salt == second.salt
     for pieces in bench.pieces.values():
         for piece in pieces:
-            assert piece.support.holds(piece.tokens).all()
-            assert set(np.abs(piece.support.counts).tolist()) <= {3, 4}
+            assert piece.extra[Support].holds(piece.tokens).all()
+            assert set(np.abs(piece.extra[Support].counts).tolist()) <= {3, 4}
 
 
 def test_greedy_decoding_excludes_nothing() -> None:
@@ -264,7 +264,7 @@ def test_greedy_decoding_excludes_nothing() -> None:
     bench.play(limit=100)
     (request,) = bench.llm.done
     assert (request.params.top_k, request.params.top_p, request.params.logprobs) == (0, 1.0, 0)
-    assert not len(bench.pieces[0][0].support.ids), "drawn from the whole vocabulary"
+    assert not len(bench.pieces[0][0].extra[Support].ids), "drawn from the whole vocabulary"
 
 
 def test_a_token_before_the_least_length_lists_the_stop_tokens_as_excluded() -> None:
@@ -272,8 +272,8 @@ def test_a_token_before_the_least_length_lists_the_stop_tokens_as_excluded() -> 
 
     bench.play(limit=100)
     (piece,) = bench.pieces[0]
-    assert piece.support.counts.tolist()[:6] == [-2] * 5 + [0]
-    assert piece.support.ids.tolist() == [2, 3] * 5
+    assert piece.extra[Support].counts.tolist()[:6] == [-2] * 5 + [0]
+    assert piece.extra[Support].ids.tolist() == [2, 3] * 5
 
 
 @pytest.mark.parametrize(
@@ -537,8 +537,8 @@ def test_ids_that_sampling_excludes_are_known_by_what_stands_for_minus_infinity(
 
     bench.play(limit=100)
     (piece,) = bench.pieces[0]
-    assert piece.support.counts.tolist() == [2, 1, 2]
-    assert piece.support.ids.tolist() == [5, 7, 8, 5, 9]
+    assert piece.extra[Support].counts.tolist() == [2, 1, 2]
+    assert piece.extra[Support].ids.tolist() == [5, 7, 8, 5, 9]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.config.load import load_settings
 from oppo.errors import ConfigError, ModelLost
 from oppo.evaluation import Evaluate, Evaluated, Evaluation
-from oppo.events import Batch, Prompt, StepReport
+from oppo.events import Batch, Prompt, RoutedExperts, StepReport
 from oppo.hf.memory import Hardware
 from oppo.models import Sampling, SyncedModel, Trained, Weights
 from oppo.run.deployment import Deployment
@@ -109,10 +109,10 @@ def test_no_token_is_lost_or_doubled_whatever_is_cut_or_synced(
         sampled = [policy.number_of(version) for request in made for version in request.versions]
         assert response.versions[response.sampled].tolist() == sampled
         known = len(prompt.tokens) + int(np.flatnonzero(response.sampled)[-1])
-        assert response.routed == known
-        assert np.array_equal(response.routed_experts.positions(), np.arange(known) - len(prompt.tokens))
+        assert response.extra[RoutedExperts].known(prompt) == known
+        assert np.array_equal(response.extra[RoutedExperts].positions(), np.arange(known) - len(prompt.tokens))
         expected = experts_of([*prompt.tokens.tolist(), *response.tokens.tolist()])[:known]
-        assert np.array_equal(response.routed_experts.ids, expected)
+        assert np.array_equal(response.extra[RoutedExperts].ids, expected)
     assert not llm.requests
 
 

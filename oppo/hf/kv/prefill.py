@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.events import UNTRUNCATED, Chunk, Prompt, Support, ToolTokens
+from oppo.events import NO_COLUMNS, Chunk, Prompt, TokenColumns, ToolTokens
 from oppo.hf.kv.reader import Reader, WholeRows
 from oppo.scorers import RolloutSession, RolloutSessions
 
@@ -35,7 +35,7 @@ TOKENS_PER_PASS = 4096  # tokens of a forward pass, padding included: bounds the
 class ReadState(RolloutSession):
     read: int = 0  # tokens that the model has read
     unread: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    support: Support = UNTRUNCATED  # of the unread tokens, if outputs predict tokens
+    extra: TokenColumns = NO_COLUMNS  # of the unread tokens, if outputs predict tokens
     kept: list[Tensor] = field(default_factory=list)  # of each span
     steps: list[Tensor] = field(default_factory=list)  # which of the kept tokens end a step, bool [n] on the CPU
     tail: Tensor | None = None  # [1, D], the output at the last position read
@@ -43,12 +43,12 @@ class ReadState(RolloutSession):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSpan:
-    """Tokens ``start .. end`` of one rollout's sequence, int64 on the CPU, and their support."""
+    """Tokens ``start .. end`` of one rollout's sequence, int64 on the CPU, and their further columns."""
 
     state: ReadState
     start: int
     tokens: Tensor
-    support: Support
+    extra: TokenColumns
 
     @property
     def end(self) -> int:
@@ -116,7 +116,7 @@ class IncrementalPrefill:
             length = length // EXACT_BLOCK * EXACT_BLOCK if self._deterministic else length
             length = self._reader.rewind(rollout, length)
             state.read, state.unread = length, state.unread[:0]
-        state.support = state.support.slice(0, len(state.unread))
+        state.extra = state.extra.slice(0, len(state.unread))
         state.received = min(length, state.received)
         return state.received
 
@@ -132,9 +132,9 @@ class IncrementalPrefill:
         return self._reader.layer_bytes()
 
     def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
-        support = event.support if self._predictive and isinstance(event, Chunk) else UNTRUNCATED
-        state = self._states.receive(event, support)
-        state.support = Support.concatenate([(state.support, len(state.unread)), (support, len(event.tokens))])
+        extra = event.extra if self._predictive and isinstance(event, Chunk) else NO_COLUMNS
+        state = self._states.receive(event, extra)
+        state.extra = TokenColumns.concatenate([(state.extra, len(state.unread)), (extra, len(event.tokens))])
         state.unread = np.concatenate((state.unread, event.tokens.astype(np.int64)))
         return state
 
@@ -162,8 +162,7 @@ class IncrementalPrefill:
 
     def _next_span(self, state: ReadState, limit: int) -> TokenSpan:
         tokens, state.unread = state.unread[:limit], state.unread[limit:]
-        support = state.support.slice(0, limit)
-        state.support = state.support.slice(limit, len(state.support.counts))
-        span = TokenSpan(state, state.read, torch.from_numpy(tokens), support)
+        extra, state.extra = state.extra.slice(0, limit), state.extra.slice(limit, None)
+        span = TokenSpan(state, state.read, torch.from_numpy(tokens), extra)
         state.read += len(tokens)
         return span

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
-from oppo.events import UNROUTED, FinishReason, Prompt, RoutedExperts
+from oppo.events import FinishReason, Prompt, RoutedExperts, TokenColumns
 from oppo.hf.devices import synchronised
 from oppo.hf.kv.cache import take
 from oppo.hf.kv.prefill import EXACT_BLOCK
@@ -162,19 +162,19 @@ class Decoder:
                 f"the policy's logits at version {self.counters.version} are not finite for rollouts {broken}: "
                 "the weights have diverged or overflow their dtype"
             )
-        routed = self._routed(live)
+        extra = TokenColumns(support, self._routed(live))
         for row, token in zip(live, ids.tolist(), strict=True):
             row.tokens.append(token)
             row.reason = self._stopping.reason(row.tokens, row.limit)
         self.counters.decode_steps += 1
         self.counters.tokens += len(live)
         keys, reasons = tuple(row.key for row in live), tuple(row.reason for row in live)
-        return DecodeStep(keys, ids, logprobs, self.counters.version, reasons, support, routed), drawn.tokens
+        return DecodeStep(keys, ids, logprobs, self.counters.version, reasons, extra), drawn.tokens
 
     def _routed(self, live: Sequence[DecodeRow]) -> RoutedExperts:
         # A position that is read again, under newer weights for example, keeps the experts of the first time.
         if self._routes is None:
-            return UNROUTED
+            return RoutedExperts()
         lengths = [len(row.prompt.tokens) + len(row.tokens) for row in live]
         counts = [length - row.routed for row, length in zip(live, lengths, strict=True)]
         found = [self._routes.pop(row.key)[-count:] for row, count in zip(live, counts, strict=True)]

@@ -19,7 +19,7 @@ import anyio
 
 from oppo.declared import require_whole
 from oppo.errors import ModelLost, ProtocolError
-from oppo.events import Prompt, Response
+from oppo.events import Prompt, Response, RoutedExperts
 from oppo.hf.loading import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of, worker_maker
 from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, policy_core
 from oppo.hf.weights import SentWeights, addresses, changing, share_storage
@@ -247,8 +247,8 @@ class HfPolicy:
         response = response_to(rollout, self._name, vocabulary=self.vocabulary, longest=self._longest)
         prompt, length = response.prompt, len(response.prompt.tokens)
         limit = min(self._max_new_tokens, self._longest - length, self._limit(prompt))
-        tokens = response.tokens.tolist()
-        row = DecodeRow(next(self._keys), replace(prompt, columns={}), limit, tokens, turns, routed=response.routed)
+        tokens, known = response.tokens.tolist(), response.extra[RoutedExperts].known(prompt)
+        row = DecodeRow(next(self._keys), replace(prompt, columns={}), limit, tokens, turns, routed=known)
         ended = turn_ended(response, self._stopping, limit) if turns else None
         return RolloutBuffer(self, row.key, row, response, limit, turns=turns, ended=ended)
 

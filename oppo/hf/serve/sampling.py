@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.events import UNTRUNCATED, Support
+from oppo.events import Support
 from oppo.hf.kv.cache import runs, take
 from oppo.models import Sampling
 
@@ -56,7 +56,7 @@ def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Se
         raise ValueError(f"sampling at temperature {sampling.temperature} needs noise; only greedy decoding has none")
     else:
         logits = logits / sampling.temperature
-    logits, barred = _without_stop(logits, too_short, sampling.stop) if too_short else (logits, UNTRUNCATED)
+    logits, barred = _without_stop(logits, too_short, sampling.stop) if too_short else (logits, Support())
     kept, ids = _kept(logits, sampling), None
     if noise is None or kept is None:
         tokens = (logits if noise is None else logits + noise).argmax(-1, keepdim=True)

@@ -25,7 +25,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelLost
-from oppo.events import UNTRUNCATED, BoolArray, Chunk, Finish, FloatArray, Prompt, Response, Support, ToolTokens
+from oppo.events import (
+    NO_COLUMNS,
+    BoolArray,
+    Chunk,
+    Finish,
+    FloatArray,
+    Prompt,
+    Response,
+    Support,
+    TokenColumn,
+    TokenColumns,
+    ToolTokens,
+)
 from oppo.hf.devices import synchronised
 from oppo.hf.head import Measure, OwnHead, separable_head
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
@@ -46,40 +58,37 @@ class ScorerInput:
     """Events for a scorer, in order within each rollout; pickled, reduced to what a scorer reads."""
 
     events: Sequence[Growth]
-    supports: bool = False
+    extra: tuple[type[TokenColumn], ...] = ()
     columns: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        packed = [_packed(event, supports=self.supports, columns=self.columns) for event in self.events]
+        packed = [_packed(event, self.extra, self.columns) for event in self.events]
         return _unpacked, (packed,)
 
 
-_Packed: TypeAlias = tuple[type[Growth], int, int, Mapping[str, object], bytes, bytes, bytes]
-"""Kind, rollout, start and columns of an event; its tokens, the ids of their support and the counts, each int32."""
+_Packed: TypeAlias = tuple[type[Growth], int, int, Mapping[str, object], bytes, TokenColumns]
+"""Kind, rollout, start and columns of an event; its tokens, int32, and their further columns."""
 
 
-def _packed(event: Growth, *, supports: bool, columns: Sequence[str]) -> _Packed:
+def _packed(event: Growth, extra: Sequence[type[TokenColumn]], columns: Sequence[str]) -> _Packed:
     start = 0 if isinstance(event, Prompt) else event.start
     given = event.columns if isinstance(event, Prompt) else {}
     held = {name: given[name] for name in columns if name in given}
-    support = event.support if supports and isinstance(event, Chunk) else UNTRUNCATED
-    tokens, ids, counts = (
-        array.astype(np.int32, copy=False).tobytes() for array in (event.tokens, support.ids, support.counts)
-    )
-    return type(event), event.rollout, start, held, tokens, ids, counts
+    further = event.extra.only(extra) if isinstance(event, Chunk) else NO_COLUMNS
+    return type(event), event.rollout, start, held, event.tokens.astype(np.int32, copy=False).tobytes(), further
 
 
 def _unpacked(packed: Sequence[_Packed]) -> ScorerInput:
     events: list[Growth] = []
-    for kind, rollout, start, columns, *buffers in packed:
-        tokens, ids, counts = (np.frombuffer(buffer, np.int32) for buffer in buffers)
+    for kind, rollout, start, columns, buffer, extra in packed:
+        tokens = np.frombuffer(buffer, np.int32)
         if kind is Prompt:
             events.append(Prompt(rollout, rollout, tokens, columns=columns))
         elif kind is ToolTokens:
             events.append(ToolTokens(rollout, start, tokens))
         else:
             logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
-            events.append(Chunk(rollout, start, tokens, logprobs, versions, Support(ids, counts)))
+            events.append(Chunk(rollout, start, tokens, logprobs, versions, extra))
     return ScorerInput(events)
 
 
@@ -177,7 +186,7 @@ class LogprobWorker(ScorerWorker[T]):
             if not span.in_prompt:
                 first = max(span.state.prompt - span.start, 0)
                 before += [output[:-1]] if span.state.tail is None or first else [span.state.tail, output[:-1]]
-                read.append((span.state, span.tokens[first:], span.support.slice(first, len(span.tokens))))
+                read.append((span.state, span.tokens[first:], span.extra.slice(first, None)[Support]))
         if read:
             states, targets, supports = zip(*read, strict=True)
             sizes = [len(tokens) for tokens in targets]
@@ -283,10 +292,15 @@ class ScorerHandle(Generic[T]):
     """A model that reads rollouts as they grow, in the place of its worker, which returns a ``T`` of each."""
 
     def __init__(
-        self, make: Make[ScorerWorker[T]], place: Hosting, *, supports: bool = False, columns: tuple[str, ...] = ()
+        self,
+        make: Make[ScorerWorker[T]],
+        place: Hosting,
+        *,
+        extra: tuple[type[TokenColumn], ...] = (),
+        columns: tuple[str, ...] = (),
     ) -> None:
         self._worker = place.host(make)
-        self._supports = supports
+        self._extra = extra
         self._columns = columns
         self._version = 0
 
@@ -305,7 +319,7 @@ class ScorerHandle(Generic[T]):
         await self._worker.load(_load, SentWeights(weights), served)
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
-        inputs = ScorerInput(events, supports=self._supports, columns=self._columns)
+        inputs = ScorerInput(events, extra=self._extra, columns=self._columns)
         await self._worker.at(priority).call("extend", _extend, inputs)
 
     async def _finished(self, finished: Sequence[Finish], priority: Priority) -> Sequence[T]:
@@ -358,7 +372,7 @@ class ReferenceLogprobs(StreamedScorer[FloatArray]):
     """
 
     def __init__(self, model: Loadable, *, sampling: Sampling, place: Hosting, deterministic: bool = False) -> None:
-        super().__init__(worker_maker(ReferenceWorker, model, deterministic, sampling), place, supports=True)
+        super().__init__(worker_maker(ReferenceWorker, model, deterministic, sampling), place, extra=(Support,))
 
 
 class TeacherLogprobs(StreamedScorer[TopLogprobs]):
@@ -378,7 +392,7 @@ class TeacherLogprobs(StreamedScorer[TopLogprobs]):
     def __init__(
         self, model: Loadable, *, sampling: Sampling, place: Hosting, top_k: int, deterministic: bool = False
     ) -> None:
-        super().__init__(worker_maker(TeacherWorker, model, deterministic, sampling, top_k), place, supports=True)
+        super().__init__(worker_maker(TeacherWorker, model, deterministic, sampling, top_k), place, extra=(Support,))
 
 
 class RewardModel(StreamedScorer[float]):

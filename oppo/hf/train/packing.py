@@ -184,7 +184,7 @@ def pack(
         behaviour=floats["behaviour"],
         shares=floats["shares"],
         given={name: floats[name] for name in given if name in inputs},
-        support=batch.support(rows),
+        support=batch.column(Support, rows),
         **whole,
     )
 

@@ -169,7 +169,6 @@ def test_a_workload_is_read_back_from_its_directory_and_another_recipe_has_anoth
         (["--device", "cuda", "--peer", "trl"], "scripted"),
         (["--plot", "ladder.png"], "ladder.png"),
         (["--json", "/dev/null/results.json"], "--json"),
-        (["--engine", "--json", "/dev/null/results.json"], "--json"),
         (["--decoding", "--plot", "/dev/null/ladder.svg"], "--plot"),
         (["--peer", "trl"], "bench-peer PEER=trl"),
         (["--peer", "trl-grpo"], "'smoke' is trained by PPO"),

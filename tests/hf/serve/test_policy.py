@@ -583,7 +583,7 @@ def test_rows_that_must_not_end_yet_draw_no_stop_token_and_others_are_unchanged(
     assert 4 in plain[short].tolist()
     assert torch.equal(tokens[~short], plain[~short])
     assert torch.equal(logprobs[~short], plain_logprobs[~short])
-    assert not drawn.read_back()[2].whole
+    assert not drawn.read_back()[2].empty
     if not (top_k and temperature):
         logits[short, 4:6] = -torch.inf
         expected = (logits / (temperature or 1)).log_softmax(-1).gather(1, tokens[:, None])[:, 0]

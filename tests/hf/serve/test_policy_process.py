@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from oppo.errors import ModelError, ModelLost, ProtocolError
-from oppo.events import Batch, Prompt, ToolTokens
+from oppo.events import Batch, Prompt, Support, ToolTokens
 from oppo.hf.loading import ModelRecipe
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.policy import HfDecode, HfPolicy
@@ -117,8 +117,8 @@ async def test_an_exact_run_is_the_same_wherever_its_policy_lives(
         for name in ("tokens", "logprobs", "versions", "reference", "rewards", "advantages"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
         everyone = range(len(ours))
-        assert np.array_equal(ours.support(everyone).ids, theirs.support(everyone).ids)
-        assert ours.support(everyone).whole is not kind.startswith("top")
+        assert np.array_equal(ours.column(Support, everyone).ids, theirs.column(Support, everyone).ids)
+        assert ours.column(Support, everyone).empty is not kind.startswith("top")
     assert got.digest == expected.digest
 
 

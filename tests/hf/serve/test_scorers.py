@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError
-from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, Support, ToolTokens
+from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, Support, TokenColumns, ToolTokens
 from oppo.hf.loading import load_process
 from oppo.hf.model_parts import backbone, score_head
 from oppo.hf.serve.policy import HfPolicy
@@ -265,7 +265,7 @@ def ints(*values: int) -> IntArray:
 def chunk_of(rollout: int, start: int, *tokens: int, ids: tuple[int, ...] = (), counts: tuple[int, ...] = ()) -> Chunk:
     n = len(tokens)
     support = Support(ints(*ids), ints(*counts))
-    return Chunk(rollout, start, ints(*tokens), np.full(n, -1, np.float32), np.ones(n, np.int32), support)
+    return Chunk(rollout, start, ints(*tokens), np.full(n, -1, np.float32), np.ones(n, np.int32), TokenColumns(support))
 
 
 def read(scorer_input: object) -> list[tuple[object, ...]]:
@@ -273,8 +273,8 @@ def read(scorer_input: object) -> list[tuple[object, ...]]:
     heads = [(type(event).__name__, event.rollout, event.tokens.tolist()) for event in scorer_input.events]
     starts = [() if isinstance(event, Prompt) else (event.start,) for event in scorer_input.events]
     supports = [
-        (event.support.ids.tolist(), event.support.counts.tolist())
-        if isinstance(event, Chunk) and not event.support.whole
+        (event.extra[Support].ids.tolist(), event.extra[Support].counts.tolist())
+        if isinstance(event, Chunk) and not event.extra[Support].empty
         else ()
         for event in scorer_input.events
     ]
@@ -291,7 +291,7 @@ def inputs() -> ScorerInput:
             ToolTokens(5, 2, ints(6)),
             chunk_of(8, 1, 5, 6, ids=(5, 6), counts=(1, 1)),
         ],
-        supports=True,
+        extra=(Support,),
     )
 
 
@@ -302,9 +302,11 @@ def test_a_scorers_input_crosses_as_its_token_ids_and_their_supports() -> None:
     assert crossed.events[0].columns == {}
     assert read(pickle.loads(pickle.dumps(ScorerInput([])))) == []
     bare = pickle.loads(pickle.dumps(ScorerInput(inputs().events)))
-    assert all(event.support.whole for event in bare.events if isinstance(event, Chunk)), "unless the scorer needs them"
+    assert all(event.extra[Support].empty for event in bare.events if isinstance(event, Chunk)), (
+        "unless the scorer needs them"
+    )
     assert [event.tokens.tolist() for event in bare.events] == [event.tokens.tolist() for event in inputs().events]
-    long = ScorerInput([chunk_of(rollout, 0, *range(32)) for rollout in range(32)], supports=True)
+    long = ScorerInput([chunk_of(rollout, 0, *range(32)) for rollout in range(32)], extra=(Support,))
     assert len(pickle.dumps(long, 5)) < 1.5 * 4 * 32 * 32
 
 
@@ -429,7 +431,7 @@ async def test_before_the_first_step_the_ratio_of_every_token_is_one(
     actor, critic = tiny.causal(name, seed=1), tiny.scalar(name, seed=2)
     finished = await rolled_out(actor, sampling, thread)
     batch = batch_of(finished, [event.response.logprobs for event in finished])
-    assert batch.support(range(len(batch))).holds(batch.tokens).all()
+    assert batch.column(Support, range(len(batch))).holds(batch.tokens).all()
     settings = TrainerSettings(epochs=1, micro_batch_tokens=100)
     trainer = HfTrainer(actor, critic, sampling=sampling, place=thread, settings=settings)
     cpu = torch.device("cpu")
@@ -462,7 +464,7 @@ async def test_reference_log_probs_are_over_the_support_however_the_tokens_come(
     for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
         response = event.response
         expected = full_logprobs(
-            model, response.prompt, response.tokens.tolist(), response.support, sampling.temperature
+            model, response.prompt, response.tokens.tolist(), response.extra[Support], sampling.temperature
         )
         np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
 
@@ -526,7 +528,7 @@ async def test_a_support_outside_of_the_references_vocabulary_is_refused(thread:
     prompt = Prompt(0, 0, np.array([5], np.int32))
     support = Support(np.array([6, tiny.VOCABULARY], np.int32), np.array([2], np.int32))
     one = np.zeros(1, np.float32)
-    chunk = Chunk(0, 0, np.array([6], np.int32), one, np.zeros(1, np.int32), support)
+    chunk = Chunk(0, 0, np.array([6], np.int32), one, np.zeros(1, np.int32), TokenColumns(support))
     await scorer.extend([prompt])
     with pytest.raises(ModelError, match=f"token ids from 6 to {tiny.VOCABULARY}"):
         await scorer.extend([chunk])
@@ -551,7 +553,11 @@ async def test_what_is_learnt_does_not_depend_on_how_a_support_is_written(thread
 
 def listed(response: Response) -> Response:
     """The same, each token's support written as the ids that were kept."""
-    rows = [row.nonzero()[:, 0].int().numpy() for row in allowed(response.support, len(response), tiny.VOCABULARY)]
+    rows = [
+        row.nonzero()[:, 0].int().numpy() for row in allowed(response.extra[Support], len(response), tiny.VOCABULARY)
+    ]
     counts = np.array([len(row) for row in rows], np.int32)
     support = Support(np.concatenate(rows), counts)
-    return Response(response.prompt, response.tokens, response.logprobs, response.versions, response.sampled, support)
+    return Response(
+        response.prompt, response.tokens, response.logprobs, response.versions, response.sampled, TokenColumns(support)
+    )

@@ -17,7 +17,7 @@ from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelRefused
-from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, StepReport, ToolTokens
+from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, StepReport, Support, ToolTokens
 from oppo.hf.kv.reader import WholeRows, reader_of
 from oppo.hf.model_parts import backbone, score_head
 from oppo.hf.servable import probe
@@ -191,7 +191,11 @@ def expected(event: Finish, seed: int) -> FloatArray:
     response = event.response
     return np.asarray(
         full_logprobs(
-            tiny.causal(seed=seed), response.prompt, response.tokens.tolist(), response.support, TRUNCATING.temperature
+            tiny.causal(seed=seed),
+            response.prompt,
+            response.tokens.tolist(),
+            response.extra[Support],
+            TRUNCATING.temperature,
         )
     )
 
@@ -241,7 +245,7 @@ async def test_given_tokens_are_read_and_keep_a_log_prob_of_zero(thread: Thread)
     whole = event.response
     answer = ToolTokens(event.rollout, 2, np.array([9, 11], np.int32))
     tail = whole.chunk(2)
-    shifted = Chunk(event.rollout, 4, tail.tokens, tail.logprobs, tail.versions, tail.support)
+    shifted = Chunk(event.rollout, 4, tail.tokens, tail.logprobs, tail.versions, tail.extra)
     response = Response.empty(whole.prompt).then(whole.chunk(0, 2)).then(answer).then(shifted)
     scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=TRUNCATING, place=thread), 1)
     (logprobs,) = await scorer.finish([Finish(event.rollout, response, "eos")])

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ModelRefused
-from oppo.events import Batch, Support
+from oppo.events import Batch, Support, TokenColumns
 from oppo.hf.head import OwnHead
 from oppo.hf.kv.attention import window_of
 from oppo.hf.lora import add_lora
@@ -240,7 +240,7 @@ def truncated(batch: Batch) -> Batch:
             others = np.array([(token + 1) % 90, (token + 50) % 90], np.int32)
             ids, count = ((np.array([token, *others], np.int32), 3), (others, -2), (others[:0], 0))[at % 3]
             supports.append((Support(ids, np.array([count], np.int32)), 1))
-        responses.append(replace(row, tokens=tokens, support=Support.concatenate(supports)))
+        responses.append(replace(row, tokens=tokens, extra=TokenColumns(Support.concatenate(supports))))
     return replace(batch, responses=tuple(responses), tokens=np.minimum(batch.tokens, 89))
 
 

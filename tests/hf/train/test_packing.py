@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from oppo.errors import ConfigError, ModelRefused
-from oppo.events import Batch, Prompt, Response, Support
+from oppo.events import Batch, Prompt, Response, Support, TokenColumns
 from oppo.hf.kv.length_bucketing import cheapest_groups, filled
 from oppo.hf.loading import require_supported
 from oppo.hf.train.optim import MasterWeights
@@ -65,10 +65,14 @@ def batch() -> Batch:
 def test_what_tokens_were_sampled_from_travels_with_them() -> None:
     made = batch()
     plain = pack(made, [2, 0], torch.device("cpu"))
-    assert plain.support.whole
+    assert plain.support.empty
     first = Support(np.array([103, 7, 104, 8, 9, 105, 107], np.int32), np.array([2, 3, 1, 0, 1], np.int32))
     second = Support(np.array([1, 2, 303], np.int32), np.array([0, -2, 1, 0], np.int32))
-    rows = replace(made.responses[0], support=first), made.responses[1], replace(made.responses[2], support=second)
+    rows = (
+        replace(made.responses[0], extra=TokenColumns(first)),
+        made.responses[1],
+        replace(made.responses[2], extra=TokenColumns(second)),
+    )
     cpu = torch.device("cpu")
     support = SupportIndex.of(pack(replace(made, responses=rows), [2, 0, 1], cpu).support, cpu)
     assert support is not None

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelLost, ModelRefused
-from oppo.events import Batch, Response, RoutedExperts
+from oppo.events import Batch, Response, RoutedExperts, TokenColumns
 from oppo.hf.lora import add_lora
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.train.ranks import deal
@@ -64,7 +64,8 @@ def batch() -> Batch:
 def routed(response: Response) -> Response:
     counts = np.array([len(response.prompt.tokens), *[1] * (len(response) - 1)], np.int32)
     draws = np.random.default_rng(len(response)).random((int(counts.sum()), 2, 6))
-    return replace(response, routed_experts=RoutedExperts(draws.argsort(-1)[..., :2].astype(np.uint8), counts))
+    experts = RoutedExperts(draws.argsort(-1)[..., :2].astype(np.uint8), counts)
+    return replace(response, extra=TokenColumns(experts))
 
 
 def trainer_of(models: Models, place: Place, *, shard: bool = True, settings: TrainerSettings = SETTINGS) -> HfTrainer:

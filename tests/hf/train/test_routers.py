@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from oppo.errors import ConfigError, ModelError, ModelRefused
-from oppo.events import Batch, Prompt, Response, RoutedExperts
+from oppo.events import Batch, Prompt, Response, RoutedExperts, TokenColumns
 from oppo.hf.loading import load_causal
 from oppo.hf.lora import add_lora
 from oppo.hf.routers import LoadBalancing, RouterReplay, recorded_routes, replaying, router_metrics, routers
@@ -105,7 +105,7 @@ async def test_each_position_carries_the_experts_that_it_was_read_with(
     responses = await decoded(model, thread, deterministic=deterministic)
     assert min(map(len, responses)) < max(map(len, responses))
     for response in responses:
-        routed, start = response.routed_experts, len(response.prompt.tokens)
+        routed, start = response.extra[RoutedExperts], len(response.prompt.tokens)
         assert routed.positions().tolist() == list(range(-start, len(response) - 1))
         assert routed.counts.tolist() == [start, *[1] * (len(response) - 1)]
         assert routed.ids.dtype == np.uint8
@@ -120,7 +120,7 @@ async def test_after_a_tool_its_answer_is_carried_by_the_next_token(thread: Thre
     talk = await dialogue(policy, PROMPTS[:3], at_once, [1])
     for response in talk.responses():
         assert turns_answered(response) == 2
-        routed, start = response.routed_experts, len(response.prompt.tokens)
+        routed, start = response.extra[RoutedExperts], len(response.prompt.tokens)
         last = int(np.flatnonzero(response.sampled)[-1])
         assert routed.positions().tolist() == list(range(-start, last))
         assert np.array_equal(routed.ids, routes_of(model, response)[: start + last])
@@ -130,7 +130,7 @@ async def test_a_response_that_is_resumed_has_no_position_twice(thread: Thread) 
     model = mixture("mixtral")
     whole = (await decoded(model, thread, deterministic=True))[2]
     half = Response.of(whole.prompt, [whole.chunk(0, 4)])
-    assert half.routed == len(whole.prompt.tokens) + 3
+    assert half.extra[RoutedExperts].known(half.prompt) == len(whole.prompt.tokens) + 3
     policy = HfPolicy(
         model,
         sampling=Sampling(max_new_tokens=12, stop=tuple(range(1, 12)), seed=3),
@@ -143,7 +143,7 @@ async def test_a_response_that_is_resumed_has_no_position_twice(thread: Thread) 
         again = half.then(await decode.read(1000))
     assert np.array_equal(again.tokens, whole.tokens)
     for name in ("ids", "counts"):
-        assert np.array_equal(getattr(again.routed_experts, name), getattr(whole.routed_experts, name))
+        assert np.array_equal(getattr(again.extra[RoutedExperts], name), getattr(whole.extra[RoutedExperts], name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -195,7 +195,7 @@ def by_hand(model: PreTrainedModel, name: str, batch: Batch) -> dict[str, Tensor
 
         module.forward = forward
     for response, span in zip(batch.responses, batch.rows(), strict=True):
-        row["experts"] = torch.tensor(response.routed_experts.ids, dtype=torch.long)
+        row["experts"] = torch.tensor(response.extra[RoutedExperts].ids, dtype=torch.long)
         ids = torch.tensor(np.concatenate((response.prompt.tokens, response.tokens)), dtype=torch.long)[None]
         start = len(response.prompt.tokens)
         logprobs = model(ids[:, :-1]).logits[0, start - 1 :].log_softmax(-1)
@@ -301,7 +301,7 @@ async def test_experts_are_those_of_their_layers_in_whatever_order_routers_are_c
     assert RouterReplay.of(model).layers == (0, 1)
     for ours, theirs in zip(await decoded(model, thread), expected, strict=True):
         assert np.array_equal(ours.tokens, theirs.tokens)
-        assert np.array_equal(ours.routed_experts.ids, theirs.routed_experts.ids)
+        assert np.array_equal(ours.extra[RoutedExperts].ids, theirs.extra[RoutedExperts].ids)
     batch = batch_of(await decoded(model, thread))
     _, metrics = await learned(thread, model, None, batch, router_replay=True)
     assert metrics["router/replay_mismatch"] == 0
@@ -328,7 +328,7 @@ def test_experts_that_do_not_fit_a_pass_are_never_left_out(monkeypatch: pytest.M
 async def test_a_batch_without_experts_is_refused_and_one_with_some_is_trained(thread: Thread) -> None:
     model = mixture("mixtral")
     responses = await decoded(model, thread)
-    without = [replace(each, routed_experts=RoutedExperts()) for each in responses]
+    without = [replace(each, extra=TokenColumns()) for each in responses]
     trainer = trainer_of(model, None, thread, {"router_replay": True})
     with pytest.raises(ConfigError, match=r"routed_experts=True.*trainer.router_replay = false"):
         await trainer.update(batch_of(without))
@@ -341,12 +341,12 @@ def test_positions_without_experts_are_left_to_the_router() -> None:
     prompt = Prompt(0, 0, np.array([5, 6, 7], np.int32))
     floats, ints = np.zeros(4, np.float32), np.zeros(4, np.int32)
     some = RoutedExperts(np.array([[[1], [2]], [[3], [0]]], np.uint8), np.array([1, 0, 0, 1], np.int32))
-    response = Response(prompt, ints, floats, ints, np.array([True, True, False, True]), routed_experts=some)
+    response = Response(prompt, ints, floats, ints, np.array([True, True, False, True]), extra=TokenColumns(some))
     chosen = replay.chosen(batch_of([response]), [0], [8])
     assert chosen.shape == (2, 8, 1)
     assert chosen[..., 0].tolist() == [[-1, -1, 1, -1, -1, 3, -1, -1], [-1, -1, 2, -1, -1, 0, -1, -1]]
     of_all = RoutedExperts(np.array([[[1], [9], [2]], [[3], [9], [0]]], np.uint8) % 4, some.counts)
-    assert torch.equal(replay.chosen(batch_of([replace(response, routed_experts=of_all)]), [0], [8]), chosen)
+    assert torch.equal(replay.chosen(batch_of([replace(response, extra=TokenColumns(of_all))]), [0], [8]), chosen)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_positions_without_experts_are_left_to_the_router() -> None:
 def test_experts_of_another_model_are_refused(ids: RoutedIds, counts: list[int], message: str) -> None:
     prompt, ints = Prompt(7, 7, np.array([5, 6, 7], np.int32)), np.zeros(2, np.int32)
     routed = RoutedExperts(ids, np.array(counts, np.int32))
-    response = Response(prompt, ints, np.zeros(2, np.float32), ints, np.ones(2, np.bool_), routed_experts=routed)
+    response = Response(prompt, ints, np.zeros(2, np.float32), ints, np.ones(2, np.bool_), extra=TokenColumns(routed))
     with pytest.raises(ModelError, match=rf"rollout 7 .*{message}"):
         RouterReplay((0, 2), 3, 4, 1).chosen(batch_of([response]), [0], [8])
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from oppo.events import Chunk, Prompt
+from oppo.events import Chunk, Prompt, Support
 from oppo.models import Sampling, Weights
 from oppo.testing import check_policy
 from oppo.turns import turns_answered
@@ -118,8 +118,8 @@ async def test_the_support_of_top_k_is_that_of_the_model(engine: VllmEngine, top
         tokens = tokens_of(pieces)
         top = (await expected(model, prompt, tokens, sampling)).topk(30)
         mass = top.values.softmax(-1).cumsum(-1)
-        counts = np.concatenate([piece.support.counts for piece in pieces])
-        ids = np.split(np.concatenate([piece.support.ids for piece in pieces]), counts.cumsum()[:-1])
+        counts = np.concatenate([piece.extra[Support].counts for piece in pieces])
+        ids = np.split(np.concatenate([piece.extra[Support].ids for piece in pieces]), counts.cumsum()[:-1])
         for at, token in enumerate(tokens):
             kept = 30 if top_p == 1 else int((mass[at] < top_p).sum()) + 1
             normalised = top.values[at, :kept].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Whole runs on the real engine: the demo, the example, the ladder's graph, learning, scorers; `make test-vllm`."""
+"""Whole runs on the real engine: the demo, the example, the ladder's graph, scorers; `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from benchmarks.ladder.contestant import StepRecord
 from benchmarks.ladder.directory import files_of
 from benchmarks.ladder.pipeline import Seat, Seats, pipeline
 from benchmarks.ladder.workloads import MODES, SMOKE
-from benchmarks.vllm.learning import SEEDS, measure
 from tests.hf import tiny
 from tests.kit.workplace import furnish, oppo, records, tokenizer
 from tests.vllm.real.conftest import engine_processes, tiny_actor
@@ -81,13 +80,6 @@ def test_steps_on_vllm_are_recorded_like_those_on_transformers(tmp_path: Path) -
         assert (record.samples, record.as_announced, record.deferred) == (SMOKE.batch, 1.0, SMOKE.extra)
         assert record.decoded > 0
         assert all(record.busy[model] > 0 for model in ("actor", "reference", "reward", "critic", "trainer"))
-
-
-def test_three_seeds_gain_half_of_what_transformers_gains_in_the_mean(tmp_path: Path) -> None:
-    found = measure(tmp_path)
-    assert len(found.gains) == SEEDS == 3
-    assert found.seeds >= 5
-    assert min(found.gains) >= found.transformers / 2, found
 
 
 def test_a_run_scores_on_an_engine_that_ends_with_it_as_on_transformers(tmp_path: Path) -> None:

@@ -1,0 +1,226 @@
+"""``oppo train --dry-run``: what was decided for a run, and its reading, answering and scoring tried out once.
+
+An agent or an environment is called before any model is loaded, with a policy that says the same every time. The rest
+is tried with the models. Nothing is saved.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import anyio
+import numpy as np
+from rich.filesize import decimal
+
+from oppo.agents import Agents
+from oppo.data import PromptStream
+from oppo.durable import nearby
+from oppo.environments import first_answer
+from oppo.errors import noted
+from oppo.evaluation import Answering, respond
+from oppo.events import Drop, Finish, IntArray, Prompt
+from oppo.log import routed
+from oppo.models import Sampling, VariesSampling
+from oppo.redact import harmless
+from oppo.run.rewards import FirstLook
+from oppo.run.train import PreparedRun
+from oppo.scorers import capabilities_of
+from oppo.stages import Generate
+
+if TYPE_CHECKING:
+    from oppo.hf.tokenizer import HfTokenizer
+
+LONGEST: Final = 32
+"""Tokens that are sampled at most."""
+
+WIDTH: Final = 100
+"""Characters of a line of text."""
+
+SAID: Final = "I do not know."
+"""Every turn of the policy before there is one."""
+
+TURNS: Final = 4
+"""Turns of a conversation before there is a policy, at most."""
+
+
+async def rehearse_code(look: FirstLook) -> list[str]:
+    """Call the agent or the environment of a run with its first row; no model is needed.
+
+    Raises:
+        EnvironmentFailure: it failed, and failures end the run.
+    """
+    environment, said = look.environment, look.tokenizer.encode_exactly(SAID)
+    if environment is None or not look.prompts:
+        return []
+    with noted(f"while the policy was one that says {SAID!r}, before the models were loaded"):
+        if not isinstance(environment, Agents):
+            await first_answer(environment, look.prompts[0], np.array(said, np.int32))
+            return []
+        tried = await environment.rehearse(look.prompts[0], [*said, *sorted(environment.ends)[:1]], TURNS)
+    ended = "goes on" if tried.outcome is None else f"returns {tried.outcome}"
+    refused = f"; a request of it was refused: {tried.refused}" if tried.refused else ""
+    return [harmless(f"the agent {ended} after {many(tried.answered, 'answer')} of {SAID!r}{refused}")]
+
+
+def decided(session: PreparedRun) -> Iterator[str]:
+    """Yield what a run is, a line for each part of it."""
+    for name, text in _decisions(session):
+        yield from textwrap.wrap(harmless(text), WIDTH, initial_indent=f"{name:<13} ", subsequent_indent=" " * 14)
+
+
+def _decisions(session: PreparedRun) -> Iterator[tuple[str, str]]:
+    from oppo.run.deployment import named_reward  # noqa: PLC0415 - torch takes seconds to import
+
+    settings, assembly, steps = session.settings, session.assembly, session.steps
+    step, run, trainer, evaluated = settings.step, settings.run, settings.trainer, settings.eval
+    samples, updates = settings.algorithm.responses, trainer.epochs * trainer.minibatches
+    responses = step.batch * samples
+    yield "run", f"{many(steps, 'step')}, written to {nearby(settings.run_directory)}"
+    yield "algorithm", f"{step.algorithm}{_unlike_defaults(settings.algorithm)}"
+    more = f", with up to {many(step.most_overcommit, 'prompt')} more in flight" if step.most_overcommit else ""
+    yield "step", f"{many(step.batch, 'prompt')} x {many(samples, 'response')} = {many(responses, 'response')}{more}"
+    passes = f"{many(trainer.epochs, 'epoch')} x {many(trainer.minibatches, 'minibatch', 'minibatches')}"
+    rate = f"learning rate {trainer.learning_rate:g}, {trainer.schedule}"
+    yield "update", f"once a step: {passes} = {many(updates, 'optimizer step')}; {rate}"
+    most = f"at most {steps * responses * assembly.sampling.max_new_tokens:,} tokens"
+    counts = (
+        many(steps * step.batch, "prompt"),
+        many(steps * responses, "response"),
+        many(steps * updates, "optimizer step"),
+    )
+    yield "in all", ", ".join([*counts[:2], most, counts[2]])
+    yield from assembly.described.items()
+    for reward in settings.rewards:
+        if (name := named_reward(reward)) not in assembly.described:
+            yield name, nearby(reward.source)
+    if weights := [f"{reward.weight:g} x {reward.name}" for reward in settings.rewards if reward.name is not None]:
+        yield "score", " + ".join(weights)
+    named = settings.environment
+    if sources := [*filter(None, [named.source]), *named.tools, *named.factories.values()]:
+        yield "environment", ", ".join(map(nearby, sources))
+    if settings.agents.program:
+        yield "agent", nearby(settings.agents.program)
+    every = f"before the first step, every {many(evaluated.every, 'step')}, and after the last"
+    yield "evaluation", f"of held-out prompts {every}" if evaluated.prompts else "none: eval.prompts names no prompts"
+    last = f"every {many(run.checkpoint_every, 'step')} and after the last; the newest {run.keep_last} are kept"
+    yield "checkpoints", last if run.checkpoint_every else "none: run.checkpoint_every = 0"
+    yield "memory", _memory(session)
+
+
+def _unlike_defaults(section: Any) -> str:
+    found = []
+    for each in fields(section):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if (value := getattr(section, each.name)) != default:
+            found.append(f"{each.name} = {value!r}")
+    return f", with {', '.join(found)}" if found else ""
+
+
+def _memory(session: PreparedRun) -> str:
+    from oppo.run.deployment import Deployment  # noqa: PLC0415 - torch takes seconds to import
+    from oppo.run.memory import at_worst, by_device, expected, memory_of  # noqa: PLC0415 - likewise
+
+    with routed():
+        deployment = Deployment.of(session.settings)
+        needs = by_device(expected(deployment, deployment.load(session.prompts.longest)))
+    found = []
+    for device, models in needs.items():
+        memory = memory_of(device)
+        there = "" if memory is None else f" of {decimal(memory[0])} free"
+        found.append(f"{decimal(at_worst(models))}{there} on {device}")
+    return f"{'; '.join(found)}, at most, and PyTorch's own; `oppo doctor` has the table"
+
+
+def many(count: int, one: str, several: str = "") -> str:
+    """Return a count with its noun: ``1 step``, ``2,000 steps``."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tried:
+    """Two responses: the first, the scores of both, the environment's answer to a turn that did not end by itself."""
+
+    finish: Finish
+    scores: Sequence[float | Drop]
+    seconds: float
+    parts: Mapping[str, float]
+    answer: IntArray | None
+
+
+async def rehearse(session: PreparedRun) -> list[str]:
+    tokenizer = session.assembly.tokenizer
+    prompts, rewards = session.prompts, [nearby(reward.source) for reward in session.settings.rewards]
+    if not isinstance(prompts, PromptStream):
+        return []
+    with noted("while a response was tried out, before the run"):
+        tried = await _try(session, [prompts.at(0), prompts.at(1 % prompts.size)])
+    lines = [
+        "",
+        f"prompts: {prompts.size}, the longest of {prompts.longest} tokens; the first is",
+        *_shown(tokenizer, tried.finish.response.prompt.tokens.tolist()),
+        *_ending(tokenizer, session.assembly.sampling),
+        f"a response to it, cut off at {LONGEST} tokens at the latest, is ({tried.finish.reason})",
+        *_shown(tokenizer, tried.finish.response.tokens.tolist()),
+        *(
+            ["the environment answers that with", *_shown(tokenizer, tried.answer.tolist())]
+            if tried.answer is not None
+            else []
+        ),
+        _scored(rewards, tried),
+    ]
+    return [harmless(line) for line in lines]
+
+
+async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
+    assembly, generate = session.assembly, session.graph.stage("generate", Generate)
+    policy, sampling = generate.policy, assembly.sampling
+    short = min(LONGEST, sampling.max_new_tokens)
+    drawing = policy
+    if policy.capabilities.varies_sampling:
+        fewest = min(short, sampling.min_new_tokens)
+        drawing = cast("VariesSampling", policy).with_sampling(
+            replace(sampling, max_new_tokens=short, min_new_tokens=fewest)
+        )
+    numbered = [replace(prompt, rollout=at, admission=at) for at, prompt in enumerate(prompts)]
+    finished = await respond(drawing, numbered, Answering(environment=generate.environment))
+    environment = generate.environment
+    asked = any(finish.reason != "length" or not finish.response.sampled.all() for finish in finished)
+    answer = (
+        None
+        if environment is None or asked
+        else await first_answer(environment, finished[0].response.prompt, finished[0].response.tokens)
+    )
+    start = anyio.current_time()
+    await assembly.reward.extend(
+        [event for finish in finished for event in (finish.response.prompt, *finish.response.pieces())]
+    )
+    scores = await assembly.reward.finish(finished)
+    seconds = anyio.current_time() - start
+    measured = capabilities_of(assembly.reward).samples()
+    return Tried(finished[0], scores, seconds, {name: values[0] for name, values in measured.items() if values}, answer)
+
+
+def _shown(tokenizer: HfTokenizer, tokens: list[int]) -> Iterator[str]:
+    for line in tokenizer.decode_whole(tokens).splitlines():
+        yield from textwrap.wrap(line, WIDTH, initial_indent="    ", subsequent_indent="    ") or [""]
+
+
+def _ending(tokenizer: HfTokenizer, sampling: Sampling) -> Iterator[str]:
+    ids = ", ".join(f"{number} {tokenizer.name_of(number)!r}" for number in sampling.stop)
+    yield f"a response ends at {sampling.max_new_tokens} tokens, or with one of these: {ids or 'none'}"
+    if sampling.stop_strings:
+        yield f"or with the text {' or '.join(map(repr, sampling.stop_strings))}"
+
+
+def _scored(rewards: Sequence[str], tried: Tried) -> str:
+    parts = ", ".join(f"{name.removeprefix('rewards/')} {value:g}" for name, value in tried.parts.items())
+    said = [f"drops it ({one.reason})" if isinstance(one, Drop) else f"says {float(one):g}" for one in tried.scores]
+    first, second = said
+    return (
+        f"the reward {' with '.join(rewards) or 'of the environment'} {first}"
+        + f" ({parts})" * bool(parts)
+        + f", and of a second response it {second}, after {tried.seconds:.3f} s"
+    )

@@ -1,0 +1,319 @@
+"""The page of a run without a browser: its pictures, its texts, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from oppo.cli import DONE, UNUSABLE, main
+from oppo.errors import ConfigError
+from oppo.observe import Span
+from oppo.report import RunDirectory
+from oppo.report.charts import Excerpt
+from oppo.report.metrics import CHARTS, METRICS, Chart, Metrics, metric, records_of
+from oppo.report.page import drawn, page
+from oppo.report.recorded import Recorded, differing, note_times, parameters, recorded
+from oppo.report.records import Record
+from oppo.report.run_dir import write_page
+from oppo.report.trace import TimedStep
+from tests.hf import tiny
+from tests.report.synthetic import decode, play, play_first, play_second
+
+WORK = [Span("trainer", "update", 0.0, 1.0, 0, "update")]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with RunDirectory(tmp_path / "runs" / "x", config="[run]\nsteps = 2\n", decode=decode) as directory:
+        play(directory)
+    return directory.path
+
+
+def html_of(path: Path) -> str:
+    return (path / "report.html").read_text()
+
+
+def run_of(folder: Path, records: Sequence[Metrics] = (), samples: Sequence[Record] = ()) -> Recorded:
+    return Recorded(folder, records, (), samples, (), "", {}, {}, "complete", ())
+
+
+def test_the_page_is_self_contained_and_escapes_what_models_say(path: Path) -> None:
+    html = html_of(path)
+    assert html.count("<svg") == 6, "score, KL, lengths, phases, deferred and dropped, each as a picture"
+    assert not re.search(r"<(link|img)|<script src|url\(|@import|https?://(?!www\.w3\.org)", html)
+    assert "&lt;b&gt;two&lt;/b&gt;" in html
+    assert "<b>two</b>" not in html
+
+
+def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run", decode=decode) as directory:
+        for play_one, number in ((play_first, 0), (play_second, 1)):
+            directory.model_span(Span("policy", "decode", 2.0 * number, 2.0 * number + 1, number, "decode"))
+            directory.on_span(Span("step", str(number), 2.0 * number, 2.0 * number + 2, number, kind="step"))
+            play_one(directory)
+    html = html_of(directory.path)
+    assert html.index("the latest steps: 2 steps in 4.00 s") < html.index("Does it learn?")
+    assert "policy: 1.000 s for step 2, from 2.000 s on" in html
+    assert "1 response deferred" in html
+    assert html.count("<svg") == 7
+    assert main(["report", str(directory.path)]) == DONE
+    assert html_of(directory.path) == html, "all of it is in the files"
+
+
+def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(path: Path) -> None:
+    before = html_of(path)
+    write_page(path)
+    assert html_of(path) == before
+    note_times(path, [Excerpt("another", [TimedStep(0, 0.0, 2.0, None, 0, WORK)], others=0.4)])
+    write_page(path)
+    assert "another: 1 step in 2.00 s; processes beside this program took 40% of the machine&#x27;s cores" in html_of(
+        path
+    )
+    curves = before.partition('class="curves">')[2].partition("<h2>Samples")[0]
+    assert curves.partition("Files")[0] in html_of(path)
+
+
+@given(gap=st.floats(0.0, 0.01), count=st.integers(1, 400), start=st.floats(-1e6, 1e6))
+def test_work_that_a_picture_cannot_show_apart_is_one_and_lasts_as_long(gap: float, count: int, start: float) -> None:
+    spans = [
+        Span("policy", "decode", start + k * 0.01, start + (k + 1) * 0.01 - gap, 0, "decode") for k in range(count)
+    ]
+    before = Excerpt(
+        "x", [TimedStep(0, start, start + 4.0, start + 1, 2, spans), TimedStep(1, start + 4, start + 8, None, 0, ())]
+    )
+    after = before.as_shown()
+    assert (after.seconds, after.shown, after.steps[0].cut) == (before.seconds, before.shown, before.steps[0].cut)
+    shown, most = sum(each.end - each.start for each in after.work), 0.5 * 8 / 950
+    assert sum(each.end - each.start for each in spans) - 1e-6 <= shown <= 0.01 * count + 1e-6
+    assert len(after.work) == (count if gap > most * 1.01 else len(after.work)) <= count
+
+
+@pytest.mark.parametrize(("steps", "shown"), [(9, range(9)), (1_000, {0, 8, 992, 997, 998, 999})])
+def test_the_page_shows_samples_of_the_first_step_of_the_last_three_and_some_between(
+    path: Path, steps: int, shown: set[int] | range
+) -> None:
+    (line,) = (path / "samples.jsonl").read_text().splitlines()[:1]
+    told = [
+        json.dumps({**json.loads(line), "step": 1 + k // 4, "completion": f"said in {k // 4}."}) + "\n"
+        for k in range(4 * steps)
+    ]
+    (path / "samples.jsonl").write_text("".join(told))
+    records = [json.dumps({"step": step + 1, "score": 1.0}) + "\n" for step in range(steps)]
+    (path / "metrics.jsonl").write_text("".join(records))
+    write_page(path)
+    found = [int(step) for step in re.findall(r"said in (\d+)\.", html_of(path))]
+    assert {*found} >= {*shown}
+    assert len(found) <= 520
+
+
+@pytest.mark.parametrize(("scoring", "hidden"), [(0.004, None), (0.4, 0.75)])
+def test_scoring_of_milliseconds_is_not_said_to_be_hidden(tmp_path: Path, scoring: float, hidden: float | None) -> None:
+    times = {"timing_s/score": scoring, "timing_s/score_exposed": scoring / 4, "overlap/hidden_fraction": 0.75}
+    records: list[Metrics] = [{"step": step, "seconds": 2.0, **times} for step in range(3)]
+    html = page([run_of(tmp_path, records)])
+    assert ("Scoring hidden behind" in html) == ("75%" in html) == (hidden is not None)
+
+
+def test_a_utilisation_above_the_peak_is_not_drawn_and_one_that_is_not_known_is_said_so(tmp_path: Path) -> None:
+    records: list[Metrics] = [
+        {"step": 0, "seconds": 2.0, "perf/mfu/decode": 0.1, "perf/mfu/update": share} for share in (0.9, 1.3)
+    ]
+    for found, names in ((records[:1], ["decode", "update"]), (records, ["decode"])):
+        run = run_of(tmp_path, found)
+        (lines,) = (each for chart, each in drawn([run]) if chart.title == "Model FLOPs utilisation")
+        assert [line.label for line in lines] == names
+        assert ("not drawn for update, which were faster than the peak" in page([run])) == (len(names) == 1)
+    assert "peak of the device is not known" in page([run_of(tmp_path, [{"step": 0}])])
+
+
+def test_the_page_spells_out_the_control_characters_of_texts(tmp_path: Path) -> None:
+    sample: Record = {"step": 0, "score": 1.0, "prompt": "a\x1b[31m\x07\n\tb", "completion": "\x9b\u202e\x00c"}
+    html = page([run_of(tmp_path, samples=[sample])])
+    assert "a\\x1b[31m\\x07\n\tb" in html
+    assert "\\x9b\\u202e\\x00c" in html
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", html)
+
+
+def test_every_chart_draws_a_declared_metric_and_no_two_the_same_section_twice() -> None:
+    for chart in CHARTS:
+        assert bool(chart.lines) != bool(chart.stack)
+        for name in (*chart.lines.values(), *chart.stack.values(), *filter(None, [chart.of])):
+            assert metric(name) is not None, name
+    sections = [chart.section for chart in CHARTS]
+    assert [*dict.fromkeys(sections)] == [each for k, each in enumerate(sections) if k == 0 or sections[k - 1] != each]
+
+
+def test_each_metric_that_a_dashboard_is_opened_for_has_a_curve() -> None:
+    names = {name for chart in CHARTS for name in (*chart.lines.values(), *chart.stack.values())}
+    assert names >= {
+        "loss/policy_avg", "loss/value_avg", "val/explained_variance", "policy/entropy_avg", "policy/clipfrac_avg",
+        "policy/approxkl_avg", "objective/kl", "train/grad_norm", "lr", "response_length/mean", "eval/score",
+        "rewards/{name}/mean", "objective/teacher_kl", "agents/conversations", "num_turns/mean",
+    }  # fmt: skip
+
+
+def test_rewards_have_a_line_each_and_metrics_of_a_trainer_of_ones_own_a_chart_each(tmp_path: Path) -> None:
+    record: Metrics = {
+        "step": 0,
+        "rewards/kind/mean": 1.0,
+        "rewards/kind/share": 1.0,
+        "rewards/safe/mean": 2.0,
+        "mine/a": 3,
+    }
+    found = {
+        chart.title: [(each.label, each.y) for each in lines] for chart, lines in drawn([run_of(tmp_path, [record])])
+    }
+    assert found["Rewards by name"] == [("kind", [1.0]), ("safe", [2.0])]
+    assert found["mine/a"] == [("mine/a", [3])]
+    assert "rewards/kind/share" not in found, "it is declared"
+
+
+VALUE = st.one_of(st.none(), st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False))
+NAMES = st.sampled_from(
+    [
+        each.name.format(name="x", versions="0", k=1, channel="a") if "{" in each.name else each.name
+        for each in chain(*METRICS.values())
+    ]
+)
+
+
+@given(records=st.lists(st.dictionaries(st.one_of(NAMES, st.text(max_size=9)), VALUE, max_size=30), max_size=4))
+def test_any_record_of_numbers_gives_a_page(
+    tmp_path_factory: pytest.TempPathFactory, records: Sequence[Mapping[str, float | None]]
+) -> None:
+    told = records_of({**each, "step": step} for step, each in enumerate(records))
+    run = run_of(tmp_path_factory.getbasetemp(), told)
+    html = page([run, run])
+    assert "NaN" not in html.partition('id="data"')[2]
+    assert ("No step was made." in html) == (not [*drawn([run])])
+
+
+def test_runs_are_compared_by_the_settings_that_differ_and_their_figures(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "runs" / "y"
+    config = '[run]\nname = "y"\nsteps = 2\n[[rewards]]\nsource = "<i>"\n'
+    with RunDirectory(other, config=config, decode=decode) as directory:
+        play(directory)
+    assert differing([recorded(path), recorded(other)]) == {"rewards.1.source": [None, "<i>"]}
+    assert main(["report", str(path), str(other)]) == DONE
+    assert capsys.readouterr().out == f"written: {tmp_path / 'runs' / 'comparison.html'}\n"
+    html = (tmp_path / "runs" / "comparison.html").read_text()
+    assert html.index("Settings that differ") < html.index("rewards.1.source") < html.index("Does it learn?")
+    assert "&lt;i&gt;" in html
+    assert "<i>" not in html
+    score = html.partition('aria-label="Score"')[2].partition("</svg>")[0]
+    assert score.count("<path") == 2
+    assert 'href="y/metrics.jsonl"' in html
+
+
+def test_models_are_shown_with_their_parameters_as_their_files_have_them(tmp_path: Path) -> None:
+    model = tiny.causal()
+    model.save_pretrained(tmp_path / "actor")
+    stored = {each.data_ptr(): each.numel() for each in model.parameters()}
+    assert parameters(str(tmp_path / "actor")) == sum(stored.values())
+    assert parameters(str(tmp_path / "nowhere")) is parameters("owner/none") is parameters("not a name") is None
+    (tmp_path / "actor" / "model.safetensors").write_bytes(b"no tensors")
+    assert parameters(str(tmp_path / "actor")) is None
+
+
+def damaged(name: str, text: bytes | None) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).unlink(missing_ok=True)
+        if text is not None:
+            (path / name).write_bytes(text)
+
+    return damage
+
+
+def to_folder(path: Path) -> None:
+    (path / "samples.jsonl").unlink()
+    (path / "samples.jsonl").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (damaged("metrics.jsonl", None), "metrics.jsonl is missing"),
+        (damaged("metrics.jsonl", b""), ""),
+        (damaged("metrics.jsonl", b'{"step": 1}\n{"step": 2, "s'), "metrics.jsonl: line 2 left out as damaged"),
+        (damaged("metrics.jsonl", b"\xff\xfe\x00" * 99), "metrics.jsonl: line 1 left out as damaged"),
+        (damaged("samples.jsonl", b'{"step": 1}\n{"score": "<"}\n'), "samples.jsonl: lines 1, 2 left out as damaged"),
+        (to_folder, "samples.jsonl cannot be read"),
+        (damaged("config.toml", None), "config.toml is missing"),
+        (damaged("config.toml", b"[run\n"), "config.toml cannot be read: TOMLDecodeError"),
+        (damaged("config.toml", b'run = 3\nrewards = "x"\nmodels = [1]\n'), ""),
+        (damaged("timeline.json", b"[{}]"), "timeline.json cannot be read: ValueError: it holds no steps in time"),
+        (damaged("timeline.json", b'[{"name": "x", "steps": []}]'), "its steps take no time"),
+        (damaged("log.jsonl", b'{"event": "begin", "libraries": 3}\n4'), "log.jsonl: line 2 left out as damaged"),
+        (damaged("eval.jsonl", b'{"step": 0, "eval/score": 1.0, "samples": [3, {"prompt": 3}]}\n'), ""),
+        (damaged("summary.json", b"{"), ""),
+    ],
+)  # fmt: skip
+def test_of_a_damaged_run_a_page_shows_what_can_be_read_and_says_what_cannot(
+    path: Path, damage: Callable[[Path], None], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(path)
+    assert main(["report", str(path)]) == DONE
+    told = capsys.readouterr().err
+    assert said in told
+    assert (told == "") == (not said)
+    html = html_of(path)
+    assert ("What could not be read" in html) == bool(said)
+    assert said in html
+    if "metrics" not in said:
+        assert "&lt;b&gt;two" in html or "samples" in said
+        assert 'aria-label="Score"' in html or "metrics" in said or (path / "metrics.jsonl").stat().st_size == 0
+
+
+def test_what_is_no_run_is_refused_with_what_would_be_one(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    none = "holds none of the files of a run (metrics.jsonl, config.toml, log.jsonl, ...): expected the directory of "
+    for wrong, said in (
+        ([path.parent], f"{none}a run, one of its runs: {path}"),
+        ([path / "none"], "does not exist: expected the directory of a run, such as runs/first"),
+        ([path, path / "config.toml"], "is no directory"),
+        ([], "oppo report needs the directory of a run"),
+    ):  # fmt: skip
+        assert main(["report", *map(str, wrong)]) == UNUSABLE
+        assert said in capsys.readouterr().err.replace("\n", "")
+
+
+def test_how_a_run_ended_is_shown(path: Path) -> None:
+    log = path / "log.jsonl"
+    for events, state in (
+        (["begin", "failed"], "failed"),
+        (["begin", "interrupted"], "interrupted"),
+        (["begin", "failed", "begin", "end"], "complete"),
+        (["begin", "failed", "begin"], "ended early"),
+    ):
+        log.write_text("".join(json.dumps({"event": each}) + "\n" for each in events))
+        assert recorded(path).state == state
+    with RunDirectory(path.parent / "going") as directory:
+        assert recorded(directory.path).state == "running"
+        assert recorded(directory.path, over=True).state == "ended early"
+        directory.conclude()
+    assert recorded(directory.path).state == "complete"
+
+
+def test_two_runs_of_one_name_are_told_apart(path: Path, tmp_path: Path) -> None:
+    first, second = replace(recorded(path)), replace(recorded(path), path=tmp_path / "b" / "x")
+    assert "&lt;" not in page([first]).partition("</header>")[0]
+    second.path.mkdir(parents=True)
+    assert str(second.path) in page([first, second])
+
+
+def test_no_run_is_an_error_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected the directory of a run"):
+        recorded(tmp_path)
+
+
+def test_a_label_holds_the_part_of_the_name_that_varies() -> None:
+    chart = Chart("x", "y", {"pass@$": "eval/pass_at_{k}"})
+    assert chart.names(["eval/pass_at_4", "eval/passed"]) == {"pass@4": "eval/pass_at_4"}
