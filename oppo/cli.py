@@ -226,7 +226,7 @@ def doctor(
     """
     gc.disable()  # importing torch and transformers makes many objects and no garbage: a fifth of the time
     from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.hf.memory import Hardware  # noqa: PLC0415 - likewise
+    from oppo.hf.devices import Hardware  # noqa: PLC0415 - likewise
     from oppo.run.deployment import Deployment  # noqa: PLC0415 - likewise
     from oppo.run.doctor import attempt, examine  # noqa: PLC0415 - likewise
     from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise

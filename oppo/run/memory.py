@@ -19,15 +19,13 @@ from oppo.config.sections import SamplingSection
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.hf.as_text.whole import transformer_of
-from oppo.hf.devices import CPU, Devices
+from oppo.hf.devices import CPU, Devices, Hardware, memory_of
 from oppo.hf.loading import outline
 from oppo.hf.lora import add_lora, load_lora, quantise_base
 from oppo.hf.memory import (
     Bytes,
-    Hardware,
     Load,
     at_rest,
-    memory_of,
     of_critic,
     of_policy,
     of_process,
@@ -174,9 +172,22 @@ class Outlines:
         # A critic keeps a number of each token, and a reward model that of the last one: one count is both's.
         return self.counted((("critic", path), load, device.type), partial(of_critic, make, load))
 
-    def scored(self, key: str, reward: ModelRewardSection) -> PreTrainedModel | None:
-        kind = self.kind(key, reward)
-        return self._made(key, KINDS[kind], reward.source) if kind in {"scalar", "process"} else None
+    def scorer(self, name: str) -> tuple[PreTrainedModel | None, bool]:
+        """Return the model of a row of the table, if its passes are known, and whether it gives log-probs."""
+        for key, reward in self.deployment.settings.reward_tables.items():
+            if isinstance(reward, ModelRewardSection) and named_reward(reward) == name:
+                kind = self.kind(key, reward)
+                known = kind in {"scalar", "process"}
+                return self._made(key, KINDS[kind], reward.source) if known else None, False
+        if name == "critic":
+            return self.critic(), False
+        if name == "proximal":
+            return self.actor(), True
+        return (
+            (self.logprobs(name), True)
+            if name == "reference" or name in self.deployment.models.teachers
+            else (None, True)
+        )
 
     def scalar(self, key: str, source: str) -> PreTrainedModel:
         return self._made(key, SCALAR, source)
@@ -528,6 +539,11 @@ def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
             continue
         needs_of.setdefault(need.device, []).append(need)
     return needs_of
+
+
+def elsewhere(needs: Iterable[Expected]) -> list[Expected]:
+    """Return those on other machines."""
+    return [need for need in needs if need.remote]
 
 
 def is_of_training(need: Expected) -> bool:

@@ -18,12 +18,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Chunk, IntArray, Prompt
+from oppo.hf.devices import Hardware
 from oppo.hf.head import CPU_LOGITS_BYTES
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import (
     ELEMENTWISE,
     Bytes,
-    Hardware,
     LiveBytes,
     Load,
     like_the_largest,

@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load_settings
-from oppo.hf.memory import Hardware
+from oppo.hf.devices import Hardware
 from oppo.run.deployment import Deployment
-from oppo.run.doctor import examine
-from oppo.run.layouts import Layout
+from oppo.run.doctor import Layout, examine
 from oppo.run.memory import crowded, expected
 from tests.kit.known import deep
 
