@@ -303,8 +303,11 @@ def proposed(deployment: Deployment, load: Load, known: Known) -> list[Layout]:
         tried = (_merged(changes, remedy) for remedy in REMEDIES)
         found += _first(name, tried, deployment, load, known)
     for name, changes in candidates.items() if not found else ():
-        tried = (_merged(_merged(changes, remedy), less) for less in _less(deployment) for remedy in REMEDIES[2:])
-        found += _first(name, tried, deployment, load, known)
+        remedies = (_merged(changes, remedy) for remedy in REMEDIES[2:])
+        hopeful = [each for each in remedies if _fitting(deployment, each, None, known)]  # whatever the batch
+        found += _first(
+            name, (_merged(each, less) for less in _less(deployment) for each in hopeful), deployment, load, known
+        )
     return sorted(found, key=lambda layout: layout.step)
 
 
@@ -333,7 +336,8 @@ def _overcommit(deployment: Deployment, batch: int) -> Mapping[str, int]:
 
 def largest(deployment: Deployment, load: Load, known: Known) -> Iterator[str]:
     """Yield the largest value that fits, found by halving, of each setting by which a run can be made to fit."""
-    for key in SMALLER:
+    at_rest = _fitting(deployment, {}, None, known)
+    for key in SMALLER if at_rest else ():
         section, name = key.split(".")
         value = getattr(getattr(deployment.settings, section), name)
         if not isinstance(value, int) or value < 2 or isinstance(value, bool):
@@ -387,16 +391,16 @@ def _merged(changes: Changes, more: Changes) -> Changes:
 
 
 def _fitting(
-    deployment: Deployment, changes: Changes, load: Load, known: Known
+    deployment: Deployment, changes: Changes, load: Load | None, known: Known
 ) -> tuple[Deployment, Sequence[Expected]] | None:
+    # ``None``: what it needs at rest, which is counted at once.
     assumed = deployment.assumed
     try:
         settings = deployment.settings.changed(changes)
         with routed():
             other = Deployment.of(settings, assumed)
             require_engines(other)
-            under = other.load(load.prompt)
-            for asked in (None, under):  # at rest it is counted at once
+            for asked in (None,) if load is None else (None, other.load(load.prompt)):
                 needs = expected(other, asked, known)
                 if crowded(needs, assumed, spread=settings.placement.spread):
                     return None

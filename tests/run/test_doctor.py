@@ -159,7 +159,8 @@ def test_whatever_is_proposed_fits(
 
 @pytest.mark.adapters
 def test_a_consumer_s_card_gets_its_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rules = ("--set", "rewards.0.source=reward.py:none", "--set", "step.algorithm=grpo", "--set", "step.batch=8")
+    chosen = ("rewards.0.source=reward.py:none", "step.algorithm=grpo", "step.batch=8", "sampling.max_new_tokens=1024")
+    rules = [part for each in chosen for part in ("--set", each)]
     assert main(["doctor", str(folder / "config.toml"), "--assume", "1x24GB", *rules]) == UNUSABLE, "as it is"
     said = capsys.readouterr().out
     recipe = said.partition("# all on one GPU\n")[2]

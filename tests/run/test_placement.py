@@ -617,7 +617,7 @@ def test_the_example_of_two_machines_fits_the_first(large: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert "for 72 rollouts in flight" in said
     assert "trainer, rank 5" in said
-    assert "policy" not in said, "it is on the other machine"
+    assert "\npolicy" not in said, "it is on the other machine"
 
 
 @pytest.mark.parametrize(
