@@ -191,7 +191,8 @@ def test_what_was_set_is_not_advised_and_each_row_is_explained(
 
 
 def test_layouts_are_of_a_run_that_places_nothing_itself(folder: Path) -> None:
-    placed = examine(deployed(folder, "8xH100", "models.policy=qwen-0.5b", "placement.policy=cuda:1"))
+    small = ("models.policy=qwen-0.5b", "rewards.0.source=qwen-0.5b-rm")
+    placed = examine(deployed(folder, "8xH100", *small, "placement.policy=cuda:1"))
     assert not placed.layouts
     assert not placed.faults
 
