@@ -44,7 +44,8 @@ from oppo import observe
 from oppo.errors import ConfigError
 from oppo.events import Chunk, Prompt
 from oppo.hf.devices import synchronised, use_stream
-from oppo.hf.memory import Load, longest_batch, of_trainer
+from oppo.hf.memory import Load, longest_batch, of_trainer, planned_on
+from oppo.hf.model_parts import transformer
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Deliver, Signals
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
@@ -54,7 +55,7 @@ from oppo.losses import ClippedLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
 from oppo.rollout_buffer import DecodeStep
-from oppo.simulate.costs import Gpu, Reached, Transformer, gpu_named
+from oppo.simulate.costs import Gpu, Reached, gpu_named
 from oppo.training import TrainerSettings
 
 TINY: Final = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2)
@@ -135,19 +136,6 @@ class Day:
             synchronised(self.device)
             took.append(observe.now() - began)
         return median(took[1:])
-
-
-def transformer(model: PreTrainedModel) -> Transformer:
-    config = model.config.get_text_config()
-    width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
-    return Transformer(
-        parameters=model.num_parameters(),
-        layers=config.num_hidden_layers,
-        width=config.hidden_size,
-        cached=width,
-        vocabulary=config.vocab_size,
-        tied=True,  # a reward model has no head at all, so its embedding too counts once
-    )
 
 
 def facts(day: Day) -> Mapping[str, object]:
@@ -320,9 +308,9 @@ def update(day: Day) -> Mapping[str, object]:
         torch.cuda.reset_peak_memory_stats(day.device)
     took = day.seconds(lambda: core.update(batch))
     flops = PASSES * sizes.trained * transformer(model).passes(1.0).reading(0, load.sequence)
-    estimate = of_trainer(
-        lambda: ActorCritic(day.model(day.actor, device=torch.device("meta"))), load, SAMPLING, settings, loss
-    )
+    meta = torch.device("meta")
+    with planned_on(day.device):
+        estimate = of_trainer(lambda: ActorCritic(day.model(day.actor, device=meta)), load, SAMPLING, settings, loss)
     peak = torch.cuda.max_memory_allocated(day.device) if day.device.type == "cuda" else 0
     return {
         "seconds": took,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import platform
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import anyio
@@ -118,9 +120,10 @@ def examine(deployment: Deployment) -> Diagnosis:
         load = deployment.load(supply.longest)
     needs = expected(deployment, load, known)
     faults = crowded(needs, assumed, spread=settings.placement.spread)
-    if faults:
-        faults = [*faults, "; or ".join([*largest(deployment, load, known), advice(deployment, load, known)])]
     layouts = proposed(deployment, load, known) if settings.placement == PlacementSection() else ()
+    if faults:
+        last = "take a layout below" if layouts else advice(deployment, load, known)
+        faults = [*faults, "; or ".join([*largest(deployment, load, known), last])]
     return Diagnosis(needs, load, faults, assumed, layouts)
 
 
@@ -140,20 +143,29 @@ def _proposals(layouts: Sequence[Layout], assumed: Hardware | None) -> Iterator[
     if not layouts:
         return
     yield ""
-    speed = "seconds by its data sheet" if layouts[0].seconds else "whose speed is not known here"
-    yield f"layouts that fit {assumed}, {speed}, if all responses are as long as they may be:"
-    rows = [("layout", "memory of a GPU", "step", "bound by", "tokens/s", "idle")]
+    known = bool(layouts[0].seconds)
+    speed = "estimated from its data sheet, for responses as long as they may be" if known else "unknown for this GPU"
+    yield f"layouts that fit {assumed} (speed: {speed}):"
+    rows = [("layout", "memory of a GPU", "step", "bound by", "tokens/s", "idle GPUs", "changes of the run")]
     for layout in layouts:
-        times = (
-            (f"{layout.step:.0f} s", layout.bound, f"{layout.tokens / layout.step:.0f}")
-            if layout.seconds
-            else ("-",) * 3
-        )
-        rows.append((layout.name, layout.memory(), *times, ", ".join(layout.idle) or "none"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    yield from ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        times = (f"{layout.step:.0f} s", layout.bound, f"{layout.tokens / layout.step:.0f}") if known else ("-",) * 3
+        rows.append((layout.name, layout.memory(), *times, str(layout.idle), layout.remedies or "none"))
+    yield from _aligned(rows)
+    yield ""
+    yield "Write the settings of one into the sections of the file, or give each as --set SECTION.KEY=VALUE:"
     for layout in layouts[:SHOWN]:
         yield from ["", f"# {layout.name}", *(layout.toml or "# nothing changes").splitlines()]
+
+
+def _aligned(rows: Sequence[Sequence[str]], numbers: int = 99) -> Iterator[str]:
+    """Yield a line for each row; the columns from ``numbers`` on end at their right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if column < numbers else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
 
 
 def versions() -> str:
@@ -171,16 +183,13 @@ def _table(needs: Sequence[Expected]) -> Iterator[str]:
     for need in needs:
         parts = (decimal(getattr(need.bytes, name)) if getattr(need.bytes, name) else "-" for name in _PARTS)
         rows.append((need.model, need.where, *parts, decimal(need.bytes.total)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        names = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
-        yield "  ".join([*names, *numbers])
+    return _aligned(rows, numbers=2)
 
 
 def _largest(models: Sequence[Expected]) -> str:
     size, model, part = max((getattr(need.bytes, part), need.model, part) for need in models for part in _PARTS)
-    return f"most of it {'KV cache' if part == 'keys_values' else part} of the {model} ({decimal(size)})"
+    what = {"keys_values": "KV cache", "optimizer": "optimizer states"}.get(part, part)
+    return f"the largest part is {what} of the {model} ({decimal(size)})"
 
 
 def attempt(settings: Settings) -> Iterator[str]:
@@ -234,6 +243,9 @@ REMEDIES: Final[Sequence[Changes]] = (
 )
 """What a layout does to fit, the first that is enough; each costs time or changes what is trained."""
 
+REMEDIED: Final = ("models", "trainer", "step", "sampling")
+"""The sections that remedies change."""
+
 SMALLER: Final = (
     "step.batch",
     "sampling.max_new_tokens",
@@ -256,7 +268,7 @@ class Layout:
         needs: the memory of each model.
         seconds: of a step, by stage; empty for a GPU whose speed is not known.
         tokens: response tokens of a step.
-        idle: GPUs that have nothing to do.
+        idle: how many GPUs have nothing to do.
     """
 
     name: str
@@ -264,7 +276,7 @@ class Layout:
     needs: Sequence[Expected]
     seconds: Mapping[str, float]
     tokens: int
-    idle: Sequence[str]
+    idle: int
 
     @property
     def step(self) -> float:
@@ -284,6 +296,12 @@ class Layout:
             lines += [f"[{name}]", *(f"{key} = {in_toml(value)}" for key, value in keys.items())]
         return "\n".join(lines)
 
+    @property
+    def remedies(self) -> str:
+        """What it changes to fit, beside the devices of models."""
+        keys = chain.from_iterable(each.items() for name, each in self.changes.items() if name in REMEDIED)
+        return ", ".join(f"{key} = {in_toml(value)}" for key, value in keys if key != "engine")
+
     def memory(self) -> str:
         on = {device: at_worst(models) for device, models in by_device(self.needs).items() if device.type == "cuda"}
         most = [*on.values(), *(need.bytes.total for need in elsewhere(self.needs) if need.device.type == "cuda")]
@@ -298,56 +316,60 @@ def proposed(deployment: Deployment, load: Load, known: Known) -> list[Layout]:
     assumed, found = deployment.assumed, list[Layout]()
     if assumed is None:
         return found
-    candidates = dict(_candidates(deployment, assumed))
-    for name, changes in candidates.items():
-        tried = (_merged(changes, remedy) for remedy in REMEDIES)
-        found += _first(name, tried, deployment, load, known)
-    for name, changes in candidates.items() if not found else ():
-        remedies = (_merged(changes, remedy) for remedy in REMEDIES[2:])
-        hopeful = [each for each in remedies if _fitting(deployment, each, None, known)]  # whatever the batch
-        found += _first(
-            name, (_merged(each, less) for less in _less(deployment) for each in hopeful), deployment, load, known
-        )
+    for less in ([{}], [each for each in _less(deployment) if _changed(deployment, each)]):
+        for name, changes in () if found else [*_candidates(deployment, assumed)]:
+            remedies = [_merged(changes, remedy) for remedy in REMEDIES]
+            if less != [{}]:  # those with which it fits at rest, whatever the batch
+                remedies = [each for each in remedies if _one_of(deployment, [each], None, known)]
+            fit = _first(deployment, [[_merged(each, smaller) for each in remedies] for smaller in less], load, known)
+            found += [_described(name, *fit, load, known)] if fit else []
     return sorted(found, key=lambda layout: layout.step)
 
 
-def _first(name: str, tried: Iterable[Changes], deployment: Deployment, load: Load, known: Known) -> list[Layout]:
-    for changes in tried:
-        fits = _fitting(deployment, changes, load, known)
-        if fits is not None:
-            return [_described(name, changes, *fits, load, known)]
-    return []
+def _unlike(settings: Settings, changes: Changes) -> Changes:
+    # But for what is set already.
+    document = settings.document()
+    kept = {
+        name: {key: value for key, value in keys.items() if document.get(name, {}).get(key) != value}
+        for name, keys in changes.items()
+    }
+    return {name: keys for name, keys in kept.items() if keys}
+
+
+def _first(
+    deployment: Deployment, smaller: Sequence[Sequence[Changes]], load: Load, known: Known
+) -> tuple[Changes, Deployment, Sequence[Expected]] | None:
+    # Of changes that need less and less, by bisection.
+    at = bisect_left(smaller, True, key=lambda tried: _one_of(deployment, tried, load, known) is not None)
+    return _one_of(deployment, smaller[at], load, known) if at < len(smaller) else None
 
 
 def _less(deployment: Deployment) -> Iterator[Changes]:
     batch, length = deployment.settings.step.batch, deployment.settings.sampling.max_new_tokens
-    while batch > 1:
-        batch //= 2
-        yield {"step": {"batch": batch, **_overcommit(deployment, batch)}}
-    while length > 64:
-        length //= 2
-        yield {"step": {"batch": batch, **_overcommit(deployment, batch)}, "sampling": {"max_new_tokens": length}}
+    for halved in _halves(batch):
+        yield _of_batch(deployment, halved)
+    for halved in (each for each in _halves(length) if each >= 32):
+        yield {**_of_batch(deployment, 1), "sampling": {"max_new_tokens": halved}}
 
 
-def _overcommit(deployment: Deployment, batch: int) -> Mapping[str, int]:
+def _halves(value: int) -> list[int]:
+    return [value >> halvings for halvings in range(1, value.bit_length())]
+
+
+def _of_batch(deployment: Deployment, batch: int) -> Changes:
     given = deployment.settings.step.overcommit
-    return {"overcommit": batch} if given is not None and given > batch else {}
+    return {"step": {"batch": batch, **({"overcommit": batch} if given is not None and given > batch else {})}}
 
 
 def largest(deployment: Deployment, load: Load, known: Known) -> Iterator[str]:
     """Yield the largest value that fits, found by halving, of each setting by which a run can be made to fit."""
-    at_rest = _fitting(deployment, {}, None, known)
-    for key in SMALLER if at_rest else ():
+    for key in SMALLER if _one_of(deployment, [{}], None, known) else ():
         section, name = key.split(".")
         value = getattr(getattr(deployment.settings, section), name)
-        if not isinstance(value, int) or value < 2 or isinstance(value, bool):
-            continue
-        while value := value // 2:
-            more = _overcommit(deployment, value) if key == "step.batch" else {}
-            fits = _fitting(deployment, {section: {name: value, **more}}, load, known)
-            if fits is not None:
-                yield f"{key} = {value} fits"
-                break
+        halves = _halves(value) if isinstance(value, int) and not isinstance(value, bool) else []
+        smaller = [_of_batch(deployment, each) if key == "step.batch" else {section: {name: each}} for each in halves]
+        if fit := _first(deployment, [[each] for each in smaller if _changed(deployment, each)], load, known):
+            yield f"{key} = {fit[0][section][name]} fits"
 
 
 def _candidates(deployment: Deployment, assumed: Hardware) -> Iterator[tuple[str, Changes]]:
@@ -390,23 +412,38 @@ def _merged(changes: Changes, more: Changes) -> Changes:
     return {name: {**changes.get(name, {}), **more.get(name, {})} for name in {**changes, **more}}
 
 
-def _fitting(
-    deployment: Deployment, changes: Changes, load: Load | None, known: Known
-) -> tuple[Deployment, Sequence[Expected]] | None:
-    # ``None``: what it needs at rest, which is counted at once.
-    assumed = deployment.assumed
+def _one_of(
+    deployment: Deployment, tried: Iterable[Changes], load: Load | None, known: Known
+) -> tuple[Changes, Deployment, Sequence[Expected]] | None:
+    # The first that fits; without a load at rest, which is counted at once.
+    for changes in tried:
+        other = _changed(deployment, changes)
+        if other is not None and (needs := _fitting(other, load, known)) is not None:
+            return _unlike(deployment.settings, changes), other, needs
+    return None
+
+
+def _fitting(deployment: Deployment, load: Load | None, known: Known) -> Sequence[Expected] | None:
     try:
-        settings = deployment.settings.changed(changes)
         with routed():
-            other = Deployment.of(settings, assumed)
-            require_engines(other)
-            for asked in (None,) if load is None else (None, other.load(load.prompt)):
-                needs = expected(other, asked, known)
-                if crowded(needs, assumed, spread=settings.placement.spread):
+            for asked in (None,) if load is None else (None, deployment.load(load.prompt)):
+                needs = expected(deployment, asked, known)
+                if crowded(needs, deployment.assumed, spread=deployment.settings.placement.spread):
                     return None
     except (ConfigError, ModelError, ModelRefused, ValueError):
-        return None  # a layout that these settings do not allow
-    return other, needs
+        return None
+    return needs
+
+
+def _changed(deployment: Deployment, changes: Changes) -> Deployment | None:
+    # ``None``: these settings do not go together.
+    try:
+        with routed():
+            other = Deployment.of(deployment.settings.changed(changes), deployment.assumed)
+            require_engines(other)
+    except (ConfigError, ModelError, ModelRefused, ValueError):
+        return None
+    return other
 
 
 def _described(  # noqa: PLR0917 - what a layout consists of
@@ -416,10 +453,8 @@ def _described(  # noqa: PLR0917 - what a layout consists of
     assert assumed is not None  # noqa: S101 - layouts are of machines that are assumed
     load = deployment.load(load.prompt)
     busy = {device.index for device in by_device(needs) if device.type == "cuda"}
-    idle = [f"cuda:{number}" for number in range(assumed.gpus) if number not in busy]
-    if assumed.machines > 1:
-        there = (assumed.machines - 1) * assumed.gpus - len(elsewhere(needs))
-        idle += [f"{there} of the other machines"] * (there > 0)
+    actors = {need.model.partition(".")[0] for need in elsewhere(needs) if need.device.type == "cuda"}
+    idle = assumed.machines * assumed.gpus - len(busy) - len(actors)
     batch = settings.step.batch * settings.algorithm.responses
     under = replace(load, rollouts=batch)
     seconds = {} if assumed.gpu is None else _seconds(deployment, needs, under, assumed.gpu, known)

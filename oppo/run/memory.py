@@ -294,7 +294,6 @@ def _needs(deployment: Deployment, load: Load | None, known: Known) -> list[Expe
     made, settings, devices = Outlines(deployment, known), deployment.settings, deployment.devices
     own_engine, needs = deployment.has_engine, list[Expected]()
     if not own_engine:
-        _counting("policy")
         policy, remote = _policy(deployment, made, load), "policy" in devices.remote
         for number, device in enumerate(devices.policies):
             needs.append(Expected(deployment.policy_name(number), device, policy, remote))

@@ -152,7 +152,7 @@ def test_whatever_is_proposed_fits(
         needs = expected(again, again.load(found.load.prompt))
         assert not crowded(needs, again.assumed), layout
         assert (
-            len({need.device for need in needs if not need.remote}) + len(layout.idle) >= Hardware.assumed(assume).gpus
+            len({need.device for need in needs if not need.remote}) + layout.idle >= Hardware.assumed(assume).gpus
         )
         assert (layout.step > 0) is bool(layout.seconds)
 
