@@ -101,7 +101,7 @@ BUDGETS = {
     "losses": 1_135,
     "oppo": 6_153,
     "placement": 3_828,
-    "report": 3_309,
+    "report": 3_308,
     "rewards": 1_802,
     "run": 5_639,
     "simulate": 3_770,
