@@ -6,6 +6,7 @@ The reference is a second module over the same base parameters: both are served 
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -31,6 +32,9 @@ from oppo.libraries import require
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+# It warns of a kernel for CPUs, when PEFT imports it, whether or not a weight has 4 bits.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 Quantization: TypeAlias = Literal["none", "nf4", "fp4"]  # the type of a base's weights: as they are, or 4 bits
 
