@@ -101,7 +101,7 @@ BUDGETS = {
     "losses": 1_135,
     "oppo": 6_154,
     "placement": 3_828,
-    "report": 3_258,
+    "report": 3_259,
     "rewards": 1_802,
     "run": 5_639,
     "simulate": 2_438,
