@@ -1,11 +1,7 @@
-"""Charts as SVG: lines and stacked bars over steps, and a timeline with a row for each model's work.
+"""Charts as SVG: lines over steps, and a timeline with a row for each model's work, runs below one another on one scale.
 
 Text and rules have the page's text colour, so a picture follows its light or dark theme. Sizes are in pixels of the
-view box, before it is scaled to the page.
-
-A timeline of the models' work: a row for each, steps from left to right, runs stacked on one scale.
-
-With lookahead the steps overlap. Work for other steps than those shown, which lies beside them, is drawn faintly.
+view box, before it is scaled to the page. With lookahead the steps overlap. Work for other steps than those shown, which lies beside them, is drawn faintly.
 """
 
 from __future__ import annotations
