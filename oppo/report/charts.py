@@ -1,7 +1,7 @@
-"""Charts as SVG: lines over steps, and a timeline with a row for each model's work, runs below one another on one scale.
+"""Charts as SVG: lines over steps, and a timeline with a row for each model's work, several runs on one scale.
 
 Text and rules have the page's text colour, so a picture follows its light or dark theme. Sizes are in pixels of the
-view box, before it is scaled to the page. With lookahead the steps overlap. Work for other steps than those shown, which lies beside them, is drawn faintly.
+view box, before it is scaled to the page. Where steps overlap, work for other steps is drawn faintly.
 """
 
 from __future__ import annotations
