@@ -209,7 +209,7 @@ def ticks(low: float, high: float) -> list[float]:
 ROLES: Final[Mapping[Role, str]] = dict(zip(("decode", "score", "update", "evaluate"), COLOURS, strict=False))
 
 TIMELINE_WIDTH, LEFT, RIGHT = 1120, 110, 60
-_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 22, 38, 45
+_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 32, 38, 45
 _TIMELINE_ACROSS = TIMELINE_WIDTH - LEFT - RIGHT
 _TICKS = 10  # at most
 _LABELS = 75  # between a step's start and its cut, for both to be named

@@ -119,8 +119,9 @@ def _unlike_defaults(settings: Mapping[str, Declared], chosen: Mapping[str, obje
 
 
 def _memory(session: PreparedRun) -> str:
+    from oppo.hf.devices import memory_of  # noqa: PLC0415 - likewise
     from oppo.run.deployment import Deployment  # noqa: PLC0415 - torch takes seconds to import
-    from oppo.run.memory import at_worst, by_device, expected, memory_of  # noqa: PLC0415 - likewise
+    from oppo.run.memory import at_worst, by_device, expected  # noqa: PLC0415 - likewise
 
     try:
         with routed():

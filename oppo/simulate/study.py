@@ -252,6 +252,7 @@ MEANINGS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "launching kernels": "a decode step waits for each layer's kernels to begin and end, however few rows it has: "
         "more rows at a time cost little, and a step's seconds follow its longest response",
+        "floor and KV cache": "a decode step takes engine.floor_seconds at the least, however few rows it has",
         "weights": "a decode step waits until each weight has been read from memory: more rows at a time cost little",
     }
 )

@@ -282,7 +282,7 @@ class GAE(AdaptiveObjective):
         distill: weight of a teacher; see :class:`AdaptiveObjective`. It is added after whitening.
         over: what the estimate runs over: ``tokens``, or ``turns``, each one action with the sum of its tokens' rewards
             and the value before the first of them, whose advantage and return all its tokens have; ``gamma`` and
-            ``lam`` then decay by turns (Turn-PPO: Li et al. 2025, arXiv 2512.17008).
+            ``lam`` then decay by turns (Turn-PPO, arXiv 2512.17008).
 
     Raises:
         ConfigError: a value is out of range, there is no such estimator, or truncated responses are both bootstrapped

@@ -213,6 +213,8 @@ def test_the_search_finds_samples_and_orders_them(page: Page, tmp_path: Path) ->
     page.locator("#find").fill("")
     assert page.locator(".sample:visible").count() == 60
     assert page.locator(".sample .tool").first.text_content() == "tool 59"
+    page.locator(".sample").last.scroll_into_view_if_needed()
+    until(page, "document.getElementById('view').getBoundingClientRect().bottom < 0")
 
 
 def test_texts_of_models_run_nothing(page: Page, tmp_path: Path) -> None:

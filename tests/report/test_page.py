@@ -59,7 +59,7 @@ def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -
             directory.on_span(Span("step", str(number), 2.0 * number, 2.0 * number + 2, number, kind="step"))
             play_one(directory)
     html = html_of(directory.path)
-    assert html.index("the latest steps: 2 steps in 4.00 s") < html.index("Does it learn?")
+    assert html.index("the latest: 2 steps in 4.00 s") < html.index("Does it learn?")
     assert "policy: 1.000 s for step 2, from 2.000 s on" in html
     assert "1 response deferred" in html
     assert html.count("<svg") == 7
@@ -132,9 +132,16 @@ def test_a_utilisation_above_the_peak_is_not_drawn_and_one_that_is_not_known_is_
 
 
 def test_the_page_spells_out_the_control_characters_of_texts(tmp_path: Path) -> None:
-    sample: Record = {"step": 0, "score": 1.0, "prompt": "a\x1b[31m\x07\n\tb", "completion": "\x9b\u202e\x00c"}
+    sample: Record = {
+        "step": 0,
+        "score": 1.0,
+        "kl": -0.001,
+        "prompt": "a\x1b[31m\x07\n\tb",
+        "completion": "\x9b\u202e\x00c",
+    }
     html = page([run_of(tmp_path, samples=[sample])])
     assert "a\\x1b[31m\\x07\n\tb" in html
+    assert "KL 0.00 nats" in html
     assert "\\x9b\\u202e\\x00c" in html
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", html)
 

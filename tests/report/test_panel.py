@@ -135,7 +135,7 @@ def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
     panel = Panel(where, 2, live=True)
     panel.on_step(0, step, {})
     where.print(panel.render())
-    assert "train-bound: the update takes 75 % of the step: defer more stragglers, at most" in out.getvalue()
+    assert "train-bound: the update takes 75% of the step: defer more stragglers, at most" in out.getvalue()
 
 
 STUCK = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")

@@ -208,6 +208,10 @@ def test_seconds_that_are_given_replace_those_of_the_roofline() -> None:
     }
     decoder = profile(engine=engine).system().decoder
     assert (decoder.floor, decoder.step, decoder.row, decoder.context) == (0.03, 0.01, 0.002, 1e-6)
+    parts = decoder.parts(3.0, steps=100, rows=100, pauses=0.1)
+    assert parts == pytest.approx(
+        {"decode steps": 1.0, "rows": 0.2, "prefill and ends": 0.1, "floor and KV cache": 1.7}
+    )
 
 
 def test_the_work_bound_is_what_all_devices_together_need() -> None:

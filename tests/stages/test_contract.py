@@ -30,7 +30,6 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender
 from oppo.models import Decode, Scorer, Trained, Weights
-from oppo.simulate.policy import FakeDecode
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.stages.batch import ScoredRollouts
 from oppo.testing import (
@@ -43,6 +42,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from oppo.testing.fake_policy import FakeDecode
 from tests.kit.pipelines import Pipeline, Setting
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)
