@@ -116,10 +116,10 @@ RATCHETS = {
     "files in the root": 21,
     "protocols": 55,
     "functions that only require": 70,
-    "functions given all settings": 24,
-    "modules that name turns": 40,  # the stage, the settings and the rewards of credit by turn
+    "functions given all settings": 23,
+    "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn
     "modules that name deterministic": 21,
-    "modules that name lookahead": 24,
+    "modules that name lookahead": 23,
     "modules that name restarts": 13,
     "modules that name remote": 10,
 }
