@@ -102,10 +102,10 @@ BUDGETS = {
     "oppo": 6_162,
     "placement": 3_828,
     "report": 3_259,
-    "rewards": 1_803,
-    "run": 5_639,
+    "rewards": 1_805,
+    "run": 5_617,
     "simulate": 2_438,
-    "stages": 3_959,
+    "stages": 3_973,
     "testing": 2_747,
     "vllm": 4_218,
 }
