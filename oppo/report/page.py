@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from html import escape
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import chain, groupby, starmap
 from pathlib import Path
 from string import Template
@@ -46,10 +46,11 @@ LIBRARY: Final = "plotly"  # the package that brings plotly.js
 
 @cache
 def script_of(package: str) -> str:
-    found = find_spec(package)
-    folders = [*(found.submodule_search_locations or ())] if found else []
-    files = [file for each in folders if (file := Path(each, "package_data", "plotly.min.js")).exists()]
-    return files[0].read_text("utf-8").replace("</script", "<\\/script") if files else ""
+    try:
+        file = Path(str(distribution(package).locate_file(f"{package}/package_data/plotly.min.js")))
+    except PackageNotFoundError:
+        return ""
+    return file.read_text("utf-8").replace("</script", "<\\/script")
 
 
 def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = "", scripts: bool = True) -> str:
