@@ -101,7 +101,7 @@ BUDGETS = {
     "losses": 1_135,
     "oppo": 6_162,
     "placement": 3_828,
-    "report": 3_259,
+    "report": 3_260,
     "rewards": 1_805,
     "run": 5_617,
     "simulate": 2_438,
