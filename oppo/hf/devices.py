@@ -613,4 +613,4 @@ class Peak:
 
 
 def _gpus() -> range:
-    return range(torch.cuda.devicecount() if torch.cuda.is_available() else 0)
+    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, zip_longest
-from typing import Any, Final, Self, TypeAlias, TypeVar
+from typing import Any, Final, Self, TypeAlias, TypeVar, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -399,7 +399,7 @@ def of_trainer(
     settings: TrainerSettings,
     loss: Loss,
     *,
-    adapt: Callable[[ModuleT], ActorCritic] = same,
+    adapt: Callable[[ModuleT], nn.Module] = same,
 ) -> Bytes:
     """Return the memory of the most expensive micro-batch: of longest rows, or of rows that are all response."""
     whole, shapes = _bare(make), (load, replace(load, prompt=1))
@@ -407,7 +407,8 @@ def of_trainer(
 
     def trained(shape: Load) -> Bytes:
         def peaks(few: ModuleT, stacks: Sequence[_Stack]) -> dict[str, int]:
-            return _micro_batch(adapt(few), stacks, shape, sampling=sampling, settings=settings, loss=loss)
+            models = cast("ActorCritic", adapt(few))
+            return _micro_batch(models, stacks, shape, sampling=sampling, settings=settings, loss=loss)
 
         found = _extrapolated(whole, peaks, every)
         weights, copies, gradients = (found.pop(name) for name in ("weights", "copies", "gradients"))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from rich.filesize import decimal
@@ -23,6 +23,7 @@ from oppo.hf.devices import CPU, Devices, Hardware, memory_of
 from oppo.hf.loading import outline
 from oppo.hf.lora import add_lora, load_lora, quantise_base
 from oppo.hf.memory import (
+    Adapt,
     Bytes,
     Load,
     at_rest,
@@ -226,7 +227,8 @@ class Outlines:
         return nn.ModuleDict({"actor": self.actor(), **({"critic": self.critic()} if own else {})})
 
     def training(self, models: nn.ModuleDict) -> ActorCritic:
-        actor, critic = self.adapted(models["actor"]), dict(models.items()).get("critic")
+        held = cast("dict[str, PreTrainedModel]", dict(models.items()))
+        actor, critic = self.adapted(held["actor"]), held.get("critic")
         shares = self.deployment.settings.algorithm.has_critic and self.deployment.models.shared_trunk
         return ActorCritic(actor, value_model_on(actor) if shares else critic)
 
@@ -234,7 +236,7 @@ class Outlines:
         key = (key, self.deployment.models.dtype)
         if key not in self.known:
             self.known[key] = count()
-        return self.known[key]
+        return cast("Bytes", self.known[key])
 
     def _made(self, key: str, kind: Kind, path: str) -> PreTrainedModel:
         models = self.deployment.models
@@ -244,7 +246,7 @@ class Outlines:
                 self.known[found] = outline(kind, path, dtype=models.dtype, trust_remote_code=models.trust_remote_code)
             except (ConfigError, ModelRefused) as error:
                 raise type(error)(f"{key}: {error}") from error
-        return self.known[found]
+        return cast("PreTrainedModel", self.known[found])
 
 
 def fitted(deployment: Deployment) -> Deployment:
@@ -386,8 +388,8 @@ def _policy_on_engine(deployment: Deployment, made: Outlines, others: Sequence[E
         )
     if deployment.settings.placement.share != "sleep":
         return needs
-    weights = Bytes(sum(need.bytes.weights for need in needs))
-    return [Expected("policy, asleep", CPU, weights), *(replace(need, sleeps=True) for need in needs)]
+    asleep = Bytes(sum(need.bytes.weights for need in needs))
+    return [Expected("policy, asleep", CPU, asleep), *(replace(need, sleeps=True) for need in needs)]
 
 
 def _on_engine(
@@ -476,7 +478,8 @@ def _served(made: Outlines, model: str, load: Load | None, device: torch.device)
     models = made.deployment.models
     if model == "critic":
         key: Hashable = ("critic", (models.shared_trunk and models.policy) or made.critic_source)
-        make, adapt = made.critic, same
+        make: Callable[[], PreTrainedModel] = made.critic
+        adapt: Adapt[PreTrainedModel] = same
     elif model == "proximal":
         key, make, adapt = ("logprobs", models.policy, made.adapter), made.actor, made.adapt
     else:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as st
@@ -23,9 +24,14 @@ from tests.kit.known import deep
 COUNTED = Path(__file__).parents[1] / "golden" / "memory.json"
 """Figures of whole models, layer by layer, as they were counted before a few layers stood for all."""
 
-LLAMA = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_act": "silu", "bos_token_id": 1}
-MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 2}
-GEMMA = {"head_dim": 256, "sliding_window": 1024}
+LLAMA: dict[str, Any] = {
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+}
+MIXTURE: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+GEMMA: dict[str, Any] = {"head_dim": 256, "sliding_window": 1024}
 
 
 def shape(kind: str, sizes: Sequence[int], *, tied: bool = False, **more: object) -> dict[str, object]:
