@@ -307,6 +307,8 @@ def _models_of_trl(draft: Draft) -> None:
     rewards = [each for value in given for each in value if each is not None]
     weights = draft.take("reward_weights", [])
     draft.rewards(rewards[:1] if draft.kind == "ppo" else rewards, *named, weights=weights)
+    if len(rewards) < 2 and draft.value("algorithm.scale_scores") == "each_reward":
+        draft.put("algorithm.scale_scores", "group", "multi_objective_aggregation")
 
 
 def _data_of_trl(draft: Draft, each: int) -> None:
@@ -395,11 +397,11 @@ def _of_verl(draft: Draft) -> None:
 
 def _loss_of_verl(draft: Draft) -> None:
     mode = draft.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    gates, bound = [draft.take(f"{ACTOR}.tau_pos", 1.0), draft.take(f"{ACTOR}.tau_neg", 1.05)], draft.values
-    if (both := draft.take(f"{ACTOR}.clip_ratio")) is not None:
-        for key, name in (("clip", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
-            if f"{ACTOR}.{name}" not in draft.given:
-                draft.put(f"algorithm.{key}", both, f"{ACTOR}.clip_ratio")
+    gates = [draft.take(f"{ACTOR}.tau_pos", 1.0), draft.take(f"{ACTOR}.tau_neg", 1.05)]
+    both = draft.take(f"{ACTOR}.clip_ratio", 0.2)
+    for key, name in (("clip", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
+        if draft.given.get(f"{ACTOR}.{name}", 0.2) is None:
+            draft.put(f"algorithm.{key}", both, f"{ACTOR}.clip_ratio")
     if mode == "gspo":
         draft.put("step.algorithm", "gspo", f"{ACTOR}.policy_loss.loss_mode")
     elif mode in {"cispo", "sapo", "dppo_tv"}:
@@ -408,11 +410,9 @@ def _loss_of_verl(draft: Draft) -> None:
         draft.put("algorithm.surrogate", "dual_clip", note="verl's vanilla loss")
         if mode != "vanilla":
             draft.lose("a loss of your own (see step.loss)", f"{ACTOR}.policy_loss.loss_mode = {mode}")
-    if bound.get("algorithm.surrogate", ("",))[0] != "dual_clip":
-        bound.pop("algorithm.dual_clip", None)
     if mode == "sapo":
         draft.put("algorithm.gates", gates, f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg")
-        del bound["algorithm.clip"], bound["algorithm.clip_high"]
+        del draft.values["algorithm.clip"], draft.values["algorithm.clip_high"]
     draft.put("algorithm.value_coefficient", 1.0, note="verl's critic has a loss of its own")
     _correction_of_verl(draft, "algorithm.rollout_correction")
 
@@ -428,6 +428,11 @@ def _correction_of_verl(draft: Draft, place: str) -> None:
         return draft.lose("weights are by token or by rollout (see algorithm.is_correction)", f"{names[0]} = {weights}")
     if old > 0:
         weights, bounds = "token", [str(old)]
+    if draft.value("trainer.router_replay"):
+        draft.put("algorithm.ratio_base", "behaviour", note="replayed experts leave log-probs as they are")
+        if weights is not None:
+            draft.lose("nothing is corrected where experts are replayed (see trainer.router_replay)", *names)
+        weights = None
     if weights is None:
         return draft.put("algorithm.is_correction", "none", note="verl corrects nothing unless rollout_is is set")
     kinds = ("truncated", "truncated_sequence") if len(bounds) == 1 else ("mask", "mask_product")
@@ -577,7 +582,7 @@ def _loss_of_openrlhf(draft: Draft) -> None:
     if isinstance(both := draft.take("actor.eps_clip_low_high"), list):
         for key, bound in zip(("clip", "clip_high"), both, strict=False):
             draft.put(f"algorithm.{key}", bound, "actor.eps_clip_low_high")
-    if (bound := draft.take("actor.dual_clip")) is not None:
+    if (bound := draft.take("actor.dual_clip")) is not None and draft.algorithm != "gspo":
         draft.put("algorithm.surrogate", "dual_clip", "actor.dual_clip")
         draft.put("algorithm.dual_clip", bound, "actor.dual_clip")
     draft.put("algorithm.value_coefficient", 1.0, note="the critic has a loss of its own")
@@ -644,6 +649,7 @@ def _models_of_openrlhf(draft: Draft) -> None:
         draft.put("models.lora_alpha", alpha, "ds.lora.alpha")
     if draft.take("ds.attn_implementation", "sdpa") == "eager":
         draft.put("models.attention", "eager", "ds.attn_implementation")
+    draft.lose(rows_of("openrlhf")["reward.clip_range"][1], "reward.clip_range")
     models, served = draft.take("reward.model_name_or_path"), draft.take("reward.remote_url")
     draft.rewards(str(models).split(",") if models else [], "reward.model_name_or_path")
     if isinstance(served, str):
