@@ -25,6 +25,8 @@ from oppo.config.foreign import (
 from oppo.config.load import overridden, resolve
 from oppo.errors import ConfigError
 
+POLICY: Final = "directory or hub name of the model to train"
+
 SHOWN: Final = 4
 """Fields that a message names of those that have a reason in common; the file names all."""
 
@@ -277,7 +279,7 @@ def _models_of_trl(draft: Draft) -> None:
         note = "the trainer's argument" if named[0] == "<policy>" else named[0]
         draft.put("models.policy", policy := draft.given[named[0]], named[0], note=note)
     else:
-        draft.open("models.policy", policy := "policy", "directory or hub name of the model to train")
+        draft.open("models.policy", policy := "policy", POLICY)
     for role in ("reference", "critic"):
         if isinstance(model := draft.take(f"<{role}>"), str) and model != policy:
             draft.put(f"models.{role}", model, note="the trainer's argument")
@@ -481,9 +483,8 @@ def _kl_place(draft: Draft, name: str, of_kind: str, default: str, *, in_reward:
 
 
 def _batch_of_verl(draft: Draft) -> None:
-    batch, samples = draft.whole("data.train_batch_size", 1024), draft.whole(f"{ROLLOUT}.n", 1)
+    batch = draft.whole("data.train_batch_size", 1024)
     mini, size = draft.whole(f"{ACTOR}.ppo_mini_batch_size", 256), f"{ACTOR}.ppo_max_token_len_per_gpu"
-    draft.put("algorithm.samples", samples, f"{ROLLOUT}.n")
     if mini > 0 and batch % mini == 0:
         draft.put("trainer.minibatches", batch // mini, "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     else:
@@ -492,22 +493,13 @@ def _batch_of_verl(draft: Draft) -> None:
     if draft.take(f"{ACTOR}.use_dynamic_bsz", default=False):
         draft.put("trainer.micro_batch_tokens", tokens, size, f"{ACTOR}.use_dynamic_bsz")
     draft.epochs(draft.number("trainer.total_epochs", 30), "trainer.total_epochs")
-    if total := draft.whole("trainer.total_training_steps", 0):
-        draft.put("run.steps", total, "trainer.total_training_steps")
     steps, ratio = draft.number(f"{ACTOR}.optim.lr_warmup_steps", -1), f"{ACTOR}.optim.lr_warmup_steps_ratio"
     draft.warm_up(max(steps, 0), draft.number(ratio, 0.0), ratio if steps < 0 else f"{ACTOR}.optim.lr_warmup_steps")
 
 
 def _models_of_verl(draft: Draft) -> None:
-    if isinstance(policy := draft.take(f"{MODEL}.path"), str):
-        draft.put("models.policy", policy, f"{MODEL}.path")
-    else:
-        draft.open("models.policy", "policy", "directory or hub name of the model to train")
-    if isinstance(critic := draft.take("critic.model.path"), str):
-        draft.put("models.critic", critic, "critic.model.path")
-    alpha = draft.take(f"{MODEL}.lora_alpha", 16)
-    if draft.take(f"{MODEL}.lora_rank", 0):
-        draft.put("models.lora_alpha", alpha, f"{MODEL}.lora_alpha")
+    if not isinstance(draft.value("models.policy"), str):
+        draft.open("models.policy", "policy", POLICY)
     found: list[object] = []
     for place, last in (("reward_model", "model.path"), ("reward.reward_model", "model_path")):
         model = draft.take(f"{place}.{last}")
@@ -527,17 +519,12 @@ def _models_of_verl(draft: Draft) -> None:
     if not found and draft.values["rewards.0.source"][0] == "rewards.py:score":
         draft.blank["rewards.0.source"] = f"verl chooses a checker by the column data_source; here it is {REWARD}"
     engine = draft.take(f"{ROLLOUT}.name", "vllm")
-    sizes = {"gpu_memory_utilization": "", "max_model_len": "", "tensor_parallel_size": "tensor_model_parallel_size"}
-    given = {name: draft.take(f"{ROLLOUT}.{theirs or name}") for name, theirs in sizes.items()}
     if engine == "hf":
         draft.put("models.engine", "transformers", f"{ROLLOUT}.name")
     elif engine != "vllm":
         draft.lose("models.engine is vLLM or transformers", f"{ROLLOUT}.name = {engine}")
     if engine == "vllm":
         draft.put("models.engine", "auto", f"{ROLLOUT}.name")
-        for name, value in given.items():
-            if value is not None:
-                draft.put(f"vllm.{name}", value, f"{ROLLOUT}.{sizes[name] or name}")
 
 
 def _data_of_verl(draft: Draft) -> None:
@@ -582,18 +569,15 @@ def _loss_of_openrlhf(draft: Draft) -> None:
     if isinstance(both := draft.take("actor.eps_clip_low_high"), list):
         for key, bound in zip(("clip", "clip_high"), both, strict=False):
             draft.put(f"algorithm.{key}", bound, "actor.eps_clip_low_high")
-    if (bound := draft.take("actor.dual_clip")) is not None and draft.algorithm != "gspo":
+    if draft.value("algorithm.dual_clip") is not None and draft.algorithm != "gspo":
         draft.put("algorithm.surrogate", "dual_clip", "actor.dual_clip")
-        draft.put("algorithm.dual_clip", bound, "actor.dual_clip")
     draft.put("algorithm.value_coefficient", 1.0, note="the critic has a loss of its own")
     coefficient = draft.number("algo.kl.init_coef", 0.01)
-    in_loss, horizon = draft.take("algo.kl.use_loss", default=False), draft.take("algo.kl.horizon", 10_000)
+    in_loss = draft.take("algo.kl.use_loss", default=False)
     draft.put("algorithm.kl", coefficient, "algo.kl.init_coef")
     if coefficient:
         switch = "algo.kl.use_loss" if in_loss else "algo.kl.init_coef"
         _kl_place(draft, switch, "algo.kl.estimator", "k1", in_reward=not in_loss)
-    if "algorithm.kl_target" in draft.values:
-        draft.put("algorithm.kl_horizon", horizon, "algo.kl.horizon")
     place = "algo.advantage.is_correction"
     level, mode = draft.take(f"{place}_level", "off"), draft.take(f"{place}_mode", "mask")
     gate, bounds = draft.take(f"{place}_gating", "ratio"), draft.take(f"{place}_threshold", [0.5, 5.0])
@@ -617,7 +601,6 @@ def _loss_of_openrlhf(draft: Draft) -> None:
 def _batch_of_openrlhf(draft: Draft) -> None:
     batch, samples = draft.whole("rollout.batch_size", 1024, 1), draft.whole("rollout.n_samples_per_prompt", 1, 1)
     mini, episodes = draft.whole("train.batch_size", 128, 1), draft.number("train.num_episodes", 1)
-    draft.put("algorithm.samples", samples, "rollout.n_samples_per_prompt")
     if batch * samples % mini:
         draft.lose(f"minibatches of one size divide the {batch * samples} responses of a batch", "train.batch_size")
     else:
@@ -638,16 +621,9 @@ def _batch_of_openrlhf(draft: Draft) -> None:
 
 
 def _models_of_openrlhf(draft: Draft) -> None:
-    if isinstance(policy := draft.take("actor.model_name_or_path"), str):
-        draft.put("models.policy", policy, "actor.model_name_or_path")
-    else:
-        draft.open("models.policy", "policy", "directory or hub name of the model to train")
-    if isinstance(critic := draft.take("critic.model_name_or_path"), str):
-        draft.put("models.critic", critic, "critic.model_name_or_path")
-    alpha = draft.take("ds.lora.alpha", 16)
-    if "models.lora_rank" in draft.values:
-        draft.put("models.lora_alpha", alpha, "ds.lora.alpha")
-    if draft.take("ds.attn_implementation", "sdpa") == "eager":
+    if not isinstance(draft.value("models.policy"), str):
+        draft.open("models.policy", "policy", POLICY)
+    if draft.take("ds.attn_implementation") == "eager":
         draft.put("models.attention", "eager", "ds.attn_implementation")
     draft.lose(rows_of("openrlhf")["reward.clip_range"][1], "reward.clip_range")
     models, served = draft.take("reward.model_name_or_path"), draft.take("reward.remote_url")
@@ -661,8 +637,6 @@ def _models_of_openrlhf(draft: Draft) -> None:
         draft.open("rewards.0.source", file, told, "reward.remote_url")
     if draft.whole("vllm.num_engines", 0):
         draft.put("models.engine", "auto", "vllm.num_engines")
-        for name, default in (("tensor_parallel_size", 1), ("gpu_memory_utilization", 0.95)):
-            draft.put(f"vllm.{name}", draft.take(f"vllm.{name}", default), f"vllm.{name}")
     names = ("logger.wandb.key", "logger.tensorboard_dir")
     trackers = dict(zip(("wandb", "tensorboard"), map(draft.take, names), strict=True))
     if any(trackers.values()):

@@ -417,6 +417,7 @@ class Script:
 ADAPTED: Final = ("algorithm.kl_target", "algorithm.kl_horizon")
 NEEDS: Final[Sequence[tuple[str | tuple[str, ...], str, Callable[[object], bool], str]]] = (
     ("eval.", "eval.prompts", bool, "nothing is evaluated without eval.prompts"),
+    ("vllm.", "models.engine", lambda value: value in {"auto", "vllm"}, "vLLM does not decode (see models.engine)"),
     ("models.lora", "models.lora_rank", bool, "adapters are trained where models.lora_rank is above 0"),
     (
         "algorithm.dual_clip",
@@ -424,6 +425,7 @@ NEEDS: Final[Sequence[tuple[str | tuple[str, ...], str, Callable[[object], bool]
         lambda value: value == "dual_clip",
         'with algorithm.surrogate = "dual_clip"',
     ),
+    ("algorithm.kl_horizon", "algorithm.kl_target", bool, "with algorithm.kl_target"),
     (ADAPTED, "algorithm.kl", bool, "there is no KL penalty to adapt"),
     (
         ADAPTED,
@@ -524,13 +526,13 @@ class Draft:
         for key, (value, why) in list(self.values.items()):
             section, _, name = key.partition(".")
             of_the_critic = not has_critic and "critic" in name
-            if section in {"rewards", "vllm"}:
+            if section in {"rewards", "vllm"} and key not in idle:
                 continue
-            if why.endswith("'s default") and name in known[section] and known[section][name].default == value:
-                del self.values[key]
-            elif reason := idle.get(key):
+            if reason := idle.get(key):
                 del self.values[key]
                 self.lose(reason, *self.origins.get(key, []))
+            elif why.endswith("'s default") and name in known[section] and known[section][name].default == value:
+                del self.values[key]
             elif name not in known[section] or of_the_critic:
                 del self.values[key]
                 if value not in (0, False, "none"):

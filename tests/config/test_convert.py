@@ -474,7 +474,6 @@ def test_a_resolved_configuration_of_verl_is_read_with_its_references() -> None:
     assert found["run"] == found["run"] | {"steps": 3, "directory": "checkpoints/grpo", "checkpoint_every": 0}
     assert found["algorithm"] == found["algorithm"] | {
         "samples": 4,
-        "clip": 0.2,
         "clip_high": 0.28,
         "aggregation": "constant",
         "kl": 0.01,
