@@ -172,18 +172,22 @@ def _correction_of_trl(draft: Draft, prefix: str) -> None:
     elif mode not in CORRECTIONS:
         draft.lose(f"algorithm.is_correction: expected one of {', '.join(CORRECTIONS)}", f"{prefix}_mode = {mode}")
     else:
-        kind = CORRECTIONS[mode]
-        draft.put("algorithm.is_correction", kind, f"{prefix}_mode")
+        _bounded(draft, CORRECTIONS[mode], low, high, (f"{prefix}_mode", f"{prefix}_clip_min", named))
         if high is None:
             draft.lose("a mask has two bounds (see algorithm.is_high)", f"{named} = None")
-        else:
-            draft.put("algorithm.is_cap" if kind.startswith("truncated") else "algorithm.is_high", high, named)
-        if kind.startswith("mask"):
-            draft.put("algorithm.is_low", low or 0.0, f"{prefix}_clip_min")
-        elif low is not None:
-            draft.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{prefix}_clip_min = {low}")
         if draft.algorithm == "gspo" and mode.startswith("token"):
             draft.lose("gspo weighs whole responses, by the geometric mean", f"{prefix}_mode = {mode}")
+
+
+def _bounded(draft: Draft, kind: str, low: object, high: object, names: tuple[str, str, str]) -> None:
+    (of_kind, of_low, of_high), masks = names, kind.startswith("mask")
+    draft.put("algorithm.is_correction", kind, of_kind)
+    if high is not None:
+        draft.put("algorithm.is_high" if masks else "algorithm.is_cap", high, of_high)
+    if masks:
+        draft.put("algorithm.is_low", low or 0.0, of_low)
+    elif low:
+        draft.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{of_low} = {low}")
 
 
 def _batch_of_trl(draft: Draft) -> int:
@@ -453,8 +457,10 @@ def _kl_of_verl(draft: Draft) -> None:
     reward, loss = f"{control}.kl_coef", f"{ACTOR}.kl_loss_coef"
     of_reward = draft.take(reward, 0.001), "algorithm.kl_penalty", "kl", reward
     of_loss = draft.take(loss, 0.001), f"{ACTOR}.kl_loss_type", "low_var_kl", loss
-    adapts = draft.take(f"{control}.type", "fixed") == "adaptive"
-    target, horizon = draft.take(f"{control}.target_kl", 0.1), draft.take(f"{control}.horizon", 10_000)
+    if draft.take(f"{control}.type", "fixed") == "adaptive":
+        draft.origins["algorithm.kl_target"].append(f"{control}.type")
+    else:
+        del draft.values["algorithm.kl_target"]
     if not (in_reward or in_loss):
         draft.put("algorithm.kl", 0.0, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
         return
@@ -463,12 +469,10 @@ def _kl_of_verl(draft: Draft) -> None:
     coefficient, kind, default, name = of_reward if in_reward else of_loss
     draft.put("algorithm.kl", coefficient, name)
     switch = "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss"
-    if _kl_place(draft, switch, kind, default, in_reward=bool(in_reward)) == "reward" and adapts:
-        draft.put("algorithm.kl_target", target, f"{control}.target_kl", f"{control}.type")
-        draft.put("algorithm.kl_horizon", horizon, f"{control}.horizon")
+    _kl_place(draft, switch, kind, default, in_reward=bool(in_reward))
 
 
-def _kl_place(draft: Draft, name: str, of_kind: str, default: str, *, in_reward: bool) -> str:
+def _kl_place(draft: Draft, name: str, of_kind: str, default: str, *, in_reward: bool) -> None:
     kind = draft.take(of_kind, default)
     place = "reward" if in_reward else "loss"
     if in_reward and draft.algorithm in {"grpo", "dapo", "gspo"}:
@@ -479,7 +483,6 @@ def _kl_place(draft: Draft, name: str, of_kind: str, default: str, *, in_reward:
         estimator = "k2"  # whose gradient is the KL's; the gradient of k1 is zero in expectation
     draft.put("algorithm.kl_in", place, name)
     draft.put("algorithm.kl_estimator", estimator, of_kind, note=f"{draft.whose}'s {kind}")
-    return place
 
 
 def _batch_of_verl(draft: Draft) -> None:
@@ -587,15 +590,10 @@ def _loss_of_openrlhf(draft: Draft) -> None:
         draft.lose("a mask is by the ratio (see algorithm.is_correction)", f"{place}_gating = {gate}")
     elif level == "off":
         draft.put("algorithm.is_correction", "none", note="OpenRLHF corrects nothing unless a level is set")
-    elif mode == "clip" and level == "token":
-        draft.put("algorithm.is_correction", "truncated", f"{place}_mode")
-        draft.put("algorithm.is_cap", high, f"{place}_threshold")
-        if low:
-            draft.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{place}_threshold = {bounds}")
     else:
-        draft.put("algorithm.is_correction", "mask" if level == "token" else "mask_sequence", f"{place}_level")
-        draft.put("algorithm.is_low", low, f"{place}_threshold")
-        draft.put("algorithm.is_high", high, f"{place}_threshold")
+        kind = "mask_sequence" if level != "token" else "truncated" if mode == "clip" else "mask"
+        said = f"{place}_mode" if kind == "truncated" else f"{place}_level"
+        _bounded(draft, kind, low, high, (said, f"{place}_threshold", f"{place}_threshold"))
 
 
 def _batch_of_openrlhf(draft: Draft) -> None:
