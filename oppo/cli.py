@@ -7,6 +7,7 @@ trained nothing; 128 plus its number, ended by a signal: 130 by Ctrl-C, 143 by S
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -216,16 +217,20 @@ def doctor(
         config: The settings, as of `oppo train`.
         override: Change one setting: section.key=value, the value as in TOML. Can be repeated.
         ray: A Ray cluster, as of `oppo train`.
-        assume: Check the run for such machines in place of this one: 8xH100-80GB, or 2x8xH100-80GB for two of them.
+        assume: Check the run for such machines in place of this one: 8xH100-80GB, 1x24GB of any kind, or 2x8xH100-80GB
+            for two of them. Without [placement], layouts that fit are proposed, as settings to paste.
         trial: Load the models too and make one step, with all responses as long as they may be; save nothing.
     """
+    gc.disable()  # importing torch and transformers makes many objects and no garbage: a fifth of the time
     from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.hf.memory import Hardware  # noqa: PLC0415 - likewise
+    from oppo.hf.devices import Hardware  # noqa: PLC0415 - likewise
     from oppo.run.deployment import Deployment  # noqa: PLC0415 - likewise
     from oppo.run.doctor import attempt, examine  # noqa: PLC0415 - likewise
     from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
     from oppo.run.observers import require_trackers  # noqa: PLC0415 - likewise
 
+    gc.freeze()
+    gc.enable()
     if trial and assume:
         raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
     settings, console = load_settings(config, in_cluster(override, ray)), Console()
@@ -340,8 +345,9 @@ def report(
         runs: The run directories, of runs that go on too.
         live: Serve the page to browsers of this machine, and follow the runs; Ctrl-C ends it.
     """
-    from oppo.report.recorded import recorded  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.report.view import Follower, write_report  # noqa: PLC0415 - likewise
+    from oppo.report.page import write_report  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.report.recorded import recorded  # noqa: PLC0415 - likewise
+    from oppo.report.view import Follower  # noqa: PLC0415 - likewise
 
     if not runs:
         raise ConfigError("oppo report needs the directory of a run: `oppo report runs/first`")

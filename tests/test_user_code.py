@@ -24,7 +24,7 @@ from oppo.environments.classes import CalledReset
 from oppo.errors import ConfigError, RewardError, worded
 from oppo.events import Drop, Finish
 from oppo.rewards import FunctionReward, load_function as load_reward_function
-from oppo.simulate.engine import run_virtual
+from oppo.testing.virtual_time import run_virtual
 from oppo.user_code import Shared, UserFunction, load_function, load_object, spec_of
 from tests.kit.responses import ended
 from tests.rewards.test_function import TWO, decode, module

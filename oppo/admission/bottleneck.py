@@ -135,7 +135,7 @@ class Bottleneck:
         )
 
     def _meaning(self) -> str:
-        share = f"{self.shares[self.largest]:.0%}".replace("%", " %")
+        share = f"{self.shares[self.largest]:.0%}"
         match self.largest:
             case "decode":
                 return f"{share} of the step is decoding with every slot taken"

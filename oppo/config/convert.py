@@ -377,18 +377,17 @@ def _estimator(draft: Draft, name: str, known: Mapping[str, str]) -> str:
 def _of_verl(draft: Draft) -> None:
     draft.given = {OVERLONG.sub("reward_model.overlong_buffer.", name): each for name, each in draft.given.items()}
     algorithm = _estimator(draft, "algorithm.adv_estimator", ESTIMATORS)
-    long = draft.take("reward_model.overlong_buffer.enable", default=False)
+    names = ("algorithm.norm_adv_by_std_in_grpo", "reward_model.overlong_buffer.enable")
+    long = draft.take(names[1], default=False)
     if algorithm == "grpo":
         dynamic = draft.given.get("algorithm.filter_groups.enable") or long
-        scaled = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
-        algorithm = "dapo" if dynamic else "grpo" if scaled else "dr_grpo"
-    names = ("algorithm.norm_adv_by_std_in_grpo", "reward_model.overlong_buffer.enable")
+        algorithm = "dapo" if dynamic else "grpo" if draft.take(names[0], default=True) else "dr_grpo"
     draft.put("step.algorithm", algorithm, "algorithm.adv_estimator", *names)
     draft.same(foreign_fields()["verl"])
     if algorithm not in {"ppo", "reinforce_pp"}:  # verl compares whole responses, and reads no discount
         draft.values.pop("algorithm.gamma", None)
     if not long:
-        draft.put("algorithm.long_buffer", 0, "reward_model.overlong_buffer.enable")
+        draft.put("algorithm.long_buffer", 0, names[1])
     draft.put("trainer.eps", 1e-8)
     draft.put("run.metric_names", "verl", note="verl's names")
     draft.put("data.drop_last", value=True, note="verl leaves out what fills no batch")

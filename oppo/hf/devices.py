@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Final, Literal, ParamSpec, TypeAlias, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, ParamSpec, Self, TypeAlias, TypeVar
 
+import psutil
 import torch
 
 from oppo import observe
@@ -26,7 +31,7 @@ from oppo.log import logger, with_route
 from oppo.observe import SpanListener, silent
 from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
 from oppo.scheduling import DEFAULT_TIME_SLICE, GPU_TIME_SLICE, Priority, TimeSlice
-from oppo.simulate.costs import gpu_named
+from oppo.simulate.costs import GPUS, Gpu, gpu_named
 
 
 def use_cores(count: int) -> None:
@@ -498,3 +503,114 @@ class ModelPlace:
 
     def attributed(self, doing: str) -> AbstractContextManager[None]:
         return attributed(self.model, f"it {doing}", self.remedy)
+
+
+_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""The memory limit of a container, where there is one."""
+
+_ASSUMED: Final = re.compile(
+    r"(?:(?P<machines>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d{0,2})x"
+    r"(?:(?P<bare>[1-9]\d{0,4})GB|(?P<name>.+?)(?:-(?P<size>[1-9]\d{0,4})GB)?)"
+)
+
+
+def free(device: torch.device) -> int:
+    """Return the bytes of a device that are free now; of a CPU, those that a process can get without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available: int = psutil.virtual_memory().available
+    for limit in _LIMITS:
+        with suppress(OSError, ValueError):  # "max": no limit
+            available = min(available, int(limit.read_text()))
+    return available
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The GPUs (``bytes``: memory of each; ``gpus``: in each machine) that a run is planned for."""
+
+    name: str
+    bytes: int
+    gpus: int
+    machines: int = 1
+
+    @classmethod
+    def assumed(cls, text: str) -> Self:
+        """Return the hardware of a text: ``8xH100-80GB``, ``1x24GB`` or, with several machines, ``2x8xH100-80GB``."""
+        found = _ASSUMED.fullmatch(text)
+        gpu = GPUS.get((found["name"] or "").lower()) if found else None
+        memory = (found["size"] or found["bare"]) if found else None
+        if found is None or (memory is None and gpu is None):
+            alone = (name for name in GPUS if not name.endswith("gb"))
+            raise ConfigError(
+                f"--assume takes [MACHINESx]GPUSxNAME-MEMORYGB, such as 8xH100-80GB or 2x8xH100-80GB, or the memory "
+                f"alone, 1x24GB; of {', '.join(alone)} the memory may be left out; got {text!r}"
+            )
+        size = int(gpu.memory) if memory is None and gpu is not None else int(memory or 0) * 10**9
+        return cls(found["name"] or "GPU", size, int(found["gpus"]), int(found["machines"] or 1))
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """What a data sheet says of its GPUs; ``None`` for those that are not known."""
+        sized = f"{self.name}-{self.bytes // 10**9}gb".lower()
+        return GPUS.get(self.name.lower()) or GPUS.get(sized)
+
+    def __str__(self) -> str:
+        each = f"{self.gpus} x {self.name} with {self.bytes // 10**9} GB"
+        return each if self.machines == 1 else f"{self.machines} machines of {each}"
+
+
+def memory_of(device: torch.device, assumed: Hardware | None = None) -> tuple[int, int] | None:
+    """Return the free and all bytes of a device; ``None`` for the CPU of a machine that is assumed."""
+    if assumed is not None:
+        return None if device.type == "cpu" else (assumed.bytes, assumed.bytes)
+    there = free(device)
+    return there, torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else there
+
+
+_INTERVAL: Final = 0.02  # seconds between two readings of the system's figures
+
+
+class Peak:
+    """Measures memory from its beginning to its end; a context manager.
+
+    On a CPU the system says how much this process and its children have, shared memory counted once; on a GPU, PyTorch
+    what this process has allocated.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="oppo-memory", daemon=True)
+        self._most = 0
+
+    def __enter__(self) -> Self:
+        for number in _gpus():
+            torch.cuda.reset_peak_memory_stats(number)
+        self._most = self._used()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        del kind, error, tb
+        self._over.set()
+        self._thread.join()
+
+    def by_device(self) -> dict[torch.device, int]:
+        on_gpus = {torch.device("cuda", each): torch.cuda.max_memory_allocated(each) for each in _gpus()}
+        return {CPU: max(self._most, self._used()), **{device: most for device, most in on_gpus.items() if most}}
+
+    def _watch(self) -> None:
+        while not self._over.wait(_INTERVAL):
+            self._most = max(self._most, self._used())
+
+    def _used(self) -> int:
+        used = 0
+        for process in [self._process, *self._process.children(recursive=True)]:
+            with suppress(psutil.Error):  # it has ended
+                used += getattr(process.memory_full_info(), "pss", process.memory_info().rss)
+        return used
+
+
+def _gpus() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)

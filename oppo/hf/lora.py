@@ -51,7 +51,8 @@ def quantise_base(model: PreTrainedModel, kind: Quantization, device: torch.devi
     # In blocks of 64, whose scales are 8 bits. Layers move to the device one by one, the others stay; products are in
     # the dtype that the weights had. On meta they have as many bytes.
     chosen = {name: layer for name, layer in _linear(model)[1].items() if isinstance(layer, nn.Linear)}
-    chosen = {name: layer for name, layer in chosen.items() if name not in _read_past_adapters(model)}
+    left = set(_read_past_adapters(model))
+    chosen = {name: layer for name, layer in chosen.items() if name not in left}
     if not chosen:
         raise ModelRefused(
             f"{type(model).__name__} has no linear layers that could be quantised: leave models.quantization out"

@@ -8,29 +8,25 @@ up or keeps, and the work space of kernels.
 
 from __future__ import annotations
 
+import copy
 import math
-import re
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from itertools import accumulate, chain, zip_longest
+from typing import Any, Final, Self, TypeAlias, TypeVar, cast
+from unittest.mock import patch
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ModelRefused
 from oppo.events import Batch, Chunk, IntArray, Prompt, Response
 from oppo.hf.devices import CPU
 from oppo.hf.head import planned_device
@@ -56,116 +52,23 @@ from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
-from oppo.simulate.costs import GPUS
 from oppo.training import TrainerSettings
-
-_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The memory limit of a container, where there is one."""
-
-_ASSUMED: Final = re.compile(
-    r"(?:(?P<machines>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d{0,2})x(?P<name>.+?)(?:-(?P<size>\d+)GB)?"
-)
-
-
-def free(device: torch.device) -> int:
-    """Return the bytes of a device that are free now; of a CPU, those that a process can get without swapping."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available: int = psutil.virtual_memory().available
-    for limit in _LIMITS:
-        with suppress(OSError, ValueError):  # "max": no limit
-            available = min(available, int(limit.read_text()))
-    return available
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """The GPUs (``bytes``: memory of each; ``gpus``: in each machine) that a run is planned for."""
-
-    name: str
-    bytes: int
-    gpus: int
-    machines: int = 1
-
-    @classmethod
-    def assumed(cls, text: str) -> Self:
-        """Return the hardware of a text such as ``8xH100-80GB`` or, with several machines, ``2x8xH100-80GB``."""
-        found = _ASSUMED.fullmatch(text)
-        gpu = GPUS.get(found["name"].lower()) if found else None
-        if found is None or (found["size"] is None and gpu is None):
-            raise ConfigError(
-                f"--assume takes [MACHINESx]GPUSxNAME-MEMORYGB, such as 8xH100-80GB or 2x8xH100-80GB, got {text!r}; of "
-                f"{', '.join(name for name in GPUS if not name.endswith('gb'))} the memory may be left out"
-            )
-        size = int(found["size"]) * 10**9 if found["size"] or gpu is None else int(gpu.memory)
-        return cls(found["name"], size, int(found["gpus"]), int(found["machines"] or 1))
-
-    def __str__(self) -> str:
-        each = f"{self.gpus} x {self.name} with {self.bytes // 10**9} GB"
-        return each if self.machines == 1 else f"{self.machines} machines of {each}"
-
-
-def memory_of(device: torch.device, assumed: Hardware | None = None) -> tuple[int, int] | None:
-    """Return the free and all bytes of a device; ``None`` for the CPU of a machine that is assumed."""
-    if assumed is not None:
-        return None if device.type == "cpu" else (assumed.bytes, assumed.bytes)
-    there = free(device)
-    return there, torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else there
-
-
-_INTERVAL: Final = 0.02  # seconds between two readings of the system's figures
-
-
-class Peak:
-    """Measures memory from its beginning to its end; a context manager.
-
-    On a CPU the system says how much this process and its children have, shared memory counted once; on a GPU, PyTorch
-    what this process has allocated.
-    """
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="oppo-memory", daemon=True)
-        self._most = 0
-
-    def __enter__(self) -> Self:
-        for number in _gpus():
-            torch.cuda.reset_peak_memory_stats(number)
-        self._most = self._used()
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        del kind, error, tb
-        self._over.set()
-        self._thread.join()
-
-    def by_device(self) -> dict[torch.device, int]:
-        on_gpus = {torch.device("cuda", each): torch.cuda.max_memory_allocated(each) for each in _gpus()}
-        return {CPU: max(self._most, self._used()), **{device: most for device, most in on_gpus.items() if most}}
-
-    def _watch(self) -> None:
-        while not self._over.wait(_INTERVAL):
-            self._most = max(self._most, self._used())
-
-    def _used(self) -> int:
-        used = 0
-        for process in [self._process, *self._process.children(recursive=True)]:
-            with suppress(psutil.Error):  # it has ended
-                used += getattr(process.memory_full_info(), "pss", process.memory_info().rss)
-        return used
-
-
-def _gpus() -> range:
-    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default  # noqa: SLF001 - an operator's name
-_NUMBER = frozenset({_aten._local_scalar_dense.default, _aten.item.default})  # noqa: SLF001 - an operator's name
+_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - an operator's name
+_of_torch = nn.functional.scaled_dot_product_attention
+_META: Final = torch.device("meta")
+_UNARY = ("rsqrt", "neg", "gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "tanh", "exp", "special_entr")
+ELEMENTWISE: Final = frozenset(
+    {getattr(getattr(_aten, name), form) for name in ("mul", "add", "sub", "div") for form in ("Tensor", "Scalar")}
+    | {getattr(_aten, name).default for name in _UNARY}
+    | {_aten.pow.Tensor_Scalar}
+)
+"""Operations on floats whose result has the shape of the largest argument."""
+_NUMBER = frozenset({_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default})  # noqa: SLF001 - an operator's name
 
 
 class LiveBytes(TorchDispatchMode):
@@ -186,10 +89,10 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._count(leaf)
+                self.count(leaf)
         return result
 
-    def _count(self, tensor: Tensor) -> None:
+    def count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
         if key in self._counted or not size:
@@ -226,33 +129,75 @@ class WithoutData(LiveBytes):
         if func is _GROUPED and args[0].dtype != torch.bfloat16:  # without data it knows no other
             left, right, *others = args
             result: Tensor = func(left.bfloat16(), right.bfloat16(), *others, **(kwargs or {})).to(left.dtype)
-            self._count(result)
+            self.count(result)
             return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def strip(module: ModuleT) -> ModuleT:
-    """Return a module made on ``meta`` with tensors as on a CPU, but without data, counted by :func:`without_data`."""
-    stripped = dict[int, Tensor]()
+class _OnMeta(WithoutData):
+    """Makes all tensors on ``meta``, whatever device is asked for, and moves there what comes from elsewhere."""
 
-    def like(tensor: Tensor) -> Tensor:
-        if id(tensor) not in stripped:
-            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            stripped[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
-        return stripped[id(tensor)]
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        given = {name: _META if name == "device" else _on_meta(each) for name, each in (kwargs or {}).items()}
+        args = [*map(_on_meta, args)]
+        if func in ELEMENTWISE and (result := like_the_largest(args)) is not None:
+            self.count(result)
+            return result
+        return super().__torch_dispatch__(func, types, args, given)
 
-    for part in module.modules():
-        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-            setattr(part, name, like(tensor))
-    return module
+
+def like_the_largest(args: Sequence[object]) -> Tensor | None:
+    """Return the result of an elementwise operation; ``None`` if torch has to say it, in ten times as long."""
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    largest = max(tensors, key=Tensor.numel)
+    if not all(each.is_floating_point() for each in tensors) or not largest.is_contiguous():
+        return None
+    if len(tensors) == 1:
+        return torch.empty_like(largest)
+    for each in tensors:
+        sides = zip(each.shape[::-1], largest.shape[::-1], strict=False)
+        if each.ndim > largest.ndim or any(side not in {1, there} for side, there in sides):
+            return None
+    return torch.empty_like(largest, dtype=torch.result_type(*tensors))
 
 
-@contextmanager
-def without_data() -> Iterator[LiveBytes]:
-    """Let tensors that are created inside have no data, and count their bytes."""
-    with FakeTensorMode(allow_non_fake_inputs=True), WithoutData() as live:
-        yield live
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (
+            value
+            if value.is_meta
+            else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+        )
+    if isinstance(value, torch.device):
+        return _META
+    return [*map(_on_meta, value)] if isinstance(value, list | tuple) else value
+
+
+def _attention(  # noqa: PLR0917 - torch's own
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    # As the kernels of devices, which keep no matrix of weights. On ``meta`` torch would choose its formula.
+    if not query.is_meta:
+        return _of_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, -math.inf)
+    result: Tensor = _FLASH(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return result
 
 
 @contextmanager
@@ -263,6 +208,17 @@ def planned_on(device: torch.device) -> Iterator[None]:
         yield
     finally:
         planned_device.reset(token)
+
+
+@contextmanager
+def without_data(*modules: nn.Module) -> Iterator[LiveBytes]:
+    """Let tensors that are created inside have no data, and count their bytes and those of the modules, on ``meta``."""
+    attending = patch.object(nn.functional, _of_torch.__name__, _attention)
+    with _OnMeta() as live, attending, planned_on(planned_device.get() or CPU):
+        for module in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                live.count(tensor)
+        yield live
 
 
 T = TypeVar("T")
@@ -305,23 +261,44 @@ class Load:
         return replace(self, prompt=max(1, min(self.prompt, positions - self.response)))
 
 
-def at_rest(make: Callable[[], nn.Module]) -> Bytes:
+Adapt: TypeAlias = Callable[[ModuleT], ModuleT]
+"""Changes a copy of a model with fewer layers, such as by adding adapters, and returns it."""
+
+
+def same(model: ModuleT) -> ModuleT:
+    return model
+
+
+def at_rest(make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same) -> Bytes:
     """Return the memory of an idle model: weights and, if some are trained, gradients and optimizer states."""
-    tensors = {id(each): each for model in [_bare(make)] for each in (*model.parameters(), *model.buffers())}.values()
+    whole = _bare(make)
+    return Bytes(**(_resting(whole) if adapt is same else _extrapolated(whole, lambda few, _: _resting(adapt(few)))))
+
+
+def _resting(model: nn.Module) -> dict[str, int]:
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}.values()
     trained = [each for each in tensors if each.requires_grad]
     steps_on = sum(each.numel() * max(4, each.element_size()) for each in trained)
     copies = sum(each.numel() * 4 for each in trained if each.element_size() < 4)
-    return Bytes(sum(each.nbytes for each in tensors), copies + 2 * steps_on, steps_on)
+    weights = sum(each.nbytes for each in tensors)
+    return {"weights": weights, "optimizer": copies + 2 * steps_on, "gradients": steps_on}
 
 
-def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Sampling, *, prefill_tokens: int) -> Bytes:
+def of_policy(
+    make: Callable[[], PreTrainedModel],
+    load: Load,
+    sampling: Sampling,
+    *,
+    prefill_tokens: int,
+    adapt: Adapt[PreTrainedModel] = same,
+) -> Bytes:
     """Return the memory of a served policy when all rollouts are at their longest and have just been read again."""
-    model, whole = _bare(make), at_rest(make).weights
-    load = load.within(longest(model))
+    whole = _bare(make)
+    load, resting = load.within(longest(whole)), at_rest(lambda: whole, adapt).weights
+    model, layers = _few(whole)
     set_only_whole(model, known_reason(model))
-    layers = _keep_one_layer(model)
-    with _reading_in_pieces(model), without_data() as live, torch.inference_mode():
-        model = _attending(strip(model))
+    model = _attending(adapt(model))
+    with _reading_in_pieces(model), without_data(model) as live, torch.inference_mode():
         weights, reader = live.now, Incremental(model)
         tokens = np.zeros(load.sequence - 1, np.int32)
         rows = [DecodeRow(key, Prompt(key, key, tokens), load.sequence) for key in range(load.rollouts)]
@@ -337,18 +314,17 @@ def of_policy(make: Callable[[], PreTrainedModel], load: Load, sampling: Samplin
             places, at = [(row.key, 0) for row in rows], [load.response] * len(rows)
             noise = Noise(sampling.seed)(places, at, logits.shape[-1], logits.device)
         draw(logits, noise, sampling)
-        return _serving(live, weights, reader.memory(), whole, layers)
+        return _serving(live, weights, reader.layer_bytes(), resting, layers)
 
 
-def of_shortest(make: Callable[[], PreTrainedModel], rollouts: int) -> Bytes:
+def of_shortest(make: Callable[[], PreTrainedModel], rollouts: int, adapt: Adapt[PreTrainedModel] = same) -> Bytes:
     """Return the least memory of a served policy: its weights, and the states of its rollouts, however short."""
     model = _bare(make)
-    weights = at_rest(lambda: model).weights
     with _reading_in_pieces(model):
         if RowCache(model.config).states is None:
-            return Bytes(weights)
-    shortest = of_policy(make, Load(rollouts, 1, 1, 1), Sampling(), prefill_tokens=rollouts)
-    return Bytes(weights, keys_values=shortest.keys_values)
+            return Bytes(at_rest(lambda: model, adapt).weights)
+    shortest = of_policy(lambda: model, Load(rollouts, 1, 1, 1), Sampling(), prefill_tokens=rollouts, adapt=adapt)
+    return Bytes(shortest.weights, keys_values=shortest.keys_values)
 
 
 @contextmanager
@@ -360,8 +336,8 @@ def _reading_in_pieces(model: PreTrainedModel) -> Iterator[None]:
         require_pieces(model)
 
 
-def of_reference(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    return _of_scorer(make, lambda model: ReferenceWorker(_attending(model), False, Sampling()), load)
+def of_reference(make: Callable[[], PreTrainedModel], load: Load, adapt: Adapt[PreTrainedModel] = same) -> Bytes:
+    return _of_scorer(make, lambda model: ReferenceWorker(_attending(model), False, Sampling()), load, adapt)
 
 
 def of_reward(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
@@ -377,26 +353,31 @@ def of_critic(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
 
 
 def _of_scorer(
-    make: Callable[[], PreTrainedModel], worker_of: Callable[[PreTrainedModel], ScorerWorker[T]], load: Load
+    make: Callable[[], PreTrainedModel],
+    worker_of: Callable[[PreTrainedModel], ScorerWorker[T]],
+    load: Load,
+    adapt: Adapt[PreTrainedModel] = same,
 ) -> Bytes:
     try:
-        return _scoring_bytes(make, worker_of, load)
+        return _scoring_bytes(make, worker_of, load, adapt)
     except (ModelRefused, *FAILURES) as error:  # as in the probe, for which there are no weights here
-        return _scoring_bytes(make, worker_of, load, only_whole=str(error))
+        return _scoring_bytes(make, worker_of, load, adapt, only_whole=str(error))
 
 
 def _scoring_bytes(
     make: Callable[[], PreTrainedModel],
     worker_of: Callable[[PreTrainedModel], ScorerWorker[T]],
     load: Load,
+    adapt: Adapt[PreTrainedModel],
     only_whole: str | None = None,
 ) -> Bytes:
-    model, whole = _bare(make), at_rest(make).weights
-    load = load.within(longest(model))
+    whole = _bare(make)
+    load, resting = load.within(longest(whole)), at_rest(lambda: whole, adapt).weights
+    model, layers = _few(whole)
     set_only_whole(model, only_whole or known_reason(model))
-    layers = _keep_one_layer(model)
-    with without_data() as live, torch.inference_mode():
-        worker = worker_of(strip(model))
+    model = adapt(model)
+    with without_data(model) as live, torch.inference_mode():
+        worker = worker_of(model)
         weights, rollouts = live.now, range(load.rollouts)
         chunk = min(load.chunk, load.response)
         last = [_chunk(each, 0, np.zeros(chunk, np.int32)) for each in rollouts]
@@ -406,60 +387,56 @@ def _scoring_bytes(
         worker.extend(ScorerInput([*(Prompt(each, each, before) for each in rollouts), *last[few:]]))
         worker.reader.tokens_per_pass, live.peak = TOKENS_PER_PASS, live.now  # the last passes find the most
         worker.extend(ScorerInput(last[:few]))
-        cache = worker.memory()
+        by_layer = worker.reader.layer_bytes()
         worker.reader.finish(dict.fromkeys(rollouts, chunk))  # where it is read now
-        return _serving(live, weights, cache, whole, layers)
+        return _serving(live, weights, by_layer, resting, layers)
 
 
 def of_trainer(
-    make: Callable[[], ActorCritic],
-    load: Load,
-    sampling: Sampling,
-    settings: TrainerSettings,
-    loss: Loss,
-) -> Bytes:
-    """Return the memory of the most expensive micro-batch: of longest rows, or of rows that are all response."""
-    shapes = (load, replace(load, prompt=1))
-    return max((_training(make, shape, sampling, settings, loss) for shape in shapes), key=lambda each: each.total)
-
-
-def _training(
-    make: Callable[[], ActorCritic],
-    load: Load,
-    sampling: Sampling,
-    settings: TrainerSettings,
-    loss: Loss,
-) -> Bytes:
-    # Each of these is a straight line over the number of layers, where all of them are alike.
-    few, periods = _micro_batch(make, load, sampling, settings, loss, periods=2)
-    if periods > 2:
-        more, _ = _micro_batch(make, load, sampling, settings, loss, periods=3)
-        few = {name: size + (periods - 2) * (more[name] - size) for name, size in few.items()}
-    weights, copies, gradients = (few.pop(name) for name in ("weights", "copies", "gradients"))
-    activations = max(few.values()) - weights - copies - gradients
-    return Bytes(weights, copies + 2 * gradients, gradients, activations=activations)
-
-
-def _micro_batch(
-    make: Callable[[], ActorCritic],
+    make: Callable[[], ModuleT],
     load: Load,
     sampling: Sampling,
     settings: TrainerSettings,
     loss: Loss,
     *,
-    periods: int,
-) -> tuple[dict[str, int], int]:
-    # The peak of live memory, by part of the passes, in models cut to ``periods`` periods of layers, and their number.
-    models = _bare(make)
+    adapt: Callable[[ModuleT], nn.Module] = same,
+) -> Bytes:
+    """Return the memory of the most expensive micro-batch: of longest rows, or of rows that are all response."""
+    whole, shapes = _bare(make), (load, replace(load, prompt=1))
+    every = max(1, settings.gradient_checkpointing)
+
+    def trained(shape: Load) -> Bytes:
+        def peaks(few: ModuleT, stacks: Sequence[_Stack]) -> dict[str, int]:
+            models = cast("ActorCritic", adapt(few))
+            return _micro_batch(models, stacks, shape, sampling=sampling, settings=settings, loss=loss)
+
+        found = _extrapolated(whole, peaks, every)
+        weights, copies, gradients = (found.pop(name) for name in ("weights", "copies", "gradients"))
+        activations = max(found.values()) - weights - copies - gradients
+        return Bytes(weights, copies + 2 * gradients, gradients, activations=activations)
+
+    return max(map(trained, shapes), key=lambda each: each.total)
+
+
+def _micro_batch(
+    models: ActorCritic,
+    stacks: Sequence[_Stack],
+    load: Load,
+    *,
+    sampling: Sampling,
+    settings: TrainerSettings,
+    loss: Loss,
+) -> dict[str, int]:
+    # The peak of live memory, by part of the passes.
     load = load.within(longest(models.actor))
     budget = settings.micro_batch_tokens or CPU_TOKENS
     rows = min(load.rollouts, max(1, budget // (load.sequence - 1)))
-    stacks = _shorten(filter(None, (models.actor, models.critic)), periods, max(1, settings.gradient_checkpointing))
     models.prepare()  # here, where there is nothing to compare
-    with without_data() as live:
-        core = HfTrainerCore(strip(models), sampling, settings, loss, TrainerCounts.new())
+    with without_data(models) as live:
+        weights = live.now
+        core = HfTrainerCore(models, sampling, settings, loss, TrainerCounts.new())
         batch = longest_batch(rows, load, critic=core.critic is not None)
-        weights, trained = live.now, core.optimisation.named_weights().values()
+        trained = core.optimisation.named_weights().values()
         copies = live.now - weights
         for weight in trained:
             weight.grad = torch.zeros_like(weight)  # of the micro-batches before
@@ -472,8 +449,7 @@ def _micro_batch(
         core.backward(part, core.outputs(part), Whole.of(batch, minibatch, sampling.max_new_tokens))
         peaks.enter("after")
     gradients = sum(weight.nbytes for weight in trained)
-    sizes = {"weights": weights, "copies": copies, "gradients": gradients, **peaks.of}
-    return sizes, stacks[0].periods if stacks else periods
+    return {"weights": weights, "copies": copies, "gradients": gradients, **peaks.of}
 
 
 class _Peaks:
@@ -495,8 +471,9 @@ class _Peaks:
 
     def divide(self, stack: _Stack, model: str) -> None:
         for number, layer in enumerate(stack.layers):
-            below, above = number < stack.period, len(stack.layers) - number <= stack.period
-            where = f"{model}, {'bottom' if below else 'top' if above else 'between'} {number % stack.period}"
+            above = len(stack.layers) - number
+            where = f"bottom {number}" if number < stack.bottom else f"top {above}" if above <= stack.top else "between"
+            where = f"{model}, {where} {number % stack.period}"
             layer.register_forward_pre_hook(partial(self._forward, where))
             layer.register_forward_hook(partial(self._forwarded, where))
 
@@ -565,55 +542,87 @@ def _scoring(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The first layers of a model, ``periods`` periods of ``period`` layers, which stand for all layers."""
+    """The layers of a model: ``bottom`` and ``top`` of them are always kept, with ``periods`` between them if whole.
 
-    layers: Sequence[nn.Module]
-    period: int
-    periods: int
-
-
-def _shorten(models: Iterable[PreTrainedModel], periods: int, every: int = 1) -> list[_Stack]:
-    """Leave a few periods of layers in each model, so that counting is quick; all if the models' periods differ.
-
-    A period is a multiple of ``every`` layers, after which the same kinds and shapes come again.
+    ``forms``: the kind and the shapes of each layer, which come again after ``period`` layers.
     """
-    found = {id(layers): (part, name, layers) for model in models for part, name, layers in _stacks(model)}.values()
-    sizes = {(len(layers), _period(layers, every, most=len(layers) // (periods + 1))) for _, _, layers in found}
-    if len(sizes) != 1 or (period := sizes.pop()[1]) == 0:
-        return []
-    shortened = []
-    for part, name, layers in found:
-        kept = layers[: periods * period]
-        setattr(part, name, kept)
-        shortened.append(_Stack([*kept], period, len(layers) // period))
-    return shortened
+
+    owner: nn.Module
+    name: str
+    layers: nn.ModuleList
+    forms: Sequence[tuple[object, ...]]
+    bottom: int
+    period: int = 1
+    periods: int = 0
+    top: int = 0
 
 
-def _stacks(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
-    config = model.config.get_text_config()
-    count, kinds = int(config.num_hidden_layers), getattr(config, "layer_types", None)
-    for part in model.modules():
+def _extrapolated(
+    whole: ModuleT, measure: Callable[[ModuleT, Sequence[_Stack]], dict[str, int]], every: int = 1
+) -> dict[str, int]:
+    # Each number is a straight line over the periods of layers in each model, of which none and one are counted.
+    stacks = [_divided(stack, every) for stack in _stacks(whole)]
+    sizes = {(len(stack.layers), stack.period): stack.periods for stack in stacks}
+    found = dict(few := measure(*_shortened(whole, stacks, {})))
+    for size, periods in sizes.items():
+        if periods:
+            more = measure(*_shortened(whole, stacks, {size: 1}))
+            found = {name: number + periods * (more[name] - few[name]) for name, number in found.items()}
+    return found
+
+
+def _shortened(
+    whole: ModuleT, stacks: Sequence[_Stack], periods: Mapping[tuple[int, int], int]
+) -> tuple[ModuleT, Sequence[_Stack]]:
+    """Return a copy with so many periods, or none, between the first and the last, and its stacks."""
+    copies, kept = dict[int, Any](), list[nn.ModuleList]()
+    for stack in stacks:
+        count = stack.bottom + periods.get((len(stack.layers), stack.period), 0) * stack.period + stack.top
+        kept.append(stack.layers[:count])
+        setattr(stack.owner, stack.name, kept[-1])
+    try:
+        few = copy.deepcopy(whole, copies)
+    finally:
+        for stack in stacks:
+            setattr(stack.owner, stack.name, stack.layers)
+    return few, [replace(stack, layers=copies[id(each)]) for stack, each in zip(stacks, kept, strict=True)]
+
+
+def _stacks(module: nn.Module) -> Iterator[_Stack]:
+    configs = [each.config.get_text_config() for each in module.modules() if isinstance(each, PreTrainedModel)]
+    kinds = {int(each.num_hidden_layers): getattr(each, "layer_types", None) or () for each in configs}
+    seen = set[int]()
+    for part in module.modules():
         for name, layers in part.named_children():
-            if isinstance(layers, nn.ModuleList) and len(layers) == count:
-                for layer, kind in zip(layers, kinds or [""] * count, strict=False):
-                    layer.kind = kind
-                yield part, name, layers
+            if isinstance(layers, nn.ModuleList) and len(layers) in kinds and id(layers) not in seen:
+                seen.add(id(layers))
+                shapes = [tuple((key, each.shape) for key, each in layer.named_parameters()) for layer in layers]
+                yield _Stack(part, name, layers, [*zip_longest(shapes, kinds[len(layers)])], len(layers))
 
 
-def _period(layers: nn.ModuleList, every: int, most: int) -> int:
-    # 0 if there is none of at most that many layers.
-    forms = [(layer.kind, *((key, each.shape) for key, each in layer.named_parameters())) for layer in layers]
-    fit = (size for size in range(every, most + 1, every) if len(forms) % size == 0)
-    return next((size for size in fit if forms == forms[:size] * (len(forms) // size)), 0)
+def _divided(stack: _Stack, every: int) -> _Stack:
+    # So that the fewest layers are kept: all if no period comes three times.
+    best, count = stack, len(stack.layers)
+    for period in range(every, count // 3 + 1, every):
+        unlike = [at for at in range(count - period) if stack.forms[at] != stack.forms[at + period]]
+        bottom = (unlike[-1] + 1 if unlike else 0) + period
+        periods, rest = divmod(count - bottom, period)
+        if periods > 1 and bottom + rest + period < best.bottom + best.top:
+            best = replace(stack, bottom=bottom, period=period, periods=periods - 1, top=rest + period)
+    return best
 
 
-def _keep_one_layer(model: PreTrainedModel) -> int:
-    # A layer's activations are gone when the next one begins, so only the cache of one is multiplied.
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    stacks = _shorten([model], 1) if len(kinds) <= 1 else []
-    return stacks[0].periods if stacks else 1
+def _few(whole: PreTrainedModel) -> tuple[PreTrainedModel, list[int]]:
+    # A layer's activations are gone when the next one begins, so the first of each form is kept. With the layers of the
+    # copy that stand for those of the model.
+    stacks = [*_stacks(whole)]
+    forms = [*zip(*(stack.forms for stack in stacks), strict=False)]
+    first = [forms.index(form) for form in forms]
+    model, _ = _shortened(whole, [replace(stack, bottom=max(first) + 1) for stack in stacks], {})
+    return model, first
 
 
-def _serving(live: LiveBytes, weights: int, memory: tuple[int, int], whole: int, layers: int) -> Bytes:
-    keys_values, _ = memory
-    return Bytes(whole, keys_values=keys_values * layers, activations=live.peak - weights - keys_values)
+def _serving(live: LiveBytes, weights: int, by_layer: Mapping[int, int], whole: int, first: Sequence[int]) -> Bytes:
+    counted = sum(by_layer.values())
+    cache = sum(by_layer.get(layer, 0) for layer in first) if first else counted
+    return Bytes(whole, keys_values=cache, activations=live.peak - weights - counted)

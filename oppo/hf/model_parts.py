@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.models import Passes
+from oppo.simulate.costs import Transformer
 
 UNLIMITED = 1 << 20  # the longest sequence of a model whose config names no limit
 
@@ -133,6 +134,21 @@ def passes_at(speed: float, model: PreTrainedModel, *, epochs: float = 0) -> Pas
     kinds = getattr(text, "layer_types", None) or (0 if windowed else int(text.num_hidden_layers)) * _PAIRED[:1]
     layers = sum(kind in _PAIRED for kind in kinds)
     return Passes(token=2 * numbers / speed, pair=2 * (3 * epochs or 1) * layers * heads * widths / speed)
+
+
+def transformer(model: PreTrainedModel) -> Transformer:
+    """Return the sizes of a model by which its costs are estimated: of a mixture, with the experts that a token has."""
+    text, numbers = model.config.get_text_config(), passes_at(1.0, model).token / 2
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Transformer(
+        parameters=numbers + (0 if model.get_output_embeddings() is not None else text.vocab_size * text.hidden_size),
+        layers=text.num_hidden_layers,
+        width=text.hidden_size,
+        cached=heads * width,
+        vocabulary=text.vocab_size,
+        tied=True,  # the table of the embedding is not among these numbers
+    )
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:

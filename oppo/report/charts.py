@@ -1,11 +1,7 @@
-"""Charts as SVG: lines and stacked bars over steps, and a timeline with a row for each model's work.
+"""Charts as SVG: lines over steps, and a timeline with a row for each model's work, several runs on one scale.
 
 Text and rules have the page's text colour, so a picture follows its light or dark theme. Sizes are in pixels of the
-view box, before it is scaled to the page.
-
-A timeline of the models' work: a row for each, steps from left to right, runs stacked on one scale.
-
-With lookahead the steps overlap. Work for other steps than those shown, which lies beside them, is drawn faintly.
+view box, before it is scaled to the page. Where steps overlap, work for other steps is drawn faintly.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import accumulate, compress, cycle, pairwise
+from itertools import compress, pairwise
 from typing import Final
 
 from oppo.observe import Interval, Role, Span, union
@@ -147,40 +143,34 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 44
 _ACROSS, _DOWN = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
 
-def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = (), stack: bool = False) -> str:
-    """Return a picture of lines, or of areas on one another; of a long run with means or extremes of several steps."""
-    series = [each.thinned(MOST, means=stack) for each in series if any(value is not None for value in each.y)]
+def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = ()) -> str:
+    """Return a picture of lines; of a long run with extremes of several steps."""
+    series = [each.thinned(MOST) for each in series if any(value is not None for value in each.y)]
     if not series:
         return ""
-    if stack:  # each is drawn down to the axis, the highest first
-        sums = accumulate(([max(0.0, value or 0.0) for value in each.y] for each in series), _sums)
-        series, within = [replace(each, y=[*y]) for each, y in zip(series, sums, strict=True)], (0, *within)
     bars = [(x, y, error or 0.0) for each in series for x, y, error in each.points() if y is not None]
     first, last = min(x for x, _, _ in bars), max(x for x, _, _ in bars)
     low = min([*within, *(y - error for _, y, error in bars)])
     high = max([*within, *(y + error for _, y, error in bars)])
     axes = Axes(_ACROSS, _DOWN, max(1, last - first), *_rounded(low, high))
-    drawn = []
-    for each, colour in zip(series, cycle(COLOURS), strict=False):
-        path, pen, paint = "", "M", f'fill="{colour}"' if stack else f'fill="none" stroke="{colour}" stroke-width="1.6"'
+    one = len({each.name for each in series}) == 1  # then each run has its own colour
+    key = [(each.label, COLOURS[(each.run if one else k) % len(COLOURS)]) for k, each in enumerate(series)]
+    drawn = ""
+    for each, (_, colour) in zip(series, key, strict=True):
+        path, pen = "", "M"
         for x, y, error in each.points():
             path += "" if y is None else f"{pen}{axes.at(x - first, y)}" + ("h.01" if pen == "M" else "")
             pen = "M" if y is None else "L"
             if y is not None and error is not None:
-                drawn.append(
-                    rule(axes.x(x - first), axes.y(y - error), axes.x(x - first), axes.y(y + error), opacity=0.7)
-                )
-        path += f"V{axes.height}H{axes.x(each.x[0] - first):.1f}Z" if stack else ""
-        drawn.append(f'<path d="{path}" {paint}/>')
-    key, rows = legend(_LEFT, HEIGHT - 7, zip([each.label for each in series], cycle(COLOURS), strict=False), _ACROSS)
+                at = axes.x(x - first)
+                drawn += rule(at, axes.y(y - error), at, axes.y(y + error), opacity=0.7)
+        drawn += f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+    named, rows = legend(_LEFT, HEIGHT - 7, key, _ACROSS - 30)
+    named += text(WIDTH - _RIGHT, HEIGHT - 7, "step", anchor="end")
     steps = [step for step in ticks(first, max(last, first + 1)) if step in range(first, last + 1)]
     marks = [text(axes.x(step - first), _DOWN + 16, f"{step:g}", anchor="middle") for step in steps]
-    framed = axes.framed("".join(reversed(drawn) if stack else drawn), start="") + "".join(marks)
-    return inline(WIDTH, HEIGHT + ROW * (rows - 1), title, placed(_LEFT, _TOP, framed) + key)
-
-
-def _sums(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [first + second for first, second in zip(one, other, strict=True)]
+    framed = axes.framed(drawn, start="") + "".join(marks)
+    return inline(WIDTH, HEIGHT + ROW * (rows - 1), title, placed(_LEFT, _TOP, framed) + named)
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:
@@ -209,7 +199,7 @@ def ticks(low: float, high: float) -> list[float]:
 ROLES: Final[Mapping[Role, str]] = dict(zip(("decode", "score", "update", "evaluate"), COLOURS, strict=False))
 
 TIMELINE_WIDTH, LEFT, RIGHT = 1120, 110, 60
-_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 22, 38, 45
+_HEAD, _ROW, _SPACE, _ARROWS, _AXIS, _LEGEND = 38, 18, 3, 32, 38, 45
 _TIMELINE_ACROSS = TIMELINE_WIDTH - LEFT - RIGHT
 _TICKS = 10  # at most
 _LABELS = 75  # between a step's start and its cut, for both to be named

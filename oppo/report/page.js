@@ -61,18 +61,24 @@ function height(chart, [from, to]) {
   return [low === 0 ? -room / 3 : low - room, high + room];
 }
 
+function counts(chart) {
+  // Whether it is of a few whole numbers, between which there are no ticks.
+  const values = chart.lines.flatMap((line) => line.y), most = values.reduce((one, other) => Math.max(one, other), 0);
+  return !view.log && most <= 5 && most >= 2 && values.every((value) => value === null || (Number.isInteger(value) && value >= 0));
+}
+
 function draw(plot) {
   const chart = data.charts[plot.dataset.chart], style = getComputedStyle(document.body);
   const colour = (name) => style.getPropertyValue(name).trim(), grid = { gridcolor: colour("--line"), zerolinecolor: colour("--line") };
   const across = view.range ?? whole(), up = chart.stack && data.runs.length === 1 ? null : height(chart, across);
   const layout = {
-    margin: { l: 52, r: 12, t: 8, b: 30 }, height: 230, hovermode: "x unified", uirevision: 1,
+    margin: { l: 52, r: 12, t: 8, b: 38 }, height: 230, hovermode: "x unified", uirevision: 1,
     font: { family: style.fontFamily, size: 11, color: colour("--dim") },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--dim"), activecolor: colour("--ink") }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
     showlegend: chart.lines.length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 10.5 } },
-    xaxis: { ...grid, range: across, uirevision: view.changes, hoverformat: ",d", tickformat: ",d", unifiedhovertitle: { text: "step %{x:,d}" } },
-    yaxis: { ...grid, type: view.log ? "log" : "linear", uirevision: view.changes, autorange: !up, range: up, fixedrange: true, exponentformat: "power", nticks: 6 },
+    xaxis: { ...grid, range: across, uirevision: view.changes, hoverformat: ",d", tickformat: ",d", unifiedhovertitle: { text: "step %{x:,d}" }, title: { text: "step", standoff: 4, font: { size: 10.5 } } },
+    yaxis: { ...grid, type: view.log ? "log" : "linear", uirevision: view.changes, autorange: !up, range: up, fixedrange: true, exponentformat: "power", nticks: 6, ...(counts(chart) && { dtick: 1 }) },
   };
   const options = { displaylogo: false, responsive: true, modeBarButtons: [["toImage"]] };
   const first = !drawn.has(plot);

@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from html import escape
-from importlib.util import find_spec
-from itertools import chain, starmap
+from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain, groupby, starmap
 from pathlib import Path
 from string import Template
 from typing import Final, cast
 from urllib.parse import quote
 
 from oppo.admission.bottleneck import Bottleneck, together
+from oppo.durable import put
 from oppo.redact import printable
 from oppo.report.charts import COLOURS, Line, lines, timeline
 from oppo.report.metrics import CHARTS, MFU, Chart, hidden_fraction, metric, summary
@@ -39,15 +40,17 @@ _OWN: Final = 40  # charts of metrics that a trainer or a reward adds
 _LONGEST: Final = 8_000  # characters of a text
 
 
+COMPARISON: Final = "comparison.html"
 LIBRARY: Final = "plotly"  # the package that brings plotly.js
 
 
 @cache
 def script_of(package: str) -> str:
-    found = find_spec(package)
-    folders = [*(found.submodule_search_locations or ())] if found else []
-    files = [file for each in folders if (file := Path(each, "package_data", "plotly.min.js")).exists()]
-    return files[0].read_text("utf-8").replace("</script", "<\\/script") if files else ""
+    try:
+        file = Path(str(distribution(package).locate_file(f"{package}/package_data/plotly.min.js")))
+    except PackageNotFoundError:
+        return ""
+    return file.read_text("utf-8").replace("</script", "<\\/script")
 
 
 def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = "", scripts: bool = True) -> str:
@@ -70,13 +73,21 @@ def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = ""
         live=escape(live),
         head=_head(runs, names),
         times=_times(runs, names),
-        curves=_curves(charts, drawing=bool(library)) or "<p>No step was made.</p>",
+        curves=_curves(charts, names, drawing=bool(library)) or "<p>No step was made.</p>",
         notes="".join(chain.from_iterable(starmap(_notes, several))),
         about="".join(_about(run, name, folder) for run, name in several),
         samples="".join(chain.from_iterable(starmap(_samples, several))) or "<p>No sample was kept.</p>",
         data=json.dumps(known, separators=(",", ":")).replace("<", "\\u003c"),  # so that no text ends its element
         scripts="".join(f"<script>{script}</script>" for script in held),
     )
+
+
+def write_report(runs: Sequence[Recorded]) -> Path:
+    """Write the page of a run into its directory, or of several beside the first one's; return its path."""
+    first = runs[0].path.absolute()
+    target = first / REPORT if len(runs) == 1 else first.parent / COMPARISON
+    put(target, [page(runs, folder=target.parent)])
+    return target
 
 
 def named(runs: Sequence[Recorded]) -> list[str]:
@@ -150,24 +161,25 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], *, drawing: bool) -> str:
+def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], runs: Sequence[str], *, drawing: bool) -> str:
     said = ""
-    section = ""
-    for number, (chart, found) in enumerate(charts):
-        if chart.section != section:
-            said += f'{"</div>" if section else ""}<h2>{escape(chart.section)}</h2><div class="charts">'
-            section = chart.section
-        names = dict.fromkeys(each.name for each in found)
-        meaning = "\n".join(f"{name}: {known.meaning}" for name in names if (known := metric(name)))
-        unit = f" ({chart.unit})" if chart.unit else ""
-        if drawing:
-            shown = f'<div class="plot" data-chart="{number}"></div>'
-        else:
-            stack = bool(chart.stack) and len({each.run for each in found}) == 1  # areas of several runs hide others
-            shown = lines(chart.title, found, within=chart.within, stack=stack)
-        heading = f"<h3>{escape(chart.title)}<small>{escape(', '.join(names) + unit)}</small></h3>"
-        said += f'<figure title="{escape(meaning)}"><figcaption>{heading}</figcaption>{shown}</figure>'
-    return said + ("</div>" if section else "")
+    for section, group in groupby(enumerate(charts), key=lambda each: each[1][0].section):
+        figures = "".join(_figure(number, *each, runs, drawing=drawing) for number, each in group)
+        said += f'<h2>{escape(section)}</h2><div class="charts">{figures}</div>'
+    return said
+
+
+def _figure(number: int, chart: Chart, found: Sequence[Line], runs: Sequence[str], *, drawing: bool) -> str:
+    names = dict.fromkeys(each.name for each in found)
+    meaning = "\n".join(f"{name}: {known.meaning}" for name in names if (known := metric(name)))
+    unit = f"{chart.unit}: " if chart.unit else ""
+    if len(runs) > 1:
+        parts = [(runs[each.run], each.label if len(names) > 1 else "") for each in found]
+        found = [replace(each, label=": ".join(filter(None, part))) for each, part in zip(found, parts, strict=True)]
+    place = f'<div class="plot" data-chart="{number}"></div>'
+    shown = place if drawing else lines(chart.title, found, within=chart.within)
+    heading = f"<h3>{escape(chart.title)}<small>{escape(unit + ', '.join(names))}</small></h3>"
+    return f'<figure title="{escape(meaning)}"><figcaption>{heading}</figcaption>{shown}</figure>'
 
 
 def _head(runs: Sequence[Recorded], names: Sequence[str]) -> str:
@@ -223,10 +235,10 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
     # By label: the figure as a person writes it, and the metric that it is
     figures = summary(run.records, run.evaluations)
 
-    def span(name: str, digits: int = 2) -> str:
+    def span(name: str, digits: int = 2, unit: str = "") -> str:
         first, last = (figures.get(name, {}).get(when) for when in ("first", "last"))
         ends = [_number(each, f".{digits}f") for each in (first, last) if each is not None]
-        return " → ".join(ends) if len(ends) > 1 else ""
+        return " → ".join(ends) + unit if len(ends) > 1 else ""
 
     def one(name: str, statistic: str, form: str, unit: str = "") -> str:
         value = figures.get(name, {}).get(statistic)
@@ -239,14 +251,14 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
     rest = ", ".join(f"{name}: {one(name, 'total', ',')}" for name in ("deferred", "dropped"))
     shown = {
         "Held-out score, first → last": (
-            span("eval/score"),
-            "eval/score" + (f", ± {interval} at last" if interval else ""),
+            span("eval/score") + (f" ±\N{NO-BREAK SPACE}{interval}" if interval else ""),
+            "eval/score" + (", with its 95% interval" if interval else ""),
         ),
         "Score, first → last steps": (span("score"), "score"),
         "KL to the reference": (one("objective/kl", "last", ".2f", " nats"), "objective/kl, last steps"),
         "KL to the teacher": (one("objective/teacher_kl", "last", ".2f", " nats"), "objective/teacher_kl, last steps"),
-        "Held-out response, first → last": (span("eval/response_length", 0), "eval/response_length, tokens"),
-        "A step": (one("seconds", "median", ".3g", " s"), "seconds, median"),
+        "Held-out response, first → last": (span("eval/response_length", 0, " tokens"), "eval/response_length"),
+        "Time of a step": (one("seconds", "median", ".3g", " s"), "seconds, median"),
         "Tokens a second": (one("throughput/tokens_per_s", "median", ",.0f"), "throughput/tokens_per_s, median"),
         "Scoring hidden": (one("overlap/hidden_fraction", "mean", ".0%"), "overlap/hidden_fraction"),
         "The last steps wait for": (_WAITS[bound.largest] if bound else "", "bottleneck/*"),
@@ -286,7 +298,8 @@ def _compared(runs: Sequence[Recorded], names: Sequence[str]) -> str:
     rows = {label: [each.get(label, ("\N{EN DASH}",))[0] for each in figures] for label in labels}
     heads = "".join(f"<th>{_swatch(k)}{escape(name)}</th>" for k, name in enumerate(names))
     head = f"<tr><th></th>{heads}</tr>"
-    return f"<h2>Settings that differ</h2>{_rows(settings, head)}<h2>Results</h2>{_rows(rows, head)}"
+    tables = f"<h2>Settings that differ</h2>{_rows(settings, head)}<h2>Results</h2>{_rows(rows, head)}"
+    return f'<div class="compared">{tables}</div>'
 
 
 def _times(runs: Sequence[Recorded], names: Sequence[str]) -> str:
@@ -302,23 +315,21 @@ def _times(runs: Sequence[Recorded], names: Sequence[str]) -> str:
 
 
 def _notes(run: Recorded, name: str) -> Iterator[str]:
-    of = f"{escape(name)}: " if name else ""
-    shares = {kind: [each.get(metric) for each in run.records] for kind, metric in MFU.items()}
-    wrong = [kind for kind, found in shares.items() if any((share or 0.0) > 1 for share in found)]
-    undrawn = f"<p>{of}Model FLOPs utilisation: not drawn"
-    if wrong:
-        # The peak of a CPU is measured when a run begins, beside any other load of the machine.
-        yield f"{undrawn} for {' and '.join(wrong)}, which were faster than the peak that was measured.</p>"
-    elif run.records and not any(share is not None for found in shares.values() for share in found):
-        yield f"{undrawn}, since the peak of the device is not known.</p>"
     found = [bound for each in run.records if (bound := _bound(each))]
     latest = found[-_WINDOW:]
     if (recent := together(latest)) is not None:
         counts = Counter(each.largest for each in found).most_common()
         steps = ", ".join(f"{part}-bound: {count / len(found):.0%} of the steps" for part, count in counts)
         last = "The last step is" if len(latest) == 1 else f"The last {len(latest)} steps together are"
-        yield f"<h2>Bottleneck</h2><p>{of}{escape(steps)}.</p>"
+        yield f"<h2>Bottleneck{f' of {escape(name)}' if name else ''}</h2><p>{escape(steps)}.</p>"
         yield f"<p>{last} {recent.largest}-bound: {escape(recent.message)}.</p>"
+    shares = {kind: [*filter(None, (each.get(metric) for each in run.records))] for kind, metric in MFU.items()}
+    # The peak of a CPU is measured when a run begins, beside any other load of the machine.
+    wrong = " and ".join(kind for kind, values in shares.items() if any(share > 1 for share in values))
+    why = f" for {wrong}, which were faster than the peak that was measured" if wrong else ""
+    if wrong or (run.records and not any(shares.values())):
+        of = f"{escape(name)}: " if name else ""
+        yield f"<p>{of}Model FLOPs utilisation: not drawn{why or ', since the peak of the device is not known'}.</p>"
 
 
 def _samples(run: Recorded, name: str) -> Iterator[str]:
@@ -397,4 +408,4 @@ _LEFT_OUT: Final = frozenset({LOCK, REPORT})
 
 
 def _number(value: float | None, form: str = ".4g") -> str:
-    return "\N{EN DASH}" if value is None else f"{value:{form}}".replace("-", "\N{MINUS SIGN}", 1)
+    return "\N{EN DASH}" if value is None else f"{value:z{form}}".replace("-", "\N{MINUS SIGN}", 1)

@@ -18,6 +18,7 @@ from oppo.hf.devices import (
     SCORED,
     DeviceLayout,
     Devices,
+    Hardware,
     RemotePlaces,
     acting_share,
     available_cores,
@@ -25,7 +26,7 @@ from oppo.hf.devices import (
     use_cores,
 )
 from oppo.hf.lora import Quantization
-from oppo.hf.memory import Hardware, Load
+from oppo.hf.memory import Load
 from oppo.log import logger
 from oppo.placement import Place, Process
 from oppo.training import TrainerSettings

@@ -7,42 +7,80 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import anyio
 from rich.filesize import decimal
 
+from oppo.config.sections import PlacementSection
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, ModelError, ModelRefused, in_toml
 from oppo.events import Prompt
-from oppo.hf.devices import available_cores
-from oppo.hf.memory import Bytes, Hardware, Load, Peak, memory_of
+from oppo.hf.devices import Hardware, Peak, available_cores, memory_of
+from oppo.hf.memory import Bytes, Load
+from oppo.hf.model_parts import transformer
 from oppo.log import logger, routed
 from oppo.run.checkpoint import Provenance
 from oppo.run.deployment import Deployment
-from oppo.run.memory import SHARE, Expected, advice, at_worst, by_device, crowded, expected
+from oppo.run.engines import require_engines
+from oppo.run.memory import (
+    RANK,
+    SHARE,
+    Expected,
+    Known,
+    Outlines,
+    advice,
+    at_worst,
+    by_device,
+    crowded,
+    elsewhere,
+    expected,
+)
 from oppo.run.models import policy_tokenizer
 from oppo.run.prompts import supplied
 from oppo.run.rewards import begin_of, environment_of
 from oppo.run.train import PreparedRun, prepare
+from oppo.simulate.costs import Gpu, Reached
 
 PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")
+
+SHOWN: Final = 4
+"""The layouts whose settings are shown."""
 
 _PARTS: Final = [field.name for field in fields(Bytes)]
 
 
+ROLES: Final[Mapping[str, str]] = {
+    "policy": "decodes the responses; it keeps the KV cache of all rollouts in flight",
+    "policy, asleep": "the engine's weights, which it brings back when it wakes",
+    "proximal": "the policy read again, for the log-probs of the newest weights: tokens of older ones are corrected by "
+    "them (algorithm.is_correction)",
+    "reference": "log-probs of the model that the KL holds the policy to",
+    "critic": "values of the tokens, as they are written",
+    "teacher": "log-probs that the policy learns",
+    "trainer": "makes the updates: gradients, optimizer states, float32 copies of what it trains",
+    "trainer, whole weights": "all weights, gathered from the ranks for weight sync and checkpoints",
+}
+"""What a model of the table is for, by its name or what stands before its number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Memory that a run needs under a load, found without loading its models; no ``faults`` if there is enough."""
+    """Memory that a run needs under a load, found without loading its models; no ``faults`` if there is enough.
+
+    ``layouts``: others that fit, of a run that places nothing itself.
+    """
 
     needs: Sequence[Expected]
     load: Load
     faults: Sequence[str]
     assumed: Hardware | None = None
+    layouts: Sequence[Layout] = ()
 
     def lines(self) -> Iterator[str]:
         yield versions()
@@ -52,6 +90,8 @@ class Diagnosis:
             f"responses of {self.load.response}:"
         )
         yield from _table(self.needs)
+        yield ""
+        yield from (f"{name}: {what}" for name, what in _explained(self.needs))
         yield ""
         for device, models in by_device(self.needs).items():
             total, memory = at_worst(models), memory_of(device, self.assumed)
@@ -63,11 +103,12 @@ class Diagnosis:
             yield "vLLM sleeps during an update (placement.share = 'sleep'): not both need their memory at once"
         yield "PyTorch itself, the work space of kernels, and what an allocator keeps come on top."
         yield from (f"too little memory: {fault}" for fault in self.faults)
+        yield from _proposals(self.layouts, self.assumed)
 
 
 def examine(deployment: Deployment) -> Diagnosis:
     """Return the diagnosis of a run; prompts and tokenizer are read, weights are not."""
-    settings, assumed = deployment.settings, deployment.assumed
+    settings, assumed, known = deployment.settings, deployment.assumed, Known()
     if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
     with routed():
@@ -75,9 +116,44 @@ def examine(deployment: Deployment) -> Diagnosis:
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment))
         load = deployment.load(supply.longest)
-    needs = expected(deployment, load)
+    needs = expected(deployment, load, known)
     faults = crowded(needs, assumed, spread=settings.placement.spread)
-    return Diagnosis(needs, load, [*faults, advice(deployment, load)] if faults else (), assumed)
+    if faults:
+        faults = [*faults, "; or ".join([*largest(deployment, load, known), advice(deployment, load, known)])]
+    layouts = proposed(deployment, load, known) if settings.placement == PlacementSection() else ()
+    return Diagnosis(needs, load, faults, assumed, layouts)
+
+
+def _explained(needs: Sequence[Expected]) -> Iterator[tuple[str, str]]:
+    seen = set[str]()
+    for need in needs:
+        name = need.model if need.model in ROLES else re.split(r"[, .]", need.model)[0]
+        if need.model.startswith(RANK):
+            yield from () if RANK in seen else [("trainer, rank N", "makes its part of each update, on its shard")]
+            seen.add(RANK)
+        elif name not in seen:
+            seen.add(name)
+            yield name, ROLES.get(name, "scores the responses")
+
+
+def _proposals(layouts: Sequence[Layout], assumed: Hardware | None) -> Iterator[str]:
+    if not layouts:
+        return
+    yield ""
+    speed = "seconds by its data sheet" if layouts[0].seconds else "whose speed is not known here"
+    yield f"layouts that fit {assumed}, {speed}, if all responses are as long as they may be:"
+    rows = [("layout", "memory of a GPU", "step", "bound by", "tokens/s", "idle")]
+    for layout in layouts:
+        times = (
+            (f"{layout.step:.0f} s", layout.bound, f"{layout.tokens / layout.step:.0f}")
+            if layout.seconds
+            else ("-",) * 3
+        )
+        rows.append((layout.name, layout.memory(), *times, ", ".join(layout.idle) or "none"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    yield from ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    for layout in layouts[:SHOWN]:
+        yield from ["", f"# {layout.name}", *(layout.toml or "# nothing changes").splitlines()]
 
 
 def versions() -> str:
@@ -139,3 +215,244 @@ def _longest(session: PreparedRun) -> Prompt:
     assert isinstance(prompts, PromptStream)  # noqa: S101 - only a program has others
     every = (prompts.at(number) for number in range(prompts.size))
     return replace(max(every, key=lambda prompt: len(prompt.tokens)), rollout=0, admission=0, group=0)
+
+
+Changes: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Settings by section and key."""
+
+_CHECKPOINTING: Final[Changes] = {"trainer": {"gradient_checkpointing": 1}}
+_ADAPTERS: Final = {"dtype": "bfloat16", "lora_rank": 16}
+_TRUNK: Final = {"shared_trunk": True, "critic": ""}
+
+REMEDIES: Final[Sequence[Changes]] = (
+    {},
+    _CHECKPOINTING,
+    {**_CHECKPOINTING, "models": _ADAPTERS},
+    {**_CHECKPOINTING, "models": {**_ADAPTERS, **_TRUNK}},
+    {**_CHECKPOINTING, "models": {**_ADAPTERS, "quantization": "nf4"}},
+    {**_CHECKPOINTING, "models": {**_ADAPTERS, "quantization": "nf4", **_TRUNK}},
+)
+"""What a layout does to fit, the first that is enough; each costs time or changes what is trained."""
+
+SMALLER: Final = (
+    "step.batch",
+    "sampling.max_new_tokens",
+    "step.chunk",
+    "trainer.micro_batch_tokens",
+    "models.lora_rank",
+)
+"""The numbers of which the largest that fits is looked for, each alone."""
+
+DECODING, BESIDE, UPDATE = "decoding", "scoring where it decodes", "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to place the models that fits.
+
+    Attributes:
+        name: what it does.
+        changes: the settings that make it.
+        needs: the memory of each model.
+        seconds: of a step, by stage; empty for a GPU whose speed is not known.
+        tokens: response tokens of a step.
+        idle: GPUs that have nothing to do.
+    """
+
+    name: str
+    changes: Changes
+    needs: Sequence[Expected]
+    seconds: Mapping[str, float]
+    tokens: int
+    idle: Sequence[str]
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step: decoding with what shares its GPU, beside the scorers elsewhere; then the update."""
+        here = self.seconds.get(DECODING, 0.0) + self.seconds.get(BESIDE, 0.0)
+        apart = [each for name, each in self.seconds.items() if name not in {DECODING, BESIDE, UPDATE}]
+        return max([here, *apart]) + self.seconds.get(UPDATE, 0.0)
+
+    @property
+    def bound(self) -> str:
+        return max(self.seconds, key=lambda name: self.seconds[name]) if self.seconds else "unknown"
+
+    @property
+    def toml(self) -> str:
+        lines = list[str]()
+        for name, keys in self.changes.items():
+            lines += [f"[{name}]", *(f"{key} = {in_toml(value)}" for key, value in keys.items())]
+        return "\n".join(lines)
+
+    def memory(self) -> str:
+        on = {device: at_worst(models) for device, models in by_device(self.needs).items() if device.type == "cuda"}
+        most = [*on.values(), *(need.bytes.total for need in elsewhere(self.needs) if need.device.type == "cuda")]
+        return f"{decimal(min(most))} to {decimal(max(most))}" if min(most) != max(most) else decimal(most[0])
+
+
+def proposed(deployment: Deployment, load: Load, known: Known) -> list[Layout]:
+    """Return the layouts of an assumed machine that fit, the quickest first, each with as few remedies as it needs.
+
+    If none fits, the batch and then the length of responses are halved until one does.
+    """
+    assumed, found = deployment.assumed, list[Layout]()
+    if assumed is None:
+        return found
+    candidates = dict(_candidates(deployment, assumed))
+    for name, changes in candidates.items():
+        tried = (_merged(changes, remedy) for remedy in REMEDIES)
+        found += _first(name, tried, deployment, load, known)
+    for name, changes in candidates.items() if not found else ():
+        remedies = (_merged(changes, remedy) for remedy in REMEDIES[2:])
+        hopeful = [each for each in remedies if _fitting(deployment, each, None, known)]  # whatever the batch
+        found += _first(
+            name, (_merged(each, less) for less in _less(deployment) for each in hopeful), deployment, load, known
+        )
+    return sorted(found, key=lambda layout: layout.step)
+
+
+def _first(name: str, tried: Iterable[Changes], deployment: Deployment, load: Load, known: Known) -> list[Layout]:
+    for changes in tried:
+        fits = _fitting(deployment, changes, load, known)
+        if fits is not None:
+            return [_described(name, changes, *fits, load, known)]
+    return []
+
+
+def _less(deployment: Deployment) -> Iterator[Changes]:
+    batch, length = deployment.settings.step.batch, deployment.settings.sampling.max_new_tokens
+    while batch > 1:
+        batch //= 2
+        yield {"step": {"batch": batch, **_overcommit(deployment, batch)}}
+    while length > 64:
+        length //= 2
+        yield {"step": {"batch": batch, **_overcommit(deployment, batch)}, "sampling": {"max_new_tokens": length}}
+
+
+def _overcommit(deployment: Deployment, batch: int) -> Mapping[str, int]:
+    given = deployment.settings.step.overcommit
+    return {"overcommit": batch} if given is not None and given > batch else {}
+
+
+def largest(deployment: Deployment, load: Load, known: Known) -> Iterator[str]:
+    """Yield the largest value that fits, found by halving, of each setting by which a run can be made to fit."""
+    at_rest = _fitting(deployment, {}, None, known)
+    for key in SMALLER if at_rest else ():
+        section, name = key.split(".")
+        value = getattr(getattr(deployment.settings, section), name)
+        if not isinstance(value, int) or value < 2 or isinstance(value, bool):
+            continue
+        while value := value // 2:
+            more = _overcommit(deployment, value) if key == "step.batch" else {}
+            fits = _fitting(deployment, {section: {name: value, **more}}, load, known)
+            if fits is not None:
+                yield f"{key} = {value} fits"
+                break
+
+
+def _candidates(deployment: Deployment, assumed: Hardware) -> Iterator[tuple[str, Changes]]:
+    gpus, critic = assumed.gpus, deployment.settings.algorithm.has_critic
+    yield "all on one GPU", {}
+    if gpus >= 2:
+        rest = [f"cuda:{number}" for number in range(2, gpus)]
+        scorers = {"policy": "cuda:0", "scorers": "cuda:1", "trainer": rest or ["cuda:0"]}
+        yield f"scorers on a GPU, {max(1, len(rest))} that train", {"placement": scorers}
+        yield f"all share the first GPU, {gpus} train", {"placement": {"trainer": [f"cuda:{n}" for n in range(gpus)]}}
+    for decoding in (size for size in (1, 2, 4, 8) if size + 2 <= gpus):
+        training = [f"cuda:{number}" for number in range(decoding + 1, gpus)]
+        placement = {"policy": "cuda:0", "scorers": f"cuda:{decoding}", "trainer": training}
+        engine: Changes = {"models": {"engine": "vllm"}, "placement": placement}
+        yield (
+            f"vLLM on {decoding}, scorers on one, {len(training)} that train",
+            (_merged(engine, {"vllm": {"tensor_parallel_size": decoding}}) if decoding > 1 else engine),
+        )
+        if decoding > 1:
+            replicas = {"placement": {**placement, "policy_replicas": decoding}}
+            yield f"{decoding} replicas of vLLM, scorers on one, {len(training)} that train", _merged(engine, replicas)
+    if gpus >= 5 + critic:
+        apart = ["reference", "reward", *(["critic"] if critic else [])]
+        first = {name: f"cuda:{number}" for number, name in enumerate(apart, 1)}
+        training = [f"cuda:{number}" for number in range(len(apart) + 1, gpus)]
+        yield (
+            f"each scorer on a GPU, {len(training)} that train",
+            {"placement": {"policy": "cuda:0", **first, "trainer": training}},
+        )
+    if assumed.machines > 1:
+        room = (assumed.machines - 1) * gpus - len(deployment.scored)
+        ranks = [f"cuda:{min(1, gpus - 1)}", *["cuda"] * max(1, room)]
+        yield (
+            f"decoding here, {len(ranks)} that train and the scorers in the cluster",
+            {"placement": {"cluster": "auto", "policy": "cuda:0", "scorers": "cuda", "trainer": ranks}},
+        )
+
+
+def _merged(changes: Changes, more: Changes) -> Changes:
+    return {name: {**changes.get(name, {}), **more.get(name, {})} for name in {**changes, **more}}
+
+
+def _fitting(
+    deployment: Deployment, changes: Changes, load: Load | None, known: Known
+) -> tuple[Deployment, Sequence[Expected]] | None:
+    # ``None``: what it needs at rest, which is counted at once.
+    assumed = deployment.assumed
+    try:
+        settings = deployment.settings.changed(changes)
+        with routed():
+            other = Deployment.of(settings, assumed)
+            require_engines(other)
+            for asked in (None,) if load is None else (None, other.load(load.prompt)):
+                needs = expected(other, asked, known)
+                if crowded(needs, assumed, spread=settings.placement.spread):
+                    return None
+    except (ConfigError, ModelError, ModelRefused, ValueError):
+        return None  # a layout that these settings do not allow
+    return other, needs
+
+
+def _described(  # noqa: PLR0917 - what a layout consists of
+    name: str, changes: Changes, deployment: Deployment, needs: Sequence[Expected], load: Load, known: Known
+) -> Layout:
+    settings, assumed = deployment.settings, deployment.assumed
+    assert assumed is not None  # noqa: S101 - layouts are of machines that are assumed
+    load = deployment.load(load.prompt)
+    busy = {device.index for device in by_device(needs) if device.type == "cuda"}
+    idle = [f"cuda:{number}" for number in range(assumed.gpus) if number not in busy]
+    if assumed.machines > 1:
+        there = (assumed.machines - 1) * assumed.gpus - len(elsewhere(needs))
+        idle += [f"{there} of the other machines"] * (there > 0)
+    batch = settings.step.batch * settings.algorithm.responses
+    under = replace(load, rollouts=batch)
+    seconds = {} if assumed.gpu is None else _seconds(deployment, needs, under, assumed.gpu, known)
+    return Layout(name, changes, needs, seconds, batch * load.response, idle)
+
+
+def _seconds(
+    deployment: Deployment, needs: Sequence[Expected], load: Load, gpu: Gpu, known: Known
+) -> Mapping[str, float]:
+    made, settings, workers = Outlines(deployment, known), deployment.settings, deployment.engine_workers
+    reached = Reached(name="vllm" if deployment.has_engine else "transformers")
+    together = replace(gpu, flops=gpu.flops * workers, bandwidth=gpu.bandwidth * workers)
+    actor, rows = transformer(made.actor()), -(-load.rollouts // deployment.devices.replicas)
+    weights = replace(actor, parameters=max(actor.parameters, float(made.actor().num_parameters())))
+    # A decode step reads all experts of a mixture, and a row is multiplied with few of them.
+    decoder = replace(reached.decoder(together, weights, 1), row=reached.decoder(together, actor, 1).row)
+    prompts = rows * reached.reader(together, actor, reached.forward, head=False).reading(0, load.prompt)
+    context = rows * (load.prompt + load.response / 2)
+    found = {DECODING: prompts + load.response * decoder.seconds(rows, context)}
+    shared, away = {need.where for need in needs if need.model.startswith("policy")}, elsewhere(needs)
+    for need in needs:
+        model, gives_logprobs = made.scorer(need.model)
+        if model is not None:
+            share = reached.forward if gives_logprobs or need.model == "critic" else reached.scoring
+            place = f"scoring on {need.model if need in away else need.where}"
+            place = BESIDE if need.where in shared else place
+            passes = reached.reader(gpu, transformer(model), share, head=gives_logprobs)
+            found[place] = found.get(place, 0.0) + load.rollouts * passes.reading(0, load.sequence)
+    has_own = settings.algorithm.has_critic and not deployment.models.shared_trunk
+    checkpointing = bool(settings.trainer.gradient_checkpointing)
+    epoch = sum(
+        reached.update(gpu, transformer(each), head=number == 0, checkpointing=checkpointing).reading(0, load.sequence)
+        for number, each in enumerate([made.actor(), *([made.critic()] if has_own else [])])
+    )
+    ranks = len(deployment.devices.trainer)
+    return {**found, UPDATE: settings.trainer.epochs * load.rollouts * epoch / ranks}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from rich.filesize import decimal
+from torch import nn
 from transformers import PreTrainedModel
 
 from oppo.config.rewards import ModelRewardSection, OnVllm, VllmRewardSection
@@ -18,23 +19,22 @@ from oppo.config.sections import SamplingSection
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.hf.as_text.whole import transformer_of
-from oppo.hf.devices import CPU, Devices
+from oppo.hf.devices import CPU, Devices, Hardware, memory_of
 from oppo.hf.loading import outline
-from oppo.hf.lora import Quantization, add_lora, load_lora
+from oppo.hf.lora import add_lora, load_lora, quantise_base
 from oppo.hf.memory import (
+    Adapt,
     Bytes,
-    Hardware,
     Load,
     at_rest,
-    memory_of,
     of_critic,
     of_policy,
     of_process,
     of_reference,
-    of_reward,
     of_shortest,
     of_trainer,
     planned_on,
+    same,
 )
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
 from oppo.hf.serve.policy import PREFILL_TOKENS
@@ -71,7 +71,8 @@ KINDS: Final[Mapping[RewardKind, Kind]] = {
 RANK: Final = "trainer, rank"
 """The name of a training rank, before its number."""
 
-_SERVED: Final = {"reference": of_reference, "critic": of_critic, "proximal": of_reference}
+Known: TypeAlias = dict[Hashable, Any]
+"""Models without weights, and bytes counted, by what they depend on."""
 
 _SMALLER: Final[Sequence[tuple[str, Mapping[str, Mapping[str, object]]]]] = (
     ("models.dtype = 'bfloat16'", {"models": {"dtype": "bfloat16"}}),
@@ -115,71 +116,137 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Outlines:
-    """The models of a run without weights."""
+    """The models of a run without weights or adapters, and what has been counted of them.
+
+    Attributes:
+        known: models, and bytes counted, by what they depend on; runs that are compared share it.
+    """
 
     deployment: Deployment
+    known: Known = field(default_factory=dict)
 
     def actor(self) -> PreTrainedModel:
+        return self._made("models.policy", CAUSAL, self.deployment.models.policy)
+
+    def adapted(self, actor: PreTrainedModel) -> PreTrainedModel:
         models = self.deployment.models
-        actor = self._made("models.policy", CAUSAL, models.policy, quantization=models.quantization)
+        if models.quantization != "none":
+            quantise_base(actor, models.quantization, actor.device)
         if models.lora_rank:
             add_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts, more=models.lora)
         if models.adapter:
             load_lora(actor, adapter_of(models), weights=False)
         return actor
 
+    @property
+    def adapt(self) -> Callable[[PreTrainedModel], PreTrainedModel]:
+        return self.adapted if self.deployment.models.adapts else same
+
+    @property
+    def adapter(self) -> Hashable:
+        models = self.deployment.models
+        return models.quantization, models.lora_rank, models.lora_experts, repr(models.lora), models.adapter
+
     def logprobs(self, name: str) -> PreTrainedModel:
         models = self.deployment.models
-        path = {"reference": models.reference, **models.teachers}[name]
-        on_base = name == "reference" and models.is_reference_on_base
-        return self._made(f"models.{name}", CAUSAL, path, quantization=models.quantization if on_base else "none")
+        return self._made(f"models.{name}", CAUSAL, {"reference": models.reference, **models.teachers}[name])
 
-    def reward(self, key: str, reward: ModelRewardSection, load: Load | None) -> Bytes:
+    def over_base(self, name: str) -> Callable[[PreTrainedModel], PreTrainedModel]:
+        models = self.deployment.models
+        if name != "reference" or not models.is_reference_on_base or models.quantization == "none":
+            return same
+
+        def quantised(model: PreTrainedModel) -> PreTrainedModel:
+            quantise_base(model, models.quantization, model.device)
+            return model
+
+        return quantised
+
+    def reward(self, key: str, reward: ModelRewardSection, load: Load | None, device: torch.device) -> Bytes:
         path, kind = reward.source, self.kind(key, reward)
         directory = transformer_of(self._located(path)) if kind == "similarity" else path
         make = partial(self._made, key, KINDS[kind], str(directory))
         if load is None or kind in {"classifier", "similarity"}:  # these read whole responses: weights alone are known
             return Bytes(at_rest(make).weights)
-        return (of_process if kind == "process" else of_reward)(make, load)
+        if kind == "process":
+            return self.counted((kind, path, load), partial(of_process, make, load))
+        # A critic keeps a number of each token, and a reward model that of the last one: one count is both's.
+        return self.counted((("critic", path), load, device.type), partial(of_critic, make, load))
+
+    def scorer(self, name: str) -> tuple[PreTrainedModel | None, bool]:
+        """Return the model of a row of the table, if its passes are known, and whether it gives log-probs."""
+        for key, reward in self.deployment.settings.reward_tables.items():
+            if isinstance(reward, ModelRewardSection) and named_reward(reward) == name:
+                kind = self.kind(key, reward)
+                known = kind in {"scalar", "process"}
+                return self._made(key, KINDS[kind], reward.source) if known else None, False
+        if name == "critic":
+            return self.critic(), False
+        if name == "proximal":
+            return self.actor(), True
+        return (
+            (self.logprobs(name), True)
+            if name == "reference" or name in self.deployment.models.teachers
+            else (None, True)
+        )
 
     def scalar(self, key: str, source: str) -> PreTrainedModel:
         return self._made(key, SCALAR, source)
 
     def kind(self, key: str, reward: ModelRewardSection) -> RewardKind:
-        trusted = self.deployment.models.trust_remote_code
-        return kind_of(key, reward, reward_kind(self._located(reward.source), trusted=trusted))
+        trusted, found = self.deployment.models.trust_remote_code, ("kind", reward.source)
+        if found not in self.known:
+            self.known[found] = reward_kind(self._located(reward.source), trusted=trusted)
+        return kind_of(key, reward, self.known[found])
 
     def _located(self, path: str) -> Path:
         trusted = self.deployment.models.trust_remote_code
         with routed():
             return located(path, weights=False, trust_remote_code=trusted)
 
-    def critic(self) -> PreTrainedModel:
+    @property
+    def critic_source(self) -> str:
         models, settings = self.deployment.models, self.deployment.settings
         if models.shared_trunk:
-            return value_model_on(self._made("models.policy", CAUSAL, models.policy))
+            return ""
         fit = [
             reward.source
             for key, reward in settings.reward_tables.items()
             if isinstance(reward, VllmRewardSection)
             or (isinstance(reward, ModelRewardSection) and self.kind(key, reward) == "scalar")
         ]
-        return self._made("models.critic", SCALAR, critic_source(models, settings.reward_models, fit))
+        return critic_source(models, settings.reward_models, fit)
 
-    def trained(self) -> ActorCritic:
-        actor = self.actor()
-        if not self.deployment.settings.algorithm.has_critic:
-            return ActorCritic(actor)
-        return ActorCritic(actor, value_model_on(actor) if self.deployment.models.shared_trunk else self.critic())
+    def critic(self) -> PreTrainedModel:
+        if self.deployment.models.shared_trunk:
+            return value_model_on(self.actor())
+        return self._made("models.critic", SCALAR, self.critic_source)
 
-    def _made(self, key: str, kind: Kind, path: str, *, quantization: Quantization = "none") -> PreTrainedModel:
+    def trained(self) -> nn.ModuleDict:
+        own = self.deployment.settings.algorithm.has_critic and not self.deployment.models.shared_trunk
+        return nn.ModuleDict({"actor": self.actor(), **({"critic": self.critic()} if own else {})})
+
+    def training(self, models: nn.ModuleDict) -> ActorCritic:
+        held = cast("dict[str, PreTrainedModel]", dict(models.items()))
+        actor, critic = self.adapted(held["actor"]), held.get("critic")
+        shares = self.deployment.settings.algorithm.has_critic and self.deployment.models.shared_trunk
+        return ActorCritic(actor, value_model_on(actor) if shares else critic)
+
+    def counted(self, key: Hashable, count: Callable[[], Bytes]) -> Bytes:
+        key = (key, self.deployment.models.dtype)
+        if key not in self.known:
+            self.known[key] = count()
+        return cast("Bytes", self.known[key])
+
+    def _made(self, key: str, kind: Kind, path: str) -> PreTrainedModel:
         models = self.deployment.models
-        try:
-            return outline(
-                kind, path, dtype=models.dtype, quantization=quantization, trust_remote_code=models.trust_remote_code
-            )
-        except (ConfigError, ModelRefused) as error:
-            raise type(error)(f"{key}: {error}") from error
+        found = (kind.name, path, models.dtype)
+        if found not in self.known:
+            try:
+                self.known[found] = outline(kind, path, dtype=models.dtype, trust_remote_code=models.trust_remote_code)
+            except (ConfigError, ModelRefused) as error:
+                raise type(error)(f"{key}: {error}") from error
+        return cast("PreTrainedModel", self.known[found])
 
 
 def fitted(deployment: Deployment) -> Deployment:
@@ -193,27 +260,31 @@ def fitted(deployment: Deployment) -> Deployment:
     return _with_share(deployment, load)
 
 
-def expected(deployment: Deployment, load: Load | None) -> list[Expected]:
-    """Return the memory of each model under a load; ``None``: weights, optimizer states, states of rollouts."""
-    return _planned(deployment, load)[1]
+def expected(deployment: Deployment, load: Load | None, known: Known | None = None) -> list[Expected]:
+    """Return the memory of each model under a load; ``None``: weights, optimizer states, states of rollouts.
+
+    ``known``: what has been counted, which grows; of runs of the same settings but for those that count here.
+    """
+    return planned(deployment, load, {} if known is None else known)[1]
 
 
 def with_micro_batches(deployment: Deployment, load: Load) -> Deployment:
     if deployment.trainer.micro_batch_tokens is not None:
         return deployment
     on_cpu = deployment.devices.trainer[0].type == "cpu"
-    return _with_tokens(deployment, CPU_TOKENS if on_cpu else _planned(deployment, load)[0])
+    return _with_tokens(deployment, CPU_TOKENS if on_cpu else planned(deployment, load, {})[0])
 
 
 def _with_tokens(deployment: Deployment, count: int) -> Deployment:
     return replace(deployment, trainer=replace(deployment.trainer, micro_batch_tokens=count))
 
 
-def _planned(deployment: Deployment, load: Load | None) -> tuple[int, list[Expected]]:
-    # The tokens of a micro-batch, and the memory needed with them: activations grow in proportion to them, at most.
+def planned(deployment: Deployment, load: Load | None, known: Known) -> tuple[int, list[Expected]]:
+    """Return the tokens of a micro-batch, and the memory needed with them."""
+    # Activations grow in proportion to them, at most.
     given, on_cpu = deployment.trainer.micro_batch_tokens, deployment.devices.trainer[0].type == "cpu"
     tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)
-    needs = _needs(_with_tokens(deployment, tokens), load)
+    needs = _needs(_with_tokens(deployment, tokens), load, known)
     for times in () if given or on_cpu or load is None else (8, 4, 2):
         larger = [need.with_activations(times) if is_of_training(need) else need for need in needs]
         if not crowded(larger, deployment.assumed, spread=deployment.settings.placement.spread):
@@ -221,8 +292,8 @@ def _planned(deployment: Deployment, load: Load | None) -> tuple[int, list[Expec
     return tokens, needs
 
 
-def _needs(deployment: Deployment, load: Load | None) -> list[Expected]:
-    made, settings, devices = Outlines(deployment), deployment.settings, deployment.devices
+def _needs(deployment: Deployment, load: Load | None, known: Known) -> list[Expected]:
+    made, settings, devices = Outlines(deployment, known), deployment.settings, deployment.devices
     own_engine, needs = deployment.has_engine, list[Expected]()
     if not own_engine:
         _counting("policy")
@@ -234,20 +305,40 @@ def _needs(deployment: Deployment, load: Load | None) -> list[Expected]:
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}
         there = devices.apart | ({"policy"} if own_engine else set())
-        unshared = sum(at_rest(make).weights for model, make in apart.items() if model in there)
-    _counting("trainer")
-    whole = at_rest(made.trained)
-    if load is not None:
-        with planned_on(devices.trainer[0]):
-            whole = of_trainer(
-                made.trained, load, _sampling(settings.sampling), deployment.trainer, settings.trained_loss()
-            )
-    needs += _training(devices, whole, unshared, shard=settings.placement.shard)
+        unshared = sum(
+            _policy_weights(made) if model == "policy" else at_rest(make).weights
+            for model, make in apart.items()
+            if model in there
+        )
+    needs += _training(devices, _trained(deployment, made, load), unshared, shard=settings.placement.shard)
     if own_engine and not settings.on_server:
         sleeps = settings.placement.share == "sleep"
         beside = [need.at_rest() if sleeps and is_of_training(need) else need for need in needs]
         needs = [*_policy_on_engine(deployment, made, beside), *needs]
     return needs
+
+
+def _trained(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
+    settings, trainer, device = deployment.settings, deployment.trainer, deployment.devices.trainer[0]
+    critic = settings.algorithm.has_critic and (deployment.models.shared_trunk or made.critic_source)
+    loss, sampling = settings.trained_loss(), _sampling(settings.sampling)
+
+    def count() -> Bytes:
+        _counting("trainer")
+        if load is None:
+            return at_rest(made.trained, made.training)
+        with planned_on(device):
+            return of_trainer(made.trained, load, sampling, trainer, loss, adapt=made.training)
+
+    rows = load and min(load.rollouts, max(1, (trainer.micro_batch_tokens or CPU_TOKENS) // (load.sequence - 1)))
+    models = (deployment.models.policy, made.adapter, critic, rows, load and (load.prompt, load.response))
+    chosen = (trainer.gradient_checkpointing, trainer.micro_batch_tokens, repr(loss), sampling.temperature)
+    return made.counted(("trainer", models, device.type, chosen), count)
+
+
+def _policy_weights(made: Outlines) -> int:
+    key = ("policy weights", made.deployment.models.policy, made.adapter)
+    return made.counted(key, lambda: at_rest(made.actor, made.adapt)).weights
 
 
 def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> Iterator[Expected]:
@@ -256,27 +347,20 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
     for model in sorted(deployment.scored, key=lambda model: model != "proximal"):
         device, remote = devices.scoring()[model], model in devices.remote
         for role in deployment.roles_of("teacher") if model == "teacher" else ():
-            _counting(role.name)
-            served = _served(partial(made.logprobs, role.name), of_reference, load, device)
-            yield Expected(role.name, device, served, remote)
+            yield Expected(role.name, device, _served(made, role.name, load, device), remote)
         if model not in {"reward", "teacher"}:
-            _counting(model)
-            make = {"critic": made.critic, "proximal": made.actor}.get(model, partial(made.logprobs, model))
-            served = _served(make, _SERVED[model], load, device)
+            served = _served(made, model, load, device)
             shares = _shares_the_policy_s(deployment, model)
             if shares and uncounted and model != "critic":  # the first that is served over the policy's weights
                 shares = uncounted = False
             yield Expected(model, device, replace(served, weights=0) if shares else served, remote)
         for key, reward in settings.reward_tables.items() if model == "reward" else ():
             if isinstance(reward, ModelRewardSection):
-                _counting(name := named_reward(reward))
-                yield Expected(name, device, made.reward(key, reward, load), remote)
+                yield Expected(named_reward(reward), device, made.reward(key, reward, load, device), remote)
             elif isinstance(reward, VllmRewardSection):
-                _counting(name := named_reward(reward))
                 make = partial(made.scalar, key, reward.source)
-                yield from _on_engine(name, make, reward, device, deployment.assumed)
+                yield from _on_engine(named_reward(reward), make, reward, device, deployment.assumed)
     for role, on in deployment.on_vllm("reference", "teacher"):
-        _counting(role.name)
         yield from _on_engine(role.name, partial(made.logprobs, role.name), on, role.device, deployment.assumed)
 
 
@@ -286,13 +370,15 @@ def _counting(model: str) -> None:
 
 def _policy_on_engine(deployment: Deployment, made: Outlines, others: Sequence[Expected]) -> list[Expected]:
     chosen, devices = deployment.settings.vllm, deployment.devices
-    dtype = served_dtype(deployment.models, chosen, made.actor().dtype)
+    stored = made.actor().dtype
+    dtype = served_dtype(deployment.models, chosen, stored)
+    weights = _policy_weights(made)
     share, remote = engine_share(deployment, others), "policy" in devices.remote
     needs = list[Expected]()
     for number, on in enumerate(devices.policies):
         needs += _workers(
             deployment.policy_name(number),
-            made.actor,
+            (weights, stored),
             placed(chosen, on),
             dtype=dtype,
             on=on,
@@ -302,8 +388,8 @@ def _policy_on_engine(deployment: Deployment, made: Outlines, others: Sequence[E
         )
     if deployment.settings.placement.share != "sleep":
         return needs
-    weights = Bytes(sum(need.bytes.weights for need in needs))
-    return [Expected("policy, asleep", CPU, weights), *(replace(need, sleeps=True) for need in needs)]
+    asleep = Bytes(sum(need.bytes.weights for need in needs))
+    return [Expected("policy, asleep", CPU, asleep), *(replace(need, sleeps=True) for need in needs)]
 
 
 def _on_engine(
@@ -314,13 +400,16 @@ def _on_engine(
         return
     arguments = placed(of.vllm, on)
     share, dtype = float(str(arguments.get(SHARE) or ALONE)), str(arguments.get("dtype", "auto"))
-    for need in _workers(name, make, arguments, dtype=dtype, on=on, share=share, assumed=assumed):
+    model = make()
+    for need in _workers(
+        name, (at_rest(make).weights, model.dtype), arguments, dtype=dtype, on=on, share=share, assumed=assumed
+    ):
         yield replace(need, share=None)  # which is the share of the policy's engine
 
 
 def _workers(
     model: str,
-    make: Callable[[], PreTrainedModel],
+    held: tuple[int, torch.dtype],
     arguments: Mapping[str, object],
     *,
     dtype: str,
@@ -330,10 +419,10 @@ def _workers(
     remote: bool = False,
 ) -> list[Expected]:
     # For each worker; a dtype that torch does not know counts as the weights' own.
-    stored = make().dtype
+    whole, stored = held
     served = getattr(torch, dtype, stored)
     replicas = int(str(arguments.get("data_parallel_size") or 1))
-    weights = at_rest(make).weights * served.itemsize // stored.itemsize * replicas // workers_of(arguments)
+    weights = whole * served.itemsize // stored.itemsize * replicas // workers_of(arguments)
     if on.type == "cpu":
         return [Expected(model, CPU, Bytes(weights, keys_values=int(str(arguments.get(CACHE) or GIB))), remote)]
     gpus = [on] * workers_of(arguments)
@@ -372,19 +461,40 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
         groups, responses = -(-load.rollouts // settings.algorithm.responses), settings.algorithm.responses
         return replace(load, rollouts=-(-groups // deployment.devices.replicas) * responses)
 
-    if load is None:
-        return of_shortest(made.actor, share(deployment.load(1)).rollouts)
-    return of_policy(made.actor, share(load), _sampling(settings.sampling), prefill_tokens=PREFILL_TOKENS)
+    def count() -> Bytes:
+        _counting("policy")
+        if load is None:
+            return of_shortest(made.actor, share(deployment.load(1)).rollouts, made.adapt)
+        sampling = _sampling(settings.sampling)
+        return of_policy(made.actor, share(load), sampling, prefill_tokens=PREFILL_TOKENS, adapt=made.adapt)
+
+    mine = replace(share(deployment.load(1) if load is None else load), chunk=1)
+    chosen = settings.sampling.temperature > 0, settings.sampling.top_k, settings.sampling.top_p
+    return made.counted(("policy", deployment.models.policy, made.adapter, mine, load is None, chosen), count)
 
 
-def _served(
-    make: Callable[[], PreTrainedModel],
-    of: Callable[[Callable[[], PreTrainedModel], Load], Bytes],
-    load: Load | None,
-    device: torch.device,
-) -> Bytes:
-    with planned_on(device):
-        return Bytes(at_rest(make).weights) if load is None else of(make, load)
+def _served(made: Outlines, model: str, load: Load | None, device: torch.device) -> Bytes:
+    # The critic, or what gives the log-probs of the name's model.
+    models = made.deployment.models
+    if model == "critic":
+        key: Hashable = ("critic", (models.shared_trunk and models.policy) or made.critic_source)
+        make: Callable[[], PreTrainedModel] = made.critic
+        adapt: Adapt[PreTrainedModel] = same
+    elif model == "proximal":
+        key, make, adapt = ("logprobs", models.policy, made.adapter), made.actor, made.adapt
+    else:
+        make, adapt = partial(made.logprobs, model), made.over_base(model)
+        path = {"reference": models.reference, **models.teachers}[model]
+        key = ("logprobs", path, models.quantization if adapt is not same else "none")
+
+    def count() -> Bytes:
+        _counting(model)
+        with planned_on(device):
+            if load is None:
+                return Bytes(at_rest(make, adapt).weights)
+            return of_critic(make, load) if model == "critic" else of_reference(make, load, adapt)
+
+    return made.counted((key, load, device.type), count)
 
 
 def _shares_the_policy_s(deployment: Deployment, model: str) -> bool:
@@ -432,6 +542,11 @@ def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
             continue
         needs_of.setdefault(need.device, []).append(need)
     return needs_of
+
+
+def elsewhere(needs: Iterable[Expected]) -> list[Expected]:
+    """Return those on other machines."""
+    return [need for need in needs if need.remote]
 
 
 def is_of_training(need: Expected) -> bool:
@@ -516,7 +631,8 @@ def _require_memory(deployment: Deployment) -> None:
         raise ConfigError(f"{'; '.join(faults)}: {advice(deployment, None)}")
 
 
-def advice(deployment: Deployment, load: Load | None) -> str:
+def advice(deployment: Deployment, load: Load | None, known: Known | None = None) -> str:
+    known = {} if known is None else known
     fitting, tried, names = [], [deployment], []
     for name, changes in _SMALLER:
         try:
@@ -526,7 +642,7 @@ def advice(deployment: Deployment, load: Load | None) -> str:
             tried.append(smaller)
             names.append(name)
             with routed():
-                needs = expected(smaller, load)
+                needs = expected(smaller, load, known)
         except (ConfigError, ModelRefused, ValueError):
             continue
         if not crowded(needs, smaller.assumed, spread=smaller.settings.placement.spread):

@@ -1,1 +1,1 @@
-"""Simulation: the real graph of stages with models of cost in the place of models, in virtual time."""
+"""Simulation: models of cost in the place of models, and no tensor, task or token."""

@@ -21,8 +21,7 @@ from typing import Final
 from oppo.errors import DeadlockError
 from oppo.events import Prompt
 from oppo.scheduling import DEFAULT_TIME_SLICE
-from oppo.simulate.costs import Decoder, Reader
-from oppo.simulate.engine import Interference
+from oppo.simulate.costs import Decoder, Interference, Reader
 
 _END: Final = attrgetter("end")
 

@@ -63,7 +63,6 @@ from oppo.declared import (
 from oppo.durable import read_text
 from oppo.errors import ConfigError, did_you_mean
 from oppo.models import Passes
-from oppo.simulate.engine import Interference, time_shared
 
 T = TypeVar("T")
 
@@ -73,6 +72,16 @@ ScorerName: TypeAlias = Literal["reward", "reference", "critic", "teacher"]
 STAGES: Final[Mapping[ScorerName, str]] = MappingProxyType(
     {"reference": "ref_logp", "reward": "reward", "critic": "value", "teacher": "teacher_logp"}
 )
+
+
+# `f(kind, other)`: by how much work takes longer beside work of another kind, as a share; 1 is twice as long
+Interference: TypeAlias = Callable[[str, str], float]
+
+
+def time_shared(kind: str, other: str) -> float:
+    """Return 1: kinds of work that run side by side take turns, as on a device that one of them keeps busy."""
+    del kind, other
+    return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,10 @@ Public, and torch-free. As a pytest plugin (``pytest_oppo``) they need no import
 """
 
 from oppo.evaluation import respond_serially, score_serially
-from oppo.simulate.engine import Device, VirtualTimeLoop, run_virtual, time_shared
-from oppo.simulate.models import (
+from oppo.simulate.costs import time_shared
+from oppo.testing.conformance import check_admission, check_policy, check_scorer, check_trainer
+from oppo.testing.fake_policy import FakePolicy
+from oppo.testing.fakes import (
     FakeCritic,
     FakeScorer,
     FakeTrainer,
@@ -15,8 +17,6 @@ from oppo.simulate.models import (
     noise,
     prompts,
 )
-from oppo.simulate.policy import FakePolicy
-from oppo.testing.conformance import check_admission, check_policy, check_scorer, check_trainer
 from oppo.testing.faulty import (
     Fault,
     FaultyCritic,
@@ -32,6 +32,7 @@ from oppo.testing.faulty import (
     faulty_reward,
 )
 from oppo.testing.recorder import Happening, Recorder
+from oppo.testing.virtual_time import Device, VirtualTimeLoop, run_virtual
 
 __all__ = [
     "Device",

@@ -20,7 +20,11 @@ from oppo.errors import ProtocolError, as_itself, shown
 from oppo.events import Batch, Chunk, Finish, IntArray, Prompt, Response, StepReport, Support, ToolTokens
 from oppo.graph import Stateful
 from oppo.models import Capabilities, Decode, Policy, Scorer, SyncedModel, Trainer, Weights
-from oppo.simulate.models import (
+from oppo.stages import Generate
+from oppo.stages.generate import require_chunk
+from oppo.stages.in_flight import require_turns
+from oppo.testing.fake_policy import FakePolicy
+from oppo.testing.fakes import (
     FakeCritic,
     FakeScorer,
     FakeTrainer,
@@ -28,10 +32,6 @@ from oppo.simulate.models import (
     fake_scalar,
     prompts as made_prompts,
 )
-from oppo.simulate.policy import FakePolicy
-from oppo.stages import Generate
-from oppo.stages.generate import require_chunk
-from oppo.stages.in_flight import require_turns
 from oppo.testing.recorder import Recorder
 from oppo.turns import TurnDecode
 from oppo.weight_sync import name_of

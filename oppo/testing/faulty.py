@@ -60,8 +60,8 @@ from oppo.models import (
     TrainerCapabilities,
     Weights,
 )
-from oppo.simulate.engine import VirtualTimeLoop
 from oppo.stages.in_flight import require_turns
+from oppo.testing.virtual_time import VirtualTimeLoop
 from oppo.turns import Answer, Environment, Turn, TurnDecode
 from oppo.weight_sync import CopiesWeights
 

@@ -46,7 +46,7 @@ def test_a_step_with_empty_slots_is_bound_by_its_tail() -> None:
     assert judge(replace(STEP, tokens=199)).largest == "tail"
     assert judge(replace(STEP, tokens=200)).largest == "decode", "of equal parts the first counts"
     assert judge(replace(STEP, tokens=199)).message == (
-        "42 % of the step is lost to slots left empty by the long tail: defer more stragglers, at most 2.0 times as "
+        "42% of the step is lost to slots left empty by the long tail: defer more stragglers, at most 2.0 times as "
         "fast; all schedules of as many rows together at most 2.4 times"
     )
 
@@ -58,7 +58,7 @@ def test_a_step_of_equal_lengths_is_bound_by_decoding() -> None:
     streamed = judge(replace(STEP, tokens=400, seconds=10.2, scoring=(), rest_seconds=0.2))
     assert streamed.next_schedule is None
     assert streamed.message == (
-        "98 % of the step is decoding with every slot taken: only a faster decode step would help; no schedule of as "
+        "98% of the step is decoding with every slot taken: only a faster decode step would help; no schedule of as "
         "many rows is more than 1.0 times as fast"
     )
 
@@ -79,14 +79,14 @@ def test_a_scorer_busier_than_decoding_sets_its_pace() -> None:
     assert paced.shares == pytest.approx(shares(decode=1.5 / 14, tail=1.5 / 14, score=10 / 14, train=1 / 14))
     assert paced.limits == pytest.approx({"stream": 14 / 11, "defer": 14 / 11, "lookahead": 14 / 10})
     assert paced.limit == pytest.approx(14 / 10)
-    assert paced.message.startswith("the slowest scorer is busy for 1.0 times as long as decoding, 71 % of the step")
+    assert paced.message.startswith("the slowest scorer is busy for 1.0 times as long as decoding, 71% of the step")
 
 
 def test_scores_that_come_after_decoding_are_to_be_streamed() -> None:
     held = judge(replace(STEP, seconds=20.0, scoring=(Scoring("reward", 0.0, 9.0),)))
     assert held.largest == "score"
     assert held.message.startswith(
-        "45 % of the step waits for scores after decoding: score responses while they are decoded, at most 1.8 times"
+        "45% of the step waits for scores after decoding: score responses while they are decoded, at most 1.8 times"
     ), "without any staleness"
     assert held.limits == pytest.approx({"stream": 20 / 11, "defer": 20 / 10, "lookahead": 20 / 10})
     assert held.limit == pytest.approx(20 / 9)
@@ -96,7 +96,7 @@ def test_an_update_of_half_the_step_is_to_be_overlapped_with_decoding() -> None:
     found = judge(replace(STEP, seconds=27.4, rest_seconds=17.0, scoring=()))
     assert found.limits["defer"] == pytest.approx(27.4 / 22)
     assert found.message == (
-        "the update takes 62 % of the step: decode during the update (one more step of lookahead, or streamed "
+        "the update takes 62% of the step: decode during the update (one more step of lookahead, or streamed "
         "updates), at most 1.6 times as fast, where decoding and training have hardware of their own"
     )
 
@@ -177,10 +177,10 @@ def test_with_steps_in_flight_the_longest_phase_sets_the_pace() -> None:
     trained = judge(replace(AHEAD, seconds=20.0, rest_seconds=20.0))
     assert trained.shares == pytest.approx(shares(train=1.0))
     assert trained.limit == 1.0
-    assert trained.message.startswith("the update takes 100 % of the step: only a faster update would help; no sched")
+    assert trained.message.startswith("the update takes 100% of the step: only a faster update would help; no sched")
     scored = judge(replace(AHEAD, seconds=15.0, scoring=(Scoring("reward", 9.0, 6.0),)))
     assert scored.shares == pytest.approx(shares(score=1.0))
-    assert scored.message.startswith("the slowest scorer is busy for 1.5 times as long as decoding, 100 % of the step")
+    assert scored.message.startswith("the slowest scorer is busy for 1.5 times as long as decoding, 100% of the step")
 
 
 def test_what_the_longest_phase_waits_for_has_its_share_too() -> None:

@@ -25,10 +25,10 @@ from oppo.agents.rollouts import _FULL
 from oppo.evaluation import Evaluated, Evaluation
 from oppo.events import Batch, Chunk, FloatArray, Prompt, Response, StepReport
 from oppo.models import Capabilities
-from oppo.simulate.policy import FakeDecode
 from oppo.stages import DynamicSampling, GroupRelative, InParts
 from oppo.stages.batch import BatchPart
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
+from oppo.testing.fake_policy import FakeDecode
 from tests.agents.conftest import graph_of, stepped
 from tests.agents.test_agents import tokenizer
 from tests.kit.pipelines import Tap

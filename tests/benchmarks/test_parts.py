@@ -22,8 +22,8 @@ from benchmarks.vllm.compare import Recorded, compare_decoding, compare_syncing,
 from oppo.errors import ConfigError, DataError
 from oppo.events import Prompt, Response
 from oppo.models import Weights
-from oppo.simulate.policy import FakeDecode
 from oppo.testing import FakePolicy, run_virtual
+from oppo.testing.fake_policy import FakeDecode
 from tests.hf import tiny
 
 

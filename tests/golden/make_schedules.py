@@ -26,8 +26,8 @@ from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.data import PromptStream
 from oppo.events import Batch, Chunk, Defer, Drop, Finish, FloatArray, Prompt, Scored, StepReport
 from oppo.observe import Span
-from oppo.simulate.engine import run_virtual
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
+from oppo.testing.virtual_time import run_virtual
 
 PATH = Path(__file__).with_name("schedules.json")
 LENGTHS = (2, 3, 8, 1, 4, 2, 12, 3, 1, 2, 6)

@@ -10,7 +10,7 @@ import pytest
 from oppo.errors import GraphError
 from oppo.graph import GraphBuilder, Receiver, Sender, Stream
 from oppo.graph.topology import Ports
-from oppo.simulate.engine import run_virtual
+from oppo.testing.virtual_time import run_virtual
 from tests.graph.stages import Collect, Diary, Relay, Take, line
 
 if TYPE_CHECKING:

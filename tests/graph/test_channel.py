@@ -11,7 +11,7 @@ from oppo.errors import ProtocolError
 from oppo.graph import join
 from oppo.graph.channel import Channel
 from oppo.graph.engine import FanOut
-from oppo.simulate.engine import run_virtual
+from oppo.testing.virtual_time import run_virtual
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from oppo.graph import AnyStage, Graph, GraphBuilder, Receiver, Sender
-from oppo.simulate.engine import run_virtual
+from oppo.testing.virtual_time import run_virtual
 from tests.graph.stages import Boom
 
 Lane = tuple[str, ...]

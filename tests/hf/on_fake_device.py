@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from oppo.events import Batch, Chunk, Prompt, Support, TokenColumns
 from oppo.hf.lora import add_lora, merged
-from oppo.hf.memory import Load, ModuleT, WithoutData, longest_batch, strip
+from oppo.hf.memory import Load, ModuleT, WithoutData, longest_batch
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.scorers import (
@@ -418,10 +418,26 @@ def _place() -> str:
     return "a library"
 
 
+def _stripped(module: ModuleT) -> ModuleT:
+    stripped = dict[int, Tensor]()
+
+    def like(tensor: Tensor) -> Tensor:
+        if id(tensor) not in stripped:
+            bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            stripped[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+        return stripped[id(tensor)]
+
+    for part in module.modules():
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            setattr(part, name, like(tensor))
+    return module
+
+
 def moved(module: ModuleT, device: str = "gpu:0") -> ModuleT:
     """Return a module made on the ``meta`` device, on a device; called in the context of :func:`watched`."""
     with torch.device(device):
-        return strip(module)
+        return _stripped(module)
 
 
 @contextmanager

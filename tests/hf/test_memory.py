@@ -12,27 +12,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from hypothesis import given, strategies as st
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ConfigError, ModelRefused
+from oppo.events import Chunk, IntArray, Prompt
+from oppo.hf.devices import Hardware
 from oppo.hf.head import CPU_LOGITS_BYTES
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import (
+    ELEMENTWISE,
     Bytes,
-    Hardware,
     LiveBytes,
     Load,
-    WithoutData,
+    like_the_largest,
     longest_batch,
     of_critic,
     of_policy,
     of_reference,
     of_reward,
     of_trainer,
-    strip,
+    planned_on,
     without_data,
 )
+from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput, ScorerWorker, ValueWorker
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import ClippedLoss, PPOLoss
@@ -186,14 +190,14 @@ def test_a_deep_model_is_counted_by_few_of_its_layers(
     loss = PPOLoss() if kind in {"PPO", "trunk"} else ClippedLoss()
     quick = of_trainer(made, LOAD, SAMPLING, settings, loss)
     assert max(made_of) < 12
-    monkeypatch.setattr("oppo.hf.memory._shorten", lambda *_: [])
+    monkeypatch.setattr("oppo.hf.memory._divided", lambda stack, every: stack)
     whole = of_trainer(made, LOAD, SAMPLING, settings, loss)
     assert max(made_of) == 12
     assert quick == whole
 
 
 @pytest.mark.parametrize("kind", ["PPO", "GRPO", "trunk"])
-def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str) -> None:
+def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny.CONFIGS["llama"]()
     config.update({"vocab_size": 152_000})
     sampling, loss = Sampling(max_new_tokens=1024, temperature=0.7), ClippedLoss() if kind == "GRPO" else PPOLoss()
@@ -204,25 +208,101 @@ def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str) ->
             return ActorCritic(actor)
         return ActorCritic(actor, tiny.scalar() if kind == "PPO" else value_model_on(actor))
 
-    class Largest(WithoutData):
-        def _count(self, tensor: torch.Tensor) -> None:
-            super()._count(tensor)
-            sizes.append(tensor.untyped_storage().nbytes())
-
     sizes, chunk = list[int](), CPU_LOGITS_BYTES // (4 * 152_000)
-    with torch.device("meta"):
-        models = made()
+
+    def counted(self: LiveBytes, tensor: torch.Tensor) -> None:
+        count(self, tensor)
+        sizes.append(tensor.untyped_storage().nbytes())
+
+    count = LiveBytes.count
+    monkeypatch.setattr(LiveBytes, "count", counted)
     settings = TrainerSettings(epochs=1, micro_batch_tokens=4096)
-    models.prepare()
-    with without_data(), Largest() as live:
-        core = HfTrainerCore(strip(models), sampling, settings, loss, TrainerCounts.new())
-        core.update(longest_batch(4, Load(4, 20, 1000, 16), critic=core.critic is not None))
-    assert core.counts.micro_batches == 1, "of 4000 response tokens"
+    found = of_trainer(made, Load(4, 20, 1000, 16), sampling, settings, loss)
     assert max(sizes) == 4 * 152_000 * chunk
-    weights = weights_of(models)
-    assert live.peak < 6 * weights + 8 * CPU_LOGITS_BYTES < 4 * 152_000 * 4000
+    assert found.total < 6 * weights_of(made()) + 8 * CPU_LOGITS_BYTES < 4 * 152_000 * 4000
     few, many = (of_trainer(made, Load(rows, 20, 1000, 16), sampling, settings, loss).activations for rows in (1, 4))
     assert many < few + 3000 * 20_000, "what a token needs does not depend on the vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("worker_of", "of", "make"),
+    [
+        (lambda model: ReferenceWorker(model, False, Sampling()), of_reference, partial(tiny.causal, "llama")),
+        (lambda model: RewardWorker(model, False), of_reward, partial(tiny.scalar, "llama")),
+        (lambda model: ValueWorker(model, False), of_critic, partial(tiny.scalar, "llama")),
+    ],
+)
+def test_a_scorer_without_data_is_counted_like_one_with_data(
+    worker_of: Callable[[PreTrainedModel], ScorerWorker[Any]],
+    of: Callable[[Callable[[], PreTrainedModel], Load], Bytes],
+    make: Callable[[], PreTrainedModel],
+) -> None:
+    """Also where all logits at once would be the most: a reference has a chunk of them at a time."""
+    load, drawn = Load(rollouts=24, prompt=40, response=400, chunk=64), np.random.default_rng(0)
+    config = make().config
+    config.update({"vocab_size": 50_000, "hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False})
+
+    def made() -> PreTrainedModel:
+        return type(make())(config)
+
+    def tokens(count: int) -> IntArray:
+        return drawn.integers(1, 900, count).astype(np.int32)
+
+    with LiveBytes() as live, torch.inference_mode():
+        worker, rows = worker_of(made().eval()), range(load.rollouts)
+        worker.extend(ScorerInput([Prompt(row, row, tokens(load.prompt)) for row in rows]))
+        live.peak = live.now
+        for start in range(0, load.response, load.chunk):
+            each = tokens(min(load.chunk, load.response - start))
+            nothing = np.zeros(len(each), np.float32)
+            worker.extend(ScorerInput([Chunk(row, start, each, nothing, each) for row in rows]))
+        worker.finish(dict.fromkeys(rows, load.response))
+    assert of(made, load).total == pytest.approx(live.peak, rel=0.05)
+
+
+def test_an_update_of_an_h100_is_predicted_within_a_twentieth() -> None:
+    """34.96 GB were measured: ``benchmarks/results/nvidia-h100/gpu-day-2.json``."""
+    config = Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+    )
+    chosen = TrainerSettings(epochs=1, micro_batch_tokens=16_384)
+
+    def made() -> ActorCritic:
+        return ActorCritic(Qwen2ForCausalLM(config).bfloat16())
+
+    with planned_on(torch.device("cuda")):
+        found = of_trainer(made, Load(32, 256, 768, 128), Sampling(max_new_tokens=768), chosen, ClippedLoss())
+    assert found.total == pytest.approx(34.96e9, rel=0.05)
+
+
+@given(
+    name=st.sampled_from(sorted(each.name() for each in ELEMENTWISE)),
+    sides=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    ones=st.lists(st.booleans(), min_size=3, max_size=3),
+    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.int64])] * 2),
+)
+def test_the_result_of_an_elementwise_operation_is_torch_s(
+    name: str, sides: list[int], ones: list[bool], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    (func,) = (each for each in ELEMENTWISE if each.name() == name)
+    one = torch.empty(sides, dtype=dtypes[0], device="meta")
+    other = torch.empty([1 if small else side for side, small in zip(sides, ones, strict=False)], dtype=dtypes[1]).to(
+        "meta"
+    )
+    takes = [each.type.kind() == "TensorType" for each in func._schema.arguments if not each.kwarg_only]
+    needed = [each for each in func._schema.arguments if not each.kwarg_only and not each.has_default_value()]
+    args = [(one, other)[number] if tensor else 2.0 for number, tensor in enumerate(takes[: len(needed)])]
+    quick = like_the_largest(args)
+    if quick is not None:
+        exact = func(*args)
+        assert (quick.shape, quick.dtype, quick.stride()) == (exact.shape, exact.dtype, exact.stride())
 
 
 @pytest.mark.adapters
@@ -297,6 +377,8 @@ def test_estimates_are_within_a_fifth_of_a_process_s_peak(role: str) -> None:
         ("2x8xH100", "2 machines of 8 x H100 with 80 GB"),
         ("1xmi300x", "1 x mi300x with 192 GB"),
         ("4xA100-40GB", "4 x A100 with 40 GB"),
+        ("1x24GB", "1 x GPU with 24 GB"),
+        ("2x8x24GB", "2 machines of 8 x GPU with 24 GB"),
         ("3x4xL4-24GB", "3 machines of 4 x L4 with 24 GB"),
     ],
 )

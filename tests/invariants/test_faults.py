@@ -19,7 +19,6 @@ from oppo.admission.chunking import Fixed, WholeRollout
 from oppo.errors import DeadlockError, ModelError, ModelLost, OppoError, ProtocolError, RewardError
 from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent
 from oppo.rewards import OnFailure
-from oppo.simulate.policy import FakeDecode
 from oppo.testing import (
     FakeScorer,
     Fault,
@@ -30,6 +29,7 @@ from oppo.testing import (
     fake_per_token,
     fake_scalar,
 )
+from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import FaultKind, Method
 from tests.kit.faulty import SPOILT, Case, FaultyPipeline, Garbage, HalfSynced, Kind, LoseSessions, stage_of
 from tests.kit.known import known

@@ -16,7 +16,6 @@ from hypothesis import event, example, given, settings as hypothesis_settings, s
 
 from oppo.errors import DeadlockError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt, Response
-from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
 from oppo.testing import (
     FakePolicy,
@@ -31,6 +30,7 @@ from oppo.testing import (
     Slow,
     run_virtual,
 )
+from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import FaultKind
 from oppo.turns import Answered, turns_answered
 from tests.kit.faulty import Garbage

@@ -15,9 +15,9 @@ from oppo.admission.chunking import WholeRollout
 from oppo.errors import ModelLost
 from oppo.events import Chunk, Defer, Prompt
 from oppo.log import routed
-from oppo.simulate.policy import FakeDecode
 from oppo.stages.conversations import TurnOutcome
 from oppo.testing import Fault, Flap, Hang, Raise, Script, Slow
+from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import FaultKind, Method
 from oppo.turns import Answer, Answered, Turn, turns_answered
 from tests.kit.faulty import Garbage, LoseSessions, Spoilt

@@ -18,9 +18,9 @@ from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, Support, rollout_of
 from oppo.models import Cut, Decode, Decoding
-from oppo.simulate.policy import FakeDecode
 from oppo.stages.ledger import InFlightRollout
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts, run_virtual
+from oppo.testing.fake_policy import FakeDecode
 from tests.kit.known import known
 from tests.kit.pipelines import Pipeline, Setting, on_policy, same_batches, settings
 

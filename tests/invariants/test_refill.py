@@ -16,9 +16,9 @@ from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError
 from oppo.events import Defer, Finish, Prompt
 from oppo.models import Capabilities
-from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, prompts, run_virtual
+from oppo.testing.fake_policy import FakeDecode
 from tests.invariants.test_ppo import assert_grammatical
 from tests.kit.known import known
 from tests.kit.pipelines import Pipeline, Setting, motions

@@ -20,7 +20,6 @@ from oppo.events import Batch, Chunk, Drop, Prompt, Response, StepReport
 from oppo.graph import Graph, Run
 from oppo.models import Scorer, SyncedModel, Trained
 from oppo.rewards import FunctionReward, OnFailure
-from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate, Score, Update
 from oppo.testing import (
     FakePolicy,
@@ -33,6 +32,7 @@ from oppo.testing import (
     faulty_reward,
     run_virtual,
 )
+from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import Call, FaultKind, Method
 from oppo.turns import Answer
 from oppo.weight_sync import name_of

@@ -20,12 +20,12 @@ from oppo.graph import Graph
 from oppo.models import Capabilities, Passes, Trained
 from oppo.observe import Observer, SpanListener, silent
 from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
-from oppo.simulate.engine import Device, run_virtual
-from oppo.simulate.models import FakeCritic, FakePlace, FakeScorer, FakeTrainer, PlacedCritic, PlacedScorer
-from oppo.simulate.policy import FakePolicy
 from oppo.simulate.run import Schedule
 from oppo.stages import Generate, Update
 from oppo.stages.hold import held
+from oppo.testing.fake_policy import FakePolicy
+from oppo.testing.fakes import FakeCritic, FakePlace, FakeScorer, FakeTrainer, PlacedCritic, PlacedScorer
+from oppo.testing.virtual_time import Device, run_virtual
 
 LAST: Final = 3  # the last steps do not count: they admit only what can still be trained, so they are shorter
 

@@ -18,7 +18,6 @@ from oppo.events import Chunk, IntArray, Prompt, Response, StepReport, ToolToken
 from oppo.graph import Graph
 from oppo.models import Cut, Decoding, Policy, Sampling, Weights
 from oppo.placement import PolicyPool
-from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate, Update
 from oppo.testing import (
     FakePolicy,
@@ -30,6 +29,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from oppo.testing.fake_policy import FakeDecode
 from oppo.turns import Environment
 from tests.kit.pipelines import Pipeline
 

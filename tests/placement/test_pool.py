@@ -18,9 +18,9 @@ from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.events import Chunk, IntArray, Prompt, Response, ToolTokens
 from oppo.models import Capabilities, Decode, Loads, Policy, Resumes, Sampling, Weights
 from oppo.placement import PolicyPool
-from oppo.simulate.policy import FakeDecode
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, Fault, FaultyPolicy, Hang, Raise, check_policy, prompts, run_virtual
+from oppo.testing.fake_policy import FakeDecode
 from tests.kit.faulty import Garbage
 from tests.kit.pools import Fate, Mortal
 from tests.kit.responses import read_chunk

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from oppo.report.page import LIBRARY
+from oppo.report.page import LIBRARY, write_report
 from oppo.report.recorded import recorded
-from oppo.report.view import Follower, write_report
+from oppo.report.view import Follower
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -213,6 +213,8 @@ def test_the_search_finds_samples_and_orders_them(page: Page, tmp_path: Path) ->
     page.locator("#find").fill("")
     assert page.locator(".sample:visible").count() == 60
     assert page.locator(".sample .tool").first.text_content() == "tool 59"
+    page.locator(".sample").last.scroll_into_view_if_needed()
+    until(page, "document.getElementById('view').getBoundingClientRect().bottom < 0")
 
 
 def test_texts_of_models_run_nothing(page: Page, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_run_is_written_shown_and_read_under_the_names_that_are_chosen(
     assert [line["objective/scores"] for line in read] == [line["score"] for line in written]
     assert len(RunRecord.read(run).steps) == 2, "a simulation is calibrated on it"
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert "objective/kl (nats a rollout)" in page
+    assert "nats a rollout: objective/kl<" in page
     assert "exposed scoring" in page
     assert "Model FLOPs utilisation" in page
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))

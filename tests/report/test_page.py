@@ -16,12 +16,11 @@ from oppo.cli import DONE, UNUSABLE, main
 from oppo.errors import ConfigError
 from oppo.observe import Span
 from oppo.report import RunDirectory
-from oppo.report.charts import Excerpt
+from oppo.report.charts import COLOURS, Excerpt
 from oppo.report.metrics import CHARTS, METRICS, Chart, Metrics, metric, records_of
-from oppo.report.page import drawn, page
+from oppo.report.page import drawn, page, write_report
 from oppo.report.recorded import Recorded, differing, note_times, parameters, recorded
 from oppo.report.records import Record
-from oppo.report.run_dir import write_page
 from oppo.report.trace import TimedStep
 from tests.hf import tiny
 from tests.report.synthetic import decode, play, play_first, play_second
@@ -59,7 +58,7 @@ def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -
             directory.on_span(Span("step", str(number), 2.0 * number, 2.0 * number + 2, number, kind="step"))
             play_one(directory)
     html = html_of(directory.path)
-    assert html.index("the latest steps: 2 steps in 4.00 s") < html.index("Does it learn?")
+    assert html.index("the latest: 2 steps in 4.00 s") < html.index("Does it learn?")
     assert "policy: 1.000 s for step 2, from 2.000 s on" in html
     assert "1 response deferred" in html
     assert html.count("<svg") == 7
@@ -69,10 +68,10 @@ def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -
 
 def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(path: Path) -> None:
     before = html_of(path)
-    write_page(path)
+    write_report([recorded(path)])
     assert html_of(path) == before
     note_times(path, [Excerpt("another", [TimedStep(0, 0.0, 2.0, None, 0, WORK)], others=0.4)])
-    write_page(path)
+    write_report([recorded(path)])
     assert "another: 1 step in 2.00 s; other processes took 40% of the cores" in html_of(path)
     curves = before.partition('class="curves">')[2].partition("<h2>Samples")[0]
     assert curves.partition("Files")[0] in html_of(path)
@@ -105,7 +104,7 @@ def test_the_page_shows_samples_of_the_first_step_of_the_last_three_and_some_bet
     (path / "samples.jsonl").write_text("".join(told))
     records = [json.dumps({"step": step + 1, "score": 1.0}) + "\n" for step in range(steps)]
     (path / "metrics.jsonl").write_text("".join(records))
-    write_page(path)
+    write_report([recorded(path)])
     found = [int(step) for step in re.findall(r"said in (\d+)\.", html_of(path))]
     assert {*found} >= {*shown}
     assert len(found) <= 520
@@ -132,9 +131,16 @@ def test_a_utilisation_above_the_peak_is_not_drawn_and_one_that_is_not_known_is_
 
 
 def test_the_page_spells_out_the_control_characters_of_texts(tmp_path: Path) -> None:
-    sample: Record = {"step": 0, "score": 1.0, "prompt": "a\x1b[31m\x07\n\tb", "completion": "\x9b\u202e\x00c"}
+    sample: Record = {
+        "step": 0,
+        "score": 1.0,
+        "kl": -0.001,
+        "prompt": "a\x1b[31m\x07\n\tb",
+        "completion": "\x9b\u202e\x00c",
+    }
     html = page([run_of(tmp_path, samples=[sample])])
     assert "a\\x1b[31m\\x07\n\tb" in html
+    assert "KL 0.00 nats" in html
     assert "\\x9b\\u202e\\x00c" in html
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", html)
 
@@ -233,6 +239,10 @@ def test_runs_are_compared_by_the_settings_that_differ_and_their_figures(
     assert "<i>" not in html
     score = html.partition('aria-label="Score"')[2].partition("</svg>")[0]
     assert score.count("<path") == 2
+    assert all(
+        f">{name}</text>" in score and f'stroke="{colour}"' in score
+        for name, colour in zip("xy", COLOURS, strict=False)
+    )
     assert 'href="y/metrics.jsonl"' in html
 
 
@@ -240,10 +250,12 @@ def test_runs_are_compared_by_the_settings_that_differ_and_their_figures(
 def test_runs_of_other_lengths_are_compared_line_by_line(tmp_path: Path, steps: int) -> None:
     times = {"timing_s/decode": 1.0, "timing_s/update": 2.0, "seconds": 4.0}
     first, second = (run_of(tmp_path, [{"step": step, **times} for step in range(count)]) for count in (2, steps))
-    alone, both = (page(runs).partition('aria-label="Step time by phase"')[2] for runs in ([first], [first, second]))
-    alone, both = (each.partition("</svg>")[0] for each in (alone, both))
-    assert (alone.count("Z"), alone.count("<path")) == (3, 3), "areas: decode, update and what is left"
-    assert (both.count("Z"), both.count("<path")) == (0, 6), "lines, as areas would hide each other"
+    second = replace(second, path=tmp_path / "second")
+    second.path.mkdir()
+    for runs, count in (([first], 3), ([first, second], 6)):
+        picture = page(runs).partition('aria-label="Step time by phase"')[2].partition("</svg>")[0]
+        assert picture.count("<path") == count, "decode, update and what is left"
+        assert ("second: update</text>" in picture) == (count == 6)
 
 
 def test_models_are_shown_with_their_parameters_as_their_files_have_them(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from oppo.observe import Observer
 from oppo.report.metrics import scalars
 from oppo.report.records import Record
 from oppo.report.trackers import IDENTITY, MLflow, TensorBoard, Tracker, Trackio, WeightsAndBiases
-from oppo.simulate.engine import run_virtual
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts
+from oppo.testing.virtual_time import run_virtual
 from tests.report.synthetic import batch, finish, report
 from tests.report.tracked import board, history, logs, texts, trackio_history
 

@@ -17,8 +17,8 @@ from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.report import Panel, RunDirectory, story
 from oppo.rewards import FunctionReward
-from oppo.simulate.engine import run_virtual
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, prompts
+from oppo.testing.virtual_time import run_virtual
 from tests.report.synthetic import all_nested
 
 LENGTHS = (3, 5, 40, 8, 2, 13)

@@ -23,9 +23,9 @@ from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.config.load import load_settings
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
-from oppo.hf.devices import CPU, Devices, DeviceThread
+from oppo.hf.devices import CPU, Devices, DeviceThread, Hardware
 from oppo.hf.loading import ModelRecipe, positions_of
-from oppo.hf.memory import Bytes, Hardware
+from oppo.hf.memory import Bytes
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.run.checkpoint import fingerprints, require_same
@@ -476,7 +476,7 @@ def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the doctor count what is certain: what models do under load takes it a second each time."""
 
     def rested(count: Callable[..., object]) -> Callable[..., object]:
-        return lambda deployment, load: count(deployment, None)
+        return lambda deployment, load, known: count(deployment, None, known)
 
     monkeypatch.setattr("oppo.run.doctor.expected", rested(expected))
     monkeypatch.setattr("oppo.run.doctor.advice", rested(advice))
@@ -554,7 +554,7 @@ def test_a_device_that_is_too_small_is_named_with_its_models(monkeypatch: pytest
 def test_models_that_do_not_fit_are_refused_before_they_are_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("oppo.hf.memory.free", lambda device: 500_000)
+    monkeypatch.setattr("oppo.hf.devices.free", lambda device: 500_000)
     assert oppo(folder, "", "run.name=crowded") == UNUSABLE
     said = capsys.readouterr().err
     assert "cpu has 500.0 kB free, and its models need" in said
@@ -578,7 +578,7 @@ def test_the_states_of_a_policy_s_rollouts_are_counted_before_a_run(
     assert states[1] / states[0] == pytest.approx((256 + 2) / (4 + 2), rel=0.1)
     assert states[0] <= needs(folder, *hybrid)["policy"].keys_values
     room = sum(each.total for each in few.values()) + states[0]
-    monkeypatch.setattr("oppo.hf.memory.free", lambda device: room)
+    monkeypatch.setattr("oppo.hf.devices.free", lambda device: room)
     assert oppo(folder, "", *hybrid, "step.batch=256", "run.name=crowded") == UNUSABLE
     said = capsys.readouterr().err
     assert f"free, and its models need {decimal(sum(each.total for each in many.values()))}" in said
@@ -646,7 +646,7 @@ def test_the_example_of_two_machines_fits_the_first(large: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert "for 72 rollouts in flight" in said
     assert "trainer, rank 5" in said
-    assert "policy" not in said, "it is on the other machine"
+    assert "\npolicy" not in said, "it is on the other machine"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender
 from oppo.models import Decode, Scorer, Trained, Weights
-from oppo.simulate.policy import FakeDecode
 from oppo.stages import GAE, Generate, Score, Update
 from oppo.stages.batch import ScoredRollouts
 from oppo.testing import (
@@ -43,6 +42,7 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from oppo.testing.fake_policy import FakeDecode
 from tests.kit.pipelines import Pipeline, Setting
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)
@@ -462,6 +462,22 @@ def test_a_step_whose_rollouts_are_in_no_batch_is_refused() -> None:
 
     with pytest.raises(ProtocolError, match=r"the batch of stage 'advantage' leaves out rollouts \["):
         run_virtual(NoBatch(SETTING).run)
+
+
+class Counting:
+    async def run(self, reports: Receiver[StepReport], /, *, out: Sender[int]) -> None:
+        async for report in reports:
+            await out.send(report.index)
+
+
+def test_a_graph_whose_result_is_no_report_is_refused() -> None:
+    class Counted(Pipeline):
+        def graph(self) -> Graph[StepReport]:
+            return cast("Graph[StepReport]", super().graph().then("count", Counting()))
+
+    with pytest.raises(ProtocolError, match=r"must be a StepReport, as Update sends; got 0 \(int\)") as caught:
+        run_virtual(Counted(SETTING).run)
+    assert "in observe() of stage 'generate' of graph 'ppo', step 1" in caught.value.__notes__
 
 
 class OwnError(BaseException):

@@ -13,7 +13,6 @@ import pytest
 from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, IntArray, Prompt, Response, Support, ToolTokens
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, SyncedModel, Weights
-from oppo.simulate.policy import FakeDecode
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
 from oppo.testing import (
@@ -30,6 +29,7 @@ from oppo.testing import (
     respond_serially,
     run_virtual,
 )
+from oppo.testing.fake_policy import FakeDecode
 
 
 def finished(count: int = 3) -> list[Finish]:

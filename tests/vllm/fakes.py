@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oppo.errors import as_itself
-from oppo.simulate.models import noise
+from oppo.testing.fakes import noise
 from oppo.vllm import VllmEngine, VllmServer
 from oppo.vllm.engine import Engine, WeightSender
 from oppo.vllm.processes import Children, EngineFiles

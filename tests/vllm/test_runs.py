@@ -20,7 +20,7 @@ from oppo.config.load import load_settings
 from oppo.errors import ConfigError, ModelLost
 from oppo.evaluation import Evaluate, Evaluated, Evaluation
 from oppo.events import Batch, Prompt, RoutedExperts, StepReport
-from oppo.hf.memory import Hardware
+from oppo.hf.devices import Hardware
 from oppo.models import Sampling, SyncedModel, Trained, Weights
 from oppo.run.deployment import Deployment
 from oppo.run.engines import require_engines

@@ -33,7 +33,6 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -371,7 +370,7 @@ def _attend(
         return _sdpa(module, query, keys, values, mask, **kwargs)[0]
     rows, heads, _queries, size = query.shape
     grouped, scale = query.reshape(rows, keys.shape[1], -1, size), cast("float | None", kwargs.get("scaling"))
-    output = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    output = nn.functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return output.reshape(rows, 1, heads, -1)
 
 

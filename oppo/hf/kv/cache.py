@@ -211,6 +211,12 @@ class Slab(Slots):
         """Return the bytes of one position of one sequence over all layers; 0 before the first write."""
         return sum(store.shape[1] * store.shape[3] * store.element_size() for store in self._tensors())
 
+    def layer_bytes(self) -> Counter[int]:
+        found = Counter[int]()
+        for (layer, _), stores in self._layers.items():
+            found[layer] += sum(store.nbytes for store in stores)
+        return found
+
     def _inherit(self, source: Slab) -> None:
         capacity, columns = max(self._capacity, source._capacity), max(self.columns, source.columns)
         for name in ("rows", "_slots", "_layers", "_capacity", "columns"):
@@ -314,6 +320,9 @@ class Rows:
     def memory(self) -> tuple[int, int]:
         needed = self._bytes_per_token() * sum(self._lengths.values())
         return sum(slab.bytes_allocated() for slab in self._slabs), needed
+
+    def layer_bytes(self) -> Counter[int]:
+        return sum((slab.layer_bytes() for slab in self._slabs), Counter())
 
     @property
     def _slabs(self) -> list[Slab]:

@@ -128,6 +128,9 @@ class IncrementalPrefill:
     def memory(self) -> tuple[int, int]:
         return self._reader.memory()
 
+    def layer_bytes(self) -> Mapping[int, int]:
+        return self._reader.layer_bytes()
+
     def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
         extra = event.extra if self._predictive and isinstance(event, Chunk) else NO_COLUMNS
         state = self._states.receive(event, extra)

@@ -14,6 +14,7 @@ causal LM computes logits there only. The keys and values of padding are never s
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -202,6 +203,10 @@ class Incremental:
             return allocated, needed
         states = self._states.bytes_per_row() * len(self._rows)
         return allocated + self._states.bytes_allocated(), needed + states
+
+    def layer_bytes(self) -> Mapping[int, int]:
+        """Return the bytes allocated for the KV cache and the states of each layer that has some."""
+        return self._rows.layer_bytes() + (Counter() if self._states is None else self._states.layer_bytes())
 
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
         """Return the indices of ``rows``, by their numbers of new tokens, in groups for :meth:`extend`."""
@@ -432,6 +437,9 @@ class WholeRows:
 
     def memory(self) -> tuple[int, int]:
         return 0, 0
+
+    def layer_bytes(self) -> Mapping[int, int]:
+        return {}
 
 
 Reader: TypeAlias = Incremental | WholeRows

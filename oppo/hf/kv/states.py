@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -114,6 +115,12 @@ class StateSlots(Slots):
 
     def bytes_per_row(self) -> int:
         return sum(math.prod(store.shape[1:]) * store.element_size() for store in self._states.values())
+
+    def layer_bytes(self) -> Counter[int]:
+        found = Counter[int]()
+        for key, store in self._states.items():
+            found[key.layer] += store.nbytes
+        return found
 
     def _device(self) -> torch.device:
         return next((store.device for store in self._states.values()), torch.device("cpu"))

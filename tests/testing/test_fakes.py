@@ -11,9 +11,6 @@ import pytest
 from oppo.events import Prompt, Response
 from oppo.models import Capabilities, Decode, Weights
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
-from oppo.simulate.engine import VirtualTimeLoop
-from oppo.simulate.models import FakePlace, PlacedScorer
-from oppo.simulate.policy import FakeDecode
 from oppo.testing import (
     FakePolicy,
     FakeScorer,
@@ -21,6 +18,9 @@ from oppo.testing import (
     prompts,
     run_virtual,
 )
+from oppo.testing.fake_policy import FakeDecode
+from oppo.testing.fakes import FakePlace, PlacedScorer
+from oppo.testing.virtual_time import VirtualTimeLoop
 from tests.kit.responses import read_chunk
 
 
@@ -131,7 +131,7 @@ def test_a_decode_step_takes_as_many_passes_of_the_loop_for_many_rollouts_as_for
                 made += 1
                 super()._run_once()  # type: ignore[misc]  # asyncio's own, in no stub
 
-        monkeypatch.setattr("oppo.simulate.engine.VirtualTimeLoop", Counting)
+        monkeypatch.setattr("oppo.testing.virtual_time.VirtualTimeLoop", Counting)
         run_virtual(_decode, FakePolicy(lambda prompt: 20, pace=pace), count)
         return made
 

@@ -2,7 +2,7 @@
 
 A fake's answer depends on every token it read and on the version of the weights: code that mixes up rollouts,
 positions or versions gets other numbers. A fake sleeps for its cost, which is a number of seconds or a function of the
-work. The actor is in :mod:`oppo.simulate.policy`.
+work. The actor is in :mod:`oppo.testing.fake_policy`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from oppo.observe import Span, SpanListener, silent
 from oppo.placement.place import CallQueue
 from oppo.scheduling import IN_ORDER, Preempted, Priority
 from oppo.scorers import RolloutSession, RolloutSessions
-from oppo.simulate.engine import Device, spend
 from oppo.stages.advantage import GAE
 from oppo.stages.batch import ScoredRollout
+from oppo.testing.virtual_time import Device, spend
 from oppo.weight_sync import sync
 
 T = TypeVar("T")

@@ -37,8 +37,8 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
-from oppo.simulate.engine import Device, Lane
-from oppo.simulate.models import ReadSeconds, noises, require_seconds
+from oppo.testing.fakes import ReadSeconds, noises, require_seconds
+from oppo.testing.virtual_time import Device, Lane
 
 __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 

@@ -37,11 +37,12 @@ from contextlib import contextmanager, nullcontext
 from contextvars import Context
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Generic, Protocol, TypeAlias, TypeVar, TypeVarTuple
+from typing import Generic, Protocol, TypeVar, TypeVarTuple
 
 import anyio
 
 from oppo.errors import DeadlockError, ProtocolError, running_loop
+from oppo.simulate.costs import Interference, time_shared
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -161,16 +162,6 @@ class _IdleSelector(selectors.DefaultSelector):
         return ready
 
 
-# `f(kind, other)`: by how much work takes longer beside work of another kind, as a share; 1 is twice as long
-Interference: TypeAlias = Callable[[str, str], float]
-
-
-def time_shared(kind: str, other: str) -> float:
-    """Return 1: kinds of work that run side by side take turns, as on a device that one of them keeps busy."""
-    del kind, other
-    return 1.0
-
-
 class Device:
     """Hardware that several kinds of work share; work of one kind does not interfere with itself.
 
@@ -184,7 +175,7 @@ class Device:
         ...         tasks.start_soon(device.work, "decode", 2.0)
         ...         tasks.start_soon(device.work, "score", 1.0)
         ...     return anyio.current_time()
-        >>> from oppo.simulate.engine import run_virtual
+        >>> from oppo.testing.virtual_time import run_virtual
         >>> run_virtual(main)
         3.0
     """

@@ -15,9 +15,10 @@ from hypothesis import given, strategies as st
 
 from oppo.errors import DeadlockError, ProtocolError
 from oppo.models import Capabilities, Weights
-from oppo.simulate.engine import Device, Interference, VirtualTimeLoop, run_virtual, spend
-from oppo.simulate.policy import FakeDecode
+from oppo.simulate.costs import Interference
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_batch, fake_scalar, prompts
+from oppo.testing.fake_policy import FakeDecode
+from oppo.testing.virtual_time import Device, VirtualTimeLoop, run_virtual, spend
 
 
 def cost(rows: int, tokens: int) -> float:
