@@ -90,7 +90,7 @@ BUDGETS = {
     "admission": 1_403,
     "agents": 1_568,
     "algorithms": 1_081,
-    "config": 3_924,
+    "config": 3_934,
     "data": 829,
     "demo": 1_500,
     "environments": 1_353,
