@@ -130,23 +130,12 @@ def test_a_run_whose_data_ends_before_its_steps_says_so_before_and_after(
     ].items()
 
 
-def test_a_dry_run_checks_everything_and_writes_nothing(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert oppo(workplace, "--dry-run --verbose", "run.name=dry") == 0
-    printed = capsys.readouterr().out
-    assert 'name = "dry"' in printed
-    assert "advantage" in printed
-    assert not (workplace / "runs" / "dry").exists()
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("step.bathc=3", "error: unknown key 'step.bathc' (did you mean 'batch'?)"),
         ("models.policy=./nowhere", "nowhere' is no directory here"),
         ("models.critic=foreign", "does not share the policy's tokenizer (token 'w3' is 3 here and absent there)"),
-        ("rewards.0.source=reward.py:shrot", "has no 'shrot'; the functions and classes there are short, odd, broken,"),
         ("rewards.0.source=actor", "a reward from an untrained head would be noise"),
-        ("data.prompts=none.jsonl", "there is no prompt file"),
         ("sampling.max_new_tokens=600", "do not fit into the models' 512 positions"),
         ("sampling.stop=['w3 w4']", "'w3 w4' is 2 tokens of the policy's tokenizer, expected one"),
         ("sampling.stop=[400]", "400 is no token id; they go up to 95"),

@@ -14,7 +14,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.testing import assert_allclose
 from torch import Tensor
@@ -296,12 +296,14 @@ def weighed(
     proximal: FloatArray,
     sampled: BoolArray,
     lengths: Sequence[int],
+    *,
+    of_rows: bool = False,
 ) -> FloatArray:
     """Return the weights of the tokens of rollouts end to end."""
     rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     given: dict[Input, Tensor] = {"behaviour": torch.from_numpy(behaviour), "proximal": torch.from_numpy(proximal)}
     inputs = Inputs(torch.from_numpy(sampled), rows, torch.arange(len(lengths)), Whole(4, len(lengths), 1, 4), given)
-    return importance_weights(correction, inputs).numpy()
+    return importance_weights(correction, inputs, of_rows=of_rows).numpy()
 
 
 def test_the_ratio_is_over_what_was_chosen() -> None:
@@ -338,7 +340,7 @@ def test_a_rollouts_weight_is_that_of_its_geometric_mean() -> None:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_product_is_truncated_once_for_the_whole_rollout(base: RatioBase) -> None:
+def test_a_of_rolloutis_truncated_once_for_the_whole_rollout(base: RatioBase) -> None:
     """As plain float64 code has it: ratio times weight is min(product, c) times the ratio over the proximal policy."""
     cap = 3.0
     correction = ImportanceCorrection(weight="truncated", level="product", ratio_base=base, cap=cap)
@@ -348,6 +350,36 @@ def test_a_product_is_truncated_once_for_the_whole_rollout(base: RatioBase) -> N
         for each, mismatch in zip(products, MISMATCH.tolist(), strict=True)
     ]
     assert_allclose(weights(correction, (2, 2)), expected, rtol=1e-6)
+
+
+@st.composite
+def mismatched(draw: st.DrawFn) -> tuple[list[int], list[float], list[bool]]:
+    """Return the lengths of rollouts, and the log mismatch of each token and whether it was sampled."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    total = sum(lengths)
+    logs = draw(st.lists(st.floats(-1.5, 1.5, width=32), min_size=total, max_size=total))
+    return lengths, logs, draw(st.lists(st.booleans(), min_size=total, max_size=total))
+
+
+@given(mismatched(), st.sampled_from(BASES), st.floats(0.0, 1.0), st.floats(1.0, 8.0), st.booleans())
+def test_a_of_rolloutoutside_its_band_masks_the_whole_rollout(
+    tokens: tuple[list[int], list[float], list[bool]], base: RatioBase, low: float, high: float, of_rows: bool
+) -> None:
+    lengths, logs, sampled = tokens
+    behaviour, proximal = np.zeros(len(logs), np.float32), np.array(logs, np.float32)
+    expected = list[float]()
+    for end, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
+        here = slice(end - length, end)
+        mismatches = np.where(sampled[here], np.exp(np.float64(proximal[here])), 1.0)
+        of_rollout = mismatches.prod()
+        assume(all(abs(of_rollout / bound - 1) > 1e-9 for bound in (low, high) if bound))
+        ratio = np.full(length, of_rollout ** (1 / max(sum(sampled[here]), 1))) if of_rows else mismatches
+        kept = of_rollout if low <= of_rollout <= high else 0.0
+        expected += (kept / (ratio if base == "behaviour" else np.ones(length))).tolist()
+    correction = ImportanceCorrection(weight="mask", level="product", ratio_base=base, low=low, high=high)
+    assert_allclose(
+        weighed(correction, behaviour, proximal, np.array(sampled), lengths, of_rows=of_rows), expected, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("weight", "level"), [("none", "token"), ("truncated", "token"), ("truncated", "product")])

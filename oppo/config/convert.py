@@ -25,6 +25,8 @@ from oppo.config.foreign import (
 from oppo.config.load import overridden, resolve
 from oppo.errors import ConfigError
 
+POLICY: Final = "directory or hub name of the model to train"
+
 SHOWN: Final = 4
 """Fields that a message names of those that have a reason in common; the file names all."""
 
@@ -170,18 +172,22 @@ def _correction_of_trl(draft: Draft, prefix: str) -> None:
     elif mode not in CORRECTIONS:
         draft.lose(f"algorithm.is_correction: expected one of {', '.join(CORRECTIONS)}", f"{prefix}_mode = {mode}")
     else:
-        kind = CORRECTIONS[mode]
-        draft.put("algorithm.is_correction", kind, f"{prefix}_mode")
+        _bounded(draft, CORRECTIONS[mode], low, high, (f"{prefix}_mode", f"{prefix}_clip_min", named))
         if high is None:
             draft.lose("a mask has two bounds (see algorithm.is_high)", f"{named} = None")
-        else:
-            draft.put("algorithm.is_cap" if kind.startswith("truncated") else "algorithm.is_high", high, named)
-        if kind.startswith("mask"):
-            draft.put("algorithm.is_low", low or 0.0, f"{prefix}_clip_min")
-        elif low is not None:
-            draft.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{prefix}_clip_min = {low}")
         if draft.algorithm == "gspo" and mode.startswith("token"):
             draft.lose("gspo weighs whole responses, by the geometric mean", f"{prefix}_mode = {mode}")
+
+
+def _bounded(draft: Draft, kind: str, low: object, high: object, names: tuple[str, str, str]) -> None:
+    (of_kind, of_low, of_high), masks = names, kind.startswith("mask")
+    draft.put("algorithm.is_correction", kind, of_kind)
+    if high is not None:
+        draft.put("algorithm.is_high" if masks else "algorithm.is_cap", high, of_high)
+    if masks:
+        draft.put("algorithm.is_low", low or 0.0, of_low)
+    elif low:
+        draft.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{of_low} = {low}")
 
 
 def _batch_of_trl(draft: Draft) -> int:
@@ -277,7 +283,7 @@ def _models_of_trl(draft: Draft) -> None:
         note = "the trainer's argument" if named[0] == "<policy>" else named[0]
         draft.put("models.policy", policy := draft.given[named[0]], named[0], note=note)
     else:
-        draft.open("models.policy", policy := "policy", "directory or hub name of the model to train")
+        draft.open("models.policy", policy := "policy", POLICY)
     for role in ("reference", "critic"):
         if isinstance(model := draft.take(f"<{role}>"), str) and model != policy:
             draft.put(f"models.{role}", model, note="the trainer's argument")
@@ -307,6 +313,8 @@ def _models_of_trl(draft: Draft) -> None:
     rewards = [each for value in given for each in value if each is not None]
     weights = draft.take("reward_weights", [])
     draft.rewards(rewards[:1] if draft.kind == "ppo" else rewards, *named, weights=weights)
+    if len(rewards) < 2 and draft.value("algorithm.scale_scores") == "each_reward":
+        draft.put("algorithm.scale_scores", "group", "multi_objective_aggregation")
 
 
 def _data_of_trl(draft: Draft, each: int) -> None:
@@ -394,11 +402,11 @@ def _of_verl(draft: Draft) -> None:
 
 def _loss_of_verl(draft: Draft) -> None:
     mode = draft.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    gates, bound = [draft.take(f"{ACTOR}.tau_pos", 1.0), draft.take(f"{ACTOR}.tau_neg", 1.05)], draft.values
-    if (both := draft.take(f"{ACTOR}.clip_ratio")) is not None:
-        for key, name in (("clip", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
-            if f"{ACTOR}.{name}" not in draft.given:
-                draft.put(f"algorithm.{key}", both, f"{ACTOR}.clip_ratio")
+    gates = [draft.take(f"{ACTOR}.tau_pos", 1.0), draft.take(f"{ACTOR}.tau_neg", 1.05)]
+    both = draft.take(f"{ACTOR}.clip_ratio", 0.2)
+    for key, name in (("clip", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
+        if draft.given.get(f"{ACTOR}.{name}", 0.2) is None:
+            draft.put(f"algorithm.{key}", both, f"{ACTOR}.clip_ratio")
     if mode == "gspo":
         draft.put("step.algorithm", "gspo", f"{ACTOR}.policy_loss.loss_mode")
     elif mode in {"cispo", "sapo", "dppo_tv"}:
@@ -407,11 +415,9 @@ def _loss_of_verl(draft: Draft) -> None:
         draft.put("algorithm.surrogate", "dual_clip", note="verl's vanilla loss")
         if mode != "vanilla":
             draft.lose("a loss of your own (see step.loss)", f"{ACTOR}.policy_loss.loss_mode = {mode}")
-    if bound.get("algorithm.surrogate", ("",))[0] != "dual_clip":
-        bound.pop("algorithm.dual_clip", None)
     if mode == "sapo":
         draft.put("algorithm.gates", gates, f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg")
-        del bound["algorithm.clip"], bound["algorithm.clip_high"]
+        del draft.values["algorithm.clip"], draft.values["algorithm.clip_high"]
     draft.put("algorithm.value_coefficient", 1.0, note="verl's critic has a loss of its own")
     _correction_of_verl(draft, "algorithm.rollout_correction")
 
@@ -427,6 +433,11 @@ def _correction_of_verl(draft: Draft, place: str) -> None:
         return draft.lose("weights are by token or by rollout (see algorithm.is_correction)", f"{names[0]} = {weights}")
     if old > 0:
         weights, bounds = "token", [str(old)]
+    if draft.value("trainer.router_replay"):
+        draft.put("algorithm.ratio_base", "behaviour", note="replayed experts leave log-probs as they are")
+        if weights is not None:
+            draft.lose("nothing is corrected where experts are replayed (see trainer.router_replay)", *names)
+        weights = None
     if weights is None:
         return draft.put("algorithm.is_correction", "none", note="verl corrects nothing unless rollout_is is set")
     kinds = ("truncated", "truncated_sequence") if len(bounds) == 1 else ("mask", "mask_product")
@@ -445,8 +456,10 @@ def _kl_of_verl(draft: Draft) -> None:
     reward, loss = f"{control}.kl_coef", f"{ACTOR}.kl_loss_coef"
     of_reward = draft.take(reward, 0.001), "algorithm.kl_penalty", "kl", reward
     of_loss = draft.take(loss, 0.001), f"{ACTOR}.kl_loss_type", "low_var_kl", loss
-    adapts = draft.take(f"{control}.type", "fixed") == "adaptive"
-    target, horizon = draft.take(f"{control}.target_kl", 0.1), draft.take(f"{control}.horizon", 10_000)
+    if draft.take(f"{control}.type", "fixed") == "adaptive":
+        draft.origins["algorithm.kl_target"].append(f"{control}.type")
+    else:
+        del draft.values["algorithm.kl_target"]
     if not (in_reward or in_loss):
         draft.put("algorithm.kl", 0.0, "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
         return
@@ -455,12 +468,10 @@ def _kl_of_verl(draft: Draft) -> None:
     coefficient, kind, default, name = of_reward if in_reward else of_loss
     draft.put("algorithm.kl", coefficient, name)
     switch = "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss"
-    if _kl_place(draft, switch, kind, default, in_reward=bool(in_reward)) == "reward" and adapts:
-        draft.put("algorithm.kl_target", target, f"{control}.target_kl", f"{control}.type")
-        draft.put("algorithm.kl_horizon", horizon, f"{control}.horizon")
+    _kl_place(draft, switch, kind, default, in_reward=bool(in_reward))
 
 
-def _kl_place(draft: Draft, name: str, of_kind: str, default: str, *, in_reward: bool) -> str:
+def _kl_place(draft: Draft, name: str, of_kind: str, default: str, *, in_reward: bool) -> None:
     kind = draft.take(of_kind, default)
     place = "reward" if in_reward else "loss"
     if in_reward and draft.algorithm in {"grpo", "dapo", "gspo"}:
@@ -471,13 +482,11 @@ def _kl_place(draft: Draft, name: str, of_kind: str, default: str, *, in_reward:
         estimator = "k2"  # whose gradient is the KL's; the gradient of k1 is zero in expectation
     draft.put("algorithm.kl_in", place, name)
     draft.put("algorithm.kl_estimator", estimator, of_kind, note=f"{draft.whose}'s {kind}")
-    return place
 
 
 def _batch_of_verl(draft: Draft) -> None:
-    batch, samples = draft.whole("data.train_batch_size", 1024), draft.whole(f"{ROLLOUT}.n", 1)
+    batch = draft.whole("data.train_batch_size", 1024)
     mini, size = draft.whole(f"{ACTOR}.ppo_mini_batch_size", 256), f"{ACTOR}.ppo_max_token_len_per_gpu"
-    draft.put("algorithm.samples", samples, f"{ROLLOUT}.n")
     if mini > 0 and batch % mini == 0:
         draft.put("trainer.minibatches", batch // mini, "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     else:
@@ -486,22 +495,13 @@ def _batch_of_verl(draft: Draft) -> None:
     if draft.take(f"{ACTOR}.use_dynamic_bsz", default=False):
         draft.put("trainer.micro_batch_tokens", tokens, size, f"{ACTOR}.use_dynamic_bsz")
     draft.epochs(draft.number("trainer.total_epochs", 30), "trainer.total_epochs")
-    if total := draft.whole("trainer.total_training_steps", 0):
-        draft.put("run.steps", total, "trainer.total_training_steps")
     steps, ratio = draft.number(f"{ACTOR}.optim.lr_warmup_steps", -1), f"{ACTOR}.optim.lr_warmup_steps_ratio"
     draft.warm_up(max(steps, 0), draft.number(ratio, 0.0), ratio if steps < 0 else f"{ACTOR}.optim.lr_warmup_steps")
 
 
 def _models_of_verl(draft: Draft) -> None:
-    if isinstance(policy := draft.take(f"{MODEL}.path"), str):
-        draft.put("models.policy", policy, f"{MODEL}.path")
-    else:
-        draft.open("models.policy", "policy", "directory or hub name of the model to train")
-    if isinstance(critic := draft.take("critic.model.path"), str):
-        draft.put("models.critic", critic, "critic.model.path")
-    alpha = draft.take(f"{MODEL}.lora_alpha", 16)
-    if draft.take(f"{MODEL}.lora_rank", 0):
-        draft.put("models.lora_alpha", alpha, f"{MODEL}.lora_alpha")
+    if not isinstance(draft.value("models.policy"), str):
+        draft.open("models.policy", "policy", POLICY)
     found: list[object] = []
     for place, last in (("reward_model", "model.path"), ("reward.reward_model", "model_path")):
         model = draft.take(f"{place}.{last}")
@@ -521,17 +521,12 @@ def _models_of_verl(draft: Draft) -> None:
     if not found and draft.values["rewards.0.source"][0] == "rewards.py:score":
         draft.blank["rewards.0.source"] = f"verl chooses a checker by the column data_source; here it is {REWARD}"
     engine = draft.take(f"{ROLLOUT}.name", "vllm")
-    sizes = {"gpu_memory_utilization": "", "max_model_len": "", "tensor_parallel_size": "tensor_model_parallel_size"}
-    given = {name: draft.take(f"{ROLLOUT}.{theirs or name}") for name, theirs in sizes.items()}
     if engine == "hf":
         draft.put("models.engine", "transformers", f"{ROLLOUT}.name")
     elif engine != "vllm":
         draft.lose("models.engine is vLLM or transformers", f"{ROLLOUT}.name = {engine}")
     if engine == "vllm":
         draft.put("models.engine", "auto", f"{ROLLOUT}.name")
-        for name, value in given.items():
-            if value is not None:
-                draft.put(f"vllm.{name}", value, f"{ROLLOUT}.{sizes[name] or name}")
 
 
 def _data_of_verl(draft: Draft) -> None:
@@ -576,18 +571,15 @@ def _loss_of_openrlhf(draft: Draft) -> None:
     if isinstance(both := draft.take("actor.eps_clip_low_high"), list):
         for key, bound in zip(("clip", "clip_high"), both, strict=False):
             draft.put(f"algorithm.{key}", bound, "actor.eps_clip_low_high")
-    if (bound := draft.take("actor.dual_clip")) is not None:
+    if draft.value("algorithm.dual_clip") is not None and draft.algorithm != "gspo":
         draft.put("algorithm.surrogate", "dual_clip", "actor.dual_clip")
-        draft.put("algorithm.dual_clip", bound, "actor.dual_clip")
     draft.put("algorithm.value_coefficient", 1.0, note="the critic has a loss of its own")
     coefficient = draft.number("algo.kl.init_coef", 0.01)
-    in_loss, horizon = draft.take("algo.kl.use_loss", default=False), draft.take("algo.kl.horizon", 10_000)
+    in_loss = draft.take("algo.kl.use_loss", default=False)
     draft.put("algorithm.kl", coefficient, "algo.kl.init_coef")
     if coefficient:
         switch = "algo.kl.use_loss" if in_loss else "algo.kl.init_coef"
         _kl_place(draft, switch, "algo.kl.estimator", "k1", in_reward=not in_loss)
-    if "algorithm.kl_target" in draft.values:
-        draft.put("algorithm.kl_horizon", horizon, "algo.kl.horizon")
     place = "algo.advantage.is_correction"
     level, mode = draft.take(f"{place}_level", "off"), draft.take(f"{place}_mode", "mask")
     gate, bounds = draft.take(f"{place}_gating", "ratio"), draft.take(f"{place}_threshold", [0.5, 5.0])
@@ -597,21 +589,15 @@ def _loss_of_openrlhf(draft: Draft) -> None:
         draft.lose("a mask is by the ratio (see algorithm.is_correction)", f"{place}_gating = {gate}")
     elif level == "off":
         draft.put("algorithm.is_correction", "none", note="OpenRLHF corrects nothing unless a level is set")
-    elif mode == "clip" and level == "token":
-        draft.put("algorithm.is_correction", "truncated", f"{place}_mode")
-        draft.put("algorithm.is_cap", high, f"{place}_threshold")
-        if low:
-            draft.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{place}_threshold = {bounds}")
     else:
-        draft.put("algorithm.is_correction", "mask" if level == "token" else "mask_sequence", f"{place}_level")
-        draft.put("algorithm.is_low", low, f"{place}_threshold")
-        draft.put("algorithm.is_high", high, f"{place}_threshold")
+        kind = "mask_sequence" if level != "token" else "truncated" if mode == "clip" else "mask"
+        said = f"{place}_mode" if kind == "truncated" else f"{place}_level"
+        _bounded(draft, kind, low, high, (said, f"{place}_threshold", f"{place}_threshold"))
 
 
 def _batch_of_openrlhf(draft: Draft) -> None:
     batch, samples = draft.whole("rollout.batch_size", 1024, 1), draft.whole("rollout.n_samples_per_prompt", 1, 1)
     mini, episodes = draft.whole("train.batch_size", 128, 1), draft.number("train.num_episodes", 1)
-    draft.put("algorithm.samples", samples, "rollout.n_samples_per_prompt")
     if batch * samples % mini:
         draft.lose(f"minibatches of one size divide the {batch * samples} responses of a batch", "train.batch_size")
     else:
@@ -632,17 +618,11 @@ def _batch_of_openrlhf(draft: Draft) -> None:
 
 
 def _models_of_openrlhf(draft: Draft) -> None:
-    if isinstance(policy := draft.take("actor.model_name_or_path"), str):
-        draft.put("models.policy", policy, "actor.model_name_or_path")
-    else:
-        draft.open("models.policy", "policy", "directory or hub name of the model to train")
-    if isinstance(critic := draft.take("critic.model_name_or_path"), str):
-        draft.put("models.critic", critic, "critic.model_name_or_path")
-    alpha = draft.take("ds.lora.alpha", 16)
-    if "models.lora_rank" in draft.values:
-        draft.put("models.lora_alpha", alpha, "ds.lora.alpha")
-    if draft.take("ds.attn_implementation", "sdpa") == "eager":
+    if not isinstance(draft.value("models.policy"), str):
+        draft.open("models.policy", "policy", POLICY)
+    if draft.take("ds.attn_implementation") == "eager":
         draft.put("models.attention", "eager", "ds.attn_implementation")
+    draft.lose(rows_of("openrlhf")["reward.clip_range"][1], "reward.clip_range")
     models, served = draft.take("reward.model_name_or_path"), draft.take("reward.remote_url")
     draft.rewards(str(models).split(",") if models else [], "reward.model_name_or_path")
     if isinstance(served, str):
@@ -654,8 +634,6 @@ def _models_of_openrlhf(draft: Draft) -> None:
         draft.open("rewards.0.source", file, told, "reward.remote_url")
     if draft.whole("vllm.num_engines", 0):
         draft.put("models.engine", "auto", "vllm.num_engines")
-        for name, default in (("tensor_parallel_size", 1), ("gpu_memory_utilization", 0.95)):
-            draft.put(f"vllm.{name}", draft.take(f"vllm.{name}", default), f"vllm.{name}")
     names = ("logger.wandb.key", "logger.tensorboard_dir")
     trackers = dict(zip(("wandb", "tensorboard"), map(draft.take, names), strict=True))
     if any(trackers.values()):

@@ -11,7 +11,7 @@ import re
 import shlex
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -414,6 +414,29 @@ class Script:
         return found
 
 
+ADAPTED: Final = ("algorithm.kl_target", "algorithm.kl_horizon")
+NEEDS: Final[Sequence[tuple[str | tuple[str, ...], str, Callable[[object], bool], str]]] = (
+    ("eval.", "eval.prompts", bool, "nothing is evaluated without eval.prompts"),
+    ("vllm.", "models.engine", lambda value: value in {"auto", "vllm"}, "vLLM does not decode (see models.engine)"),
+    ("models.lora", "models.lora_rank", bool, "adapters are trained where models.lora_rank is above 0"),
+    (
+        "algorithm.dual_clip",
+        "algorithm.surrogate",
+        lambda value: value == "dual_clip",
+        'with algorithm.surrogate = "dual_clip"',
+    ),
+    ("algorithm.kl_horizon", "algorithm.kl_target", bool, "with algorithm.kl_target"),
+    (ADAPTED, "algorithm.kl", bool, "there is no KL penalty to adapt"),
+    (
+        ADAPTED,
+        "algorithm.kl_in",
+        lambda value: value != "loss",
+        "a KL penalty is adapted in the reward (see algorithm.kl_in)",
+    ),
+)
+"""Settings by how they begin, the other setting on which their effect depends, and the reason where there is none."""
+
+
 @dataclass(slots=True)
 class Draft:
     """Settings in the making, each with its origin: the fields that were given, or a note."""
@@ -431,7 +454,10 @@ class Draft:
 
     @property
     def algorithm(self) -> str:
-        return str(self.values["step.algorithm"][0])
+        return str(self.value("step.algorithm"))
+
+    def value(self, key: str) -> Any:
+        return self.values.get(key, (None,))[0]
 
     def take(self, name: str, default: Any = None) -> Any:
         value = self.given.get(name)
@@ -491,16 +517,22 @@ class Draft:
         # leaves out what the algorithm or a setting does not take, and names every field that went nowhere
         algorithm = self.algorithm
         known, has_critic = keys_of(ALGORITHMS[algorithm]), ALGORITHMS[algorithm].has_critic
+        idle = {
+            key: reason
+            for begins, needed, wanted, reason in NEEDS
+            for key in self.values
+            if key.startswith(begins) and key != needed and not wanted(self.value(needed))
+        }
         for key, (value, why) in list(self.values.items()):
             section, _, name = key.partition(".")
             of_the_critic = not has_critic and "critic" in name
-            if section in {"rewards", "vllm"}:
+            if section in {"rewards", "vllm"} and key not in idle:
                 continue
-            if why.endswith("'s default") and name in known[section] and known[section][name].default == value:
+            if reason := idle.get(key):
                 del self.values[key]
-            elif section == "eval" and "eval.prompts" not in self.values:
+                self.lose(reason, *self.origins.get(key, []))
+            elif why.endswith("'s default") and name in known[section] and known[section][name].default == value:
                 del self.values[key]
-                self.lose("nothing is evaluated without eval.prompts", *self.origins.get(key, []))
             elif name not in known[section] or of_the_critic:
                 del self.values[key]
                 if value not in (0, False, "none"):

@@ -1,11 +1,7 @@
-"""Charts as SVG: lines and stacked bars over steps, and a timeline with a row for each model's work.
+"""Charts as SVG: lines over steps, and a timeline with a row for each model's work, several runs on one scale.
 
 Text and rules have the page's text colour, so a picture follows its light or dark theme. Sizes are in pixels of the
-view box, before it is scaled to the page.
-
-A timeline of the models' work: a row for each, steps from left to right, runs stacked on one scale.
-
-With lookahead the steps overlap. Work for other steps than those shown, which lies beside them, is drawn faintly.
+view box, before it is scaled to the page. Where steps overlap, work for other steps is drawn faintly.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import compress, cycle, pairwise
+from itertools import compress, pairwise
 from typing import Final
 
 from oppo.observe import Interval, Role, Span, union
@@ -157,8 +153,10 @@ def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = ()) -
     low = min([*within, *(y - error for _, y, error in bars)])
     high = max([*within, *(y + error for _, y, error in bars)])
     axes = Axes(_ACROSS, _DOWN, max(1, last - first), *_rounded(low, high))
+    one = len({each.name for each in series}) == 1  # then each run has its own colour
+    key = [(each.label, COLOURS[(each.run if one else k) % len(COLOURS)]) for k, each in enumerate(series)]
     drawn = ""
-    for each, colour in zip(series, cycle(COLOURS), strict=False):
+    for each, (_, colour) in zip(series, key, strict=True):
         path, pen = "", "M"
         for x, y, error in each.points():
             path += "" if y is None else f"{pen}{axes.at(x - first, y)}" + ("h.01" if pen == "M" else "")
@@ -167,11 +165,12 @@ def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = ()) -
                 at = axes.x(x - first)
                 drawn += rule(at, axes.y(y - error), at, axes.y(y + error), opacity=0.7)
         drawn += f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-    key, rows = legend(_LEFT, HEIGHT - 7, zip([each.label for each in series], cycle(COLOURS), strict=False), _ACROSS)
+    named, rows = legend(_LEFT, HEIGHT - 7, key, _ACROSS - 30)
+    named += text(WIDTH - _RIGHT, HEIGHT - 7, "step", anchor="end")
     steps = [step for step in ticks(first, max(last, first + 1)) if step in range(first, last + 1)]
     marks = [text(axes.x(step - first), _DOWN + 16, f"{step:g}", anchor="middle") for step in steps]
     framed = axes.framed(drawn, start="") + "".join(marks)
-    return inline(WIDTH, HEIGHT + ROW * (rows - 1), title, placed(_LEFT, _TOP, framed) + key)
+    return inline(WIDTH, HEIGHT + ROW * (rows - 1), title, placed(_LEFT, _TOP, framed) + named)
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:

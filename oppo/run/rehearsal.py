@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
 
 import anyio
@@ -142,68 +142,41 @@ def many(count: int, one: str, several: str = "") -> str:
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tried:
-    """Two responses: the first, the scores of both, the environment's answer to a turn that did not end by itself."""
-
-    finish: Finish
-    scores: Sequence[float | Drop]
-    seconds: float
-    parts: Mapping[str, float]
-    answer: IntArray | None
-
-
 async def rehearse(session: PreparedRun) -> list[str]:
-    tokenizer = session.assembly.tokenizer
-    prompts, rewards = session.prompts, [nearby(reward.source) for reward in session.settings.rewards]
+    prompts, tokenizer, sampling = session.prompts, session.assembly.tokenizer, session.assembly.sampling
     if not isinstance(prompts, PromptStream):
         return []
     with noted("while a response was tried out, before the run"):
-        tried = await _try(session, [prompts.at(0), prompts.at(1 % prompts.size)])
+        finished, answer = await _answered(session, [prompts.at(0), prompts.at(1 % prompts.size)])
+        scored = await _scored(session, finished)
+    first = finished[0]
     lines = [
         "",
         f"prompts: {prompts.size}, the longest of {prompts.longest} tokens; the first is",
-        *_shown(tokenizer, tried.finish.response.prompt.tokens.tolist()),
-        *_ending(tokenizer, session.assembly.sampling),
-        f"a response to it, of at most {LONGEST} tokens, which ended by {tried.finish.reason!r}, is",
-        *_shown(tokenizer, tried.finish.response.tokens.tolist()),
-        *(
-            ["the environment answers that with", *_shown(tokenizer, tried.answer.tolist())]
-            if tried.answer is not None
-            else []
-        ),
-        _scored(rewards, tried),
+        *_shown(tokenizer, first.response.prompt.tokens.tolist()),
+        *_ending(tokenizer, sampling),
+        f"a response to it, of at most {LONGEST} tokens, which ended by {first.reason!r}, is",
+        *_shown(tokenizer, first.response.tokens.tolist()),
     ]
-    return [harmless(line) for line in lines]
+    if answer is not None:
+        lines += ["the environment answers that with", *_shown(tokenizer, answer.tolist())]
+    return [harmless(line) for line in [*lines, scored]]
 
 
-async def _try(session: PreparedRun, prompts: Sequence[Prompt]) -> Tried:
-    assembly, generate = session.assembly, session.graph.stage("generate", Generate)
-    policy, sampling = generate.policy, assembly.sampling
+async def _answered(session: PreparedRun, prompts: Sequence[Prompt]) -> tuple[Sequence[Finish], IntArray | None]:
+    # A response to each prompt, and the environment's answer to a turn that did not end by itself.
+    generate, sampling = session.graph.stage("generate", Generate), session.assembly.sampling
+    policy, environment = generate.policy, generate.environment
     short = min(LONGEST, sampling.max_new_tokens)
-    drawing = policy
     if policy.capabilities.varies_sampling:
-        fewest = min(short, sampling.min_new_tokens)
-        drawing = cast("VariesSampling", policy).with_sampling(
-            replace(sampling, max_new_tokens=short, min_new_tokens=fewest)
-        )
+        shorter = replace(sampling, max_new_tokens=short, min_new_tokens=min(short, sampling.min_new_tokens))
+        policy = cast("VariesSampling", policy).with_sampling(shorter)
     numbered = [replace(prompt, rollout=at, admission=at) for at, prompt in enumerate(prompts)]
-    finished = await respond(drawing, numbered, Answering(environment=generate.environment))
-    environment = generate.environment
+    finished = await respond(policy, numbered, Answering(environment=environment))
     asked = any(finish.reason != "length" or not finish.response.sampled.all() for finish in finished)
-    answer = (
-        None
-        if environment is None or asked
-        else await first_answer(environment, finished[0].response.prompt, finished[0].response.tokens)
-    )
-    start = anyio.current_time()
-    await assembly.reward.extend(
-        [event for finish in finished for event in (finish.response.prompt, *finish.response.pieces())]
-    )
-    scores = await assembly.reward.finish(finished)
-    seconds = anyio.current_time() - start
-    measured = capabilities_of(assembly.reward).samples()
-    return Tried(finished[0], scores, seconds, {name: values[0] for name, values in measured.items() if values}, answer)
+    if environment is None or asked:
+        return finished, None
+    return finished, await first_answer(environment, finished[0].response.prompt, finished[0].response.tokens)
 
 
 def _shown(tokenizer: HfTokenizer, tokens: list[int]) -> Iterator[str]:
@@ -218,11 +191,16 @@ def _ending(tokenizer: HfTokenizer, sampling: Sampling) -> Iterator[str]:
         yield f"or with the text {' or '.join(map(repr, sampling.stop_strings))}"
 
 
-def _scored(rewards: Sequence[str], tried: Tried) -> str:
-    parts = ", ".join(f"{name.removeprefix('rewards/')} {value:g}" for name, value in tried.parts.items())
-    one, other = tried.scores
+async def _scored(session: PreparedRun, finished: Sequence[Finish]) -> str:
+    reward, start = session.assembly.reward, anyio.current_time()
+    await reward.extend([event for finish in finished for event in (finish.response.prompt, *finish.response.pieces())])
+    one, other = await reward.finish(finished)
+    seconds = anyio.current_time() - start
+    measured = capabilities_of(reward).samples()
+    parts = ", ".join(f"{name.removeprefix('rewards/')} {values[0]:g}" for name, values in measured.items() if values)
     first = f"drops it ({one.reason})" if isinstance(one, Drop) else f"scores it {one:g}"
     second = f"dropped ({other.reason})" if isinstance(other, Drop) else f"{other:g}"
-    given = f" ({parts})" if parts else ""
-    named = " with ".join(rewards) or "of the environment"
-    return f"the reward {named} {first}{given}; a second response: {second}; in {tried.seconds:.3f} s"
+    named = " with ".join(nearby(each.source) for each in session.settings.rewards) or "of the environment"
+    return (
+        f"the reward {named} {first}{f' ({parts})' if parts else ''}; a second response: {second}; in {seconds:.3f} s"
+    )

@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import require_whole
-from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted
+from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted, shown
 from oppo.events import (
     NO_COLUMNS,
     Chunk,
@@ -193,7 +193,15 @@ class Generate:
 
         While a later step is alive, they observe it when the first step begins that cannot begin earlier, so that what
         they know at an admission does not depend on timing.
+
+        Raises:
+            ProtocolError: the result of the graph is no report.
         """
+        if not isinstance(report, StepReport):
+            raise ProtocolError(
+                f"the result of a graph with {type(self).__name__} must be a StepReport, as Update sends; got "
+                f"{shown(report)}: let a stage after Update send on the report that it reads"
+            )
         journalled = self.replay.get(report.index)
         observed = journalled or observation(report, step)
         self._unheard.append(observed)

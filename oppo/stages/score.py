@@ -321,10 +321,16 @@ class Score(Generic[T]):
                 session.version, session.received = _LOST, 0
 
 
+class _scoring(noted):  # noqa: N801 - as noted is
+    def note(self, error: Exception) -> None:
+        if not getattr(error, "names_rollouts", False):
+            super().note(error)
+
+
 @contextmanager
 def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Iterator[None]:
     rollouts = list(dict.fromkeys(event.rollout for event in events))
-    with noted(f"while scoring rollouts {rollouts}"), step.working("score", label):
+    with _scoring(f"while scoring rollouts {rollouts}"), step.working("score", label):
         yield
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, strategies as st
 
 from oppo.cli import UNUSABLE, main
 from oppo.config.convert import Converted, convert
@@ -368,6 +369,56 @@ def test_a_correction_of_verl_has_one_bound_or_two(
     assert found.items() >= expected.items()
 
 
+ACTOR = "actor_rollout_ref.actor"
+
+
+@given(
+    both=st.none() | st.floats(0.05, 0.9),
+    low=st.sampled_from(["absent", "null"]) | st.floats(0.05, 0.9),
+    high=st.sampled_from(["absent", "null"]) | st.floats(0.05, 0.9),
+)
+def test_a_bound_of_verl_goes_before_the_ratio_that_is_read_in_place_of_none(
+    both: float | None, low: float | str, high: float | str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As in verl's losses: ``clip_ratio_low if clip_ratio_low is not None else clip_ratio``, of 0.2 by default."""
+    chosen = {"clip_ratio": "absent" if both is None else both, "clip_ratio_low": low, "clip_ratio_high": high}
+    script = tmp_path_factory.mktemp("verl") / "run.sh"
+    script.write_text(
+        "python -m verl.trainer.main_ppo data.train_batch_size=1024 "
+        + " ".join(f"{ACTOR}.{name}={value}" for name, value in chosen.items() if value != "absent")
+    )
+    theirs = {name: 0.2 if value == "absent" else None if value == "null" else value for name, value in chosen.items()}
+    expected = [theirs[name] if theirs[name] is not None else theirs["clip_ratio"] for name in list(chosen)[1:]]
+    converted = convert(script, overrides=["models.policy=a", "data.prompts=a.jsonl"])
+    algorithm = resolve(converted.document, script.parent).algorithm
+    clip, clip_high = (getattr(algorithm, name) for name in ("clip", "clip_high"))
+    assert [clip, clip if clip_high is None else clip_high] == expected
+    assert (f"{ACTOR}.clip_ratio" in lost(converted)) == (both is not None and "null" not in (low, high))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "named"),
+    [
+        ("verl", {f"{ACTOR}.router_replay.mode": "R3"}, set()),
+        ("verl", {f"{ACTOR}.router_replay.mode": "R3", f"{ACTOR}.tis_imp_ratio_cap": 2.0}, {"tis_imp_ratio_cap"}),
+        ("verl", {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.clip_ratio_c": 10.0}, {"clip_ratio_c"}),
+        ("grpo", {"lora_target_modules": ["q_proj"]}, {"lora_target_modules"}),
+        ("grpo", {"reward_funcs": "a.b", "multi_objective_aggregation": "normalize_then_sum"}, set()),
+        ("openrlhf", {"algo.kl.target": 0.1, "algo.kl.use_loss": True}, {"target"}),
+        ("openrlhf", {"algo.kl.target": 0.1, "algo.kl.init_coef": 0}, {"target"}),
+        ("openrlhf", {"actor.dual_clip": 3.0, "actor.policy_loss_type": "gspo"}, {"dual_clip"}),
+        ("openrlhf", {"data.max_samples": 9}, {"clip_range"}),
+    ],
+)
+def test_a_field_without_effect_beside_the_others_is_named_and_the_settings_are_taken(
+    kind: Kind, given: dict[str, object], named: set[str], tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(given))
+    converted = convert(tmp_path / "c.yaml", kind=kind, overrides=["models.policy=a", "data.prompts=a.jsonl"])
+    assert named <= {name.rpartition(".")[2] for name in lost(converted)}
+    resolve(converted.document, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("expression", "value"),
     [("$((1024 * 2))", 2048), ("$(( (A + 4) * 2 ))", 24), ("$(($A/3))", 2), ("$((A-1))", 7), ("$((A**2))", None)],
@@ -423,7 +474,6 @@ def test_a_resolved_configuration_of_verl_is_read_with_its_references() -> None:
     assert found["run"] == found["run"] | {"steps": 3, "directory": "checkpoints/grpo", "checkpoint_every": 0}
     assert found["algorithm"] == found["algorithm"] | {
         "samples": 4,
-        "clip": 0.2,
         "clip_high": 0.28,
         "aggregation": "constant",
         "kl": 0.01,

@@ -16,7 +16,7 @@ from oppo.cli import DONE, UNUSABLE, main
 from oppo.errors import ConfigError
 from oppo.observe import Span
 from oppo.report import RunDirectory
-from oppo.report.charts import Excerpt
+from oppo.report.charts import COLOURS, Excerpt
 from oppo.report.metrics import CHARTS, METRICS, Chart, Metrics, metric, records_of
 from oppo.report.page import drawn, page, write_report
 from oppo.report.recorded import Recorded, differing, note_times, parameters, recorded
@@ -239,6 +239,10 @@ def test_runs_are_compared_by_the_settings_that_differ_and_their_figures(
     assert "<i>" not in html
     score = html.partition('aria-label="Score"')[2].partition("</svg>")[0]
     assert score.count("<path") == 2
+    assert all(
+        f">{name}</text>" in score and f'stroke="{colour}"' in score
+        for name, colour in zip("xy", COLOURS, strict=False)
+    )
     assert 'href="y/metrics.jsonl"' in html
 
 
@@ -246,9 +250,12 @@ def test_runs_are_compared_by_the_settings_that_differ_and_their_figures(
 def test_runs_of_other_lengths_are_compared_line_by_line(tmp_path: Path, steps: int) -> None:
     times = {"timing_s/decode": 1.0, "timing_s/update": 2.0, "seconds": 4.0}
     first, second = (run_of(tmp_path, [{"step": step, **times} for step in range(count)]) for count in (2, steps))
+    second = replace(second, path=tmp_path / "second")
+    second.path.mkdir()
     for runs, count in (([first], 3), ([first, second], 6)):
         picture = page(runs).partition('aria-label="Step time by phase"')[2].partition("</svg>")[0]
         assert picture.count("<path") == count, "decode, update and what is left"
+        assert ("second: update</text>" in picture) == (count == 6)
 
 
 def test_models_are_shown_with_their_parameters_as_their_files_have_them(tmp_path: Path) -> None:

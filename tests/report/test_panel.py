@@ -31,6 +31,12 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
     return Console(file=out, force_terminal=terminal, width=100, color_system=None), out
 
 
+def shown(panel: Panel) -> str:
+    where, out = console(terminal=True)
+    where.print(panel.render())
+    return out.getvalue()
+
+
 def test_without_a_terminal_each_step_is_one_plain_line() -> None:
     where, out = console(terminal=False)
     with Panel(where, 2, live=False, decode=decode) as panel:
@@ -53,11 +59,9 @@ def test_a_count_is_written_as_a_person_writes_it(count: int, said: str) -> None
     assert counted(count, "response") == said
     step = StepReport(0, 1, (), (), tuple(Defer(number, 1) for number in range(count)), 0.5, 1.0, {})
     assert f"deferred {said}  " in line(step, 1, 1)
-    where, out = console(terminal=True)
-    panel = Panel(where, 1, live=True)
+    panel = Panel(Console(), 1, live=True)
     panel.on_evaluation(0, count)
-    where.print(panel.render())
-    assert (f"held-out prompts: 0 of {said}" in out.getvalue()) == (count > 0)
+    assert (f"held-out prompts: 0 of {said}" in shown(panel)) == (count > 0)
 
 
 def evaluated(step: int, score: float) -> Evaluated:
@@ -65,15 +69,12 @@ def evaluated(step: int, score: float) -> Evaluated:
 
 
 def test_the_panel_shows_how_far_an_evaluation_is_and_what_the_last_one_found() -> None:
-    where, out = console(terminal=True)
-    panel = Panel(where, 2, live=True, decode=decode)
+    panel = Panel(Console(), 2, live=True, decode=decode)
     panel.on_evaluation(3, 12)
-    where.print(panel.render())
-    assert "held-out prompts: 3 of 12 responses" in out.getvalue()
+    assert "held-out prompts: 3 of 12 responses" in shown(panel)
     for step, score in ((BEFORE, 0.25), (1, 0.5)):
         panel.on_item(max(step, 0), "evaluate", evaluated(step, score), 0.0)
-    where.print(panel.render())
-    last = out.getvalue().rpartition("waiting for the first step")[2]
+    last = shown(panel)
     assert "held-out 0.500 +- 0.050, 0.250 at first" in last
     assert "of 12 responses" not in last
 
@@ -90,8 +91,7 @@ def test_without_a_terminal_the_first_evaluation_has_a_line_and_the_others_are_i
 
 
 def test_the_panel_shows_how_the_devices_are_used() -> None:
-    where, out = console(terminal=True)
-    panel = Panel(where, 2, live=True, decode=decode)
+    panel = Panel(Console(), 2, live=True, decode=decode)
     metrics = {
         "perf/mfu/decode": 0.021,
         "perf/mfu/update": 0.4,
@@ -100,17 +100,14 @@ def test_the_panel_shows_how_the_devices_are_used() -> None:
         "memory/reserved": 70.0,
     }
     panel.on_step(0, replace(report(0, (0,), 0.5), metrics=metrics), {})
-    where.print(panel.render())
-    assert "decode MFU 2.1%  update MFU 40.0%  61.2 GiB allocated  70.0 GiB reserved" in out.getvalue()
+    assert "decode MFU 2.1%  update MFU 40.0%  61.2 GiB allocated  70.0 GiB reserved" in shown(panel)
 
 
 def test_what_models_say_cannot_steer_the_terminal_or_the_markup() -> None:
-    where, out = console(terminal=True)
-    panel = Panel(where, 2, live=True, decode=lambda tokens: "[red]a\x1b[31mb[/nonsense]\u202e\n")
+    panel = Panel(Console(), 2, live=True, decode=lambda tokens: "[red]a\x1b[31mb[/nonsense]\u202e\n")
     panel.on_item(0, "advantage", batch([finish(0, 1)], [1.0]), 0.0)
-    where.print(panel.render())
-    assert "[red]a\\x1b[31mb[/nonsense]\\u202e / " in out.getvalue()
-    assert "\x1b[31m" not in out.getvalue()
+    assert "[red]a\\x1b[31mb[/nonsense]\\u202e / " in shown(panel)
+    assert "\x1b[31m" not in shown(panel)
 
 
 def test_a_live_panel_leaves_the_terminal_as_it_was() -> None:
@@ -127,30 +124,26 @@ BOUND |= {"bottleneck/limit_stream": 1.0, "bottleneck/limit_defer": 1.25, "bottl
 
 
 def test_a_step_and_the_last_of_them_say_what_they_are_bound_by() -> None:
-    where, out = console(terminal=True)
     step = replace(report(0, (0,), 0.5), metrics=BOUND)
     bare = StepReport(0, 1, (), (), (Defer(1, 1),), float("nan"), 0.5, {})
     assert line(bare, 1, 9) == "step 1/9  score -  deferred 1 response  0.50 s"
     assert line(step, 1, 9) == "step 1/9  score 0.500  deferred 0 responses  train-bound  2.00 s"
-    panel = Panel(where, 2, live=True)
+    panel = Panel(Console(), 2, live=True)
     panel.on_step(0, step, {})
-    where.print(panel.render())
-    assert "train-bound: the update takes 75% of the step: defer more stragglers, at most" in out.getvalue()
+    assert "train-bound: the update takes 75% of the step: defer more stragglers, at most" in shown(panel)
 
 
 STUCK = Snapshot(0, ("reward", "advantage"), (Wait("advantage", "reward", "an item"),), {}, "")
 
 
 def rows(panel: Panel) -> dict[str, str]:
-    where, out = console(terminal=True)
-    where.print(panel.render())
-    words = [row.strip("│ \n").split(maxsplit=1) for row in out.getvalue().splitlines() if " sent" in row]
+    words = [row.strip("│ \n").split(maxsplit=1) for row in shown(panel).splitlines() if " sent" in row]
     return {stage: " ".join(said.split()) for stage, said in words}
 
 
 def test_the_panel_keeps_steps_in_flight_apart() -> None:
     at = 0.0
-    panel = Panel(console(terminal=True)[0], 9, live=True, clock=lambda: at)
+    panel = Panel(Console(), 9, live=True, clock=lambda: at)
     panel.watch(lambda: [STUCK, Snapshot(1, ("generate",), (Wait("generate", "prompts", "an item"),), {}, "")])
     for item in (prompt(0), chunk(0, 0, 1, 3, 4)):
         panel.on_item(0, "generate", item, 0.0)
@@ -171,33 +164,25 @@ def test_the_panel_keeps_steps_in_flight_apart() -> None:
         "reward": "step 1/9 working, 2 sent",
         "advantage": "step 1/9 waits for reward, 1 sent",
     }
-    where, out = console(terminal=True)
-    where.print(panel.render())
-    assert "step 2/9: 2 tokens, 2 tokens/s" in out.getvalue()
+    assert "step 2/9: 2 tokens, 2 tokens/s" in shown(panel)
 
 
 def test_the_latest_notices_are_shown_without_secrets_and_control_characters() -> None:
-    panel = Panel(console(terminal=True)[0], 2, live=True)
+    panel = Panel(Console(), 2, live=True)
     for message in ("first", "second", "the judge failed at https://me:canary@host\x1b[31m", "[bold]last\nline"):
         panel.on_notice(message)
-    where, out = console(terminal=True)
-    where.print(panel.render())
-    said = [line.strip("│ ") for line in out.getvalue().splitlines()]
+    said = [line.strip("│ ") for line in shown(panel).splitlines()]
     assert said[-5:-2] == ["second", "the judge failed at https://***@host\\x1b[31m", "[bold]last / line"]
-    assert "first" not in out.getvalue().replace("waiting for the first step", "")
-    assert "canary" not in out.getvalue()
+    assert "first" not in shown(panel).replace("waiting for the first step", "")
+    assert "canary" not in shown(panel)
 
 
 def test_a_stall_is_shown_until_something_moves() -> None:
-    where, out = console(terminal=True)
-    panel = Panel(where, 2, live=True)
+    panel = Panel(Console(), 2, live=True)
     panel.on_stall(Stall(60, [STUCK]))
-    where.print(panel.render())
-    assert "nothing has moved for 60 s: in step 0 advantage waits for reward; reward is at work" in out.getvalue()
+    assert "nothing has moved for 60 s: in step 0 advantage waits for reward; reward is at work" in shown(panel)
     panel.on_item(0, "reward", prompt(0), 0.0)
-    before = len(out.getvalue())
-    where.print(panel.render())
-    assert "nothing has moved" not in out.getvalue()[before:]
+    assert "nothing has moved" not in shown(panel)
     where, out = console(terminal=False)
     Panel(where, 2, live=False).on_stall(Stall(60, [STUCK]))
     assert out.getvalue() == "nothing has moved for 60 s: in step 0 advantage waits for reward; reward is at work\n"

@@ -247,9 +247,6 @@ def known(prompts, completions, goal):
     assert len(calls) == 1, "called once"
     return [0.25 * len(text) for text in (p if isinstance(p, str) else "chat" for p in prompts)]
 
-def one(prompts, completions):
-    return [1.0]
-
 async def slow(prompts, completions):
     await asyncio.sleep(0.2)
     return [1.0 for _ in completions]
@@ -267,9 +264,6 @@ def words(prompts, completions):
 
 def counting_tool(turn):
     return f"w{60 + len(turn.text.split())}"
-
-def broken_tool(turn):
-    return str(1 / 0)
 
 def tool(turn):
     return None if turn.number else "w80 w81"
@@ -319,11 +313,8 @@ def test_a_response_with_turns_is_tried_out_with_the_answers_of_its_environment(
 
 
 def test_an_environment_is_asked_once_where_no_turn_ends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    longest = "sampling.min_new_tokens=12"
-    said = tried(folder, capsys, "environment.source=judges.py:tool", longest)
+    said = tried(folder, capsys, "environment.source=judges.py:tool", "sampling.min_new_tokens=12")
     assert "the environment answers that with\n    w80 w81" in said
-    assert oppo(folder, "--dry-run", "environment.source=judges.py:broken_tool", longest) == FAILED
-    assert "environment 'broken_tool' raised ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_special_tokens_are_kept_for_rewards_and_environments_that_ask_for_them(
@@ -341,11 +332,6 @@ def test_special_tokens_are_kept_for_rewards_and_environments_that_ask_for_them(
     whole = tried(folder, capsys, *longest, *kept)
     assert "judges.py:words scores it 12; a second response: 12; in " in whole
     assert "answers that with\n    w72" in whole
-
-
-def test_scores_of_the_wrong_number_show_before_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert oppo(folder, "--dry-run", "rewards.0.source=judges.py:one") == FAILED
-    assert "must return 2 numbers, one for each completion" in capsys.readouterr().err
 
 
 def test_a_reward_that_fails_is_shown_as_in_a_run_without_secrets(

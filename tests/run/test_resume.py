@@ -476,12 +476,27 @@ def test_settings_that_were_edited_by_hand_are_refused(folder: Path, capsys: pyt
     assert "algorithm.kl cannot change when a run is resumed, and its checkpoint was written" in capsys.readouterr().err
 
 
+_DEFERRED = ("admission", "sample", "group", "branch", "prompt", "tokens", "logprobs", "versions", "sampled", "rollout")
+EARLIER: dict[str, object] = {
+    "run": {
+        "steps": 6,
+        "stages": {
+            "advantage": {"kl": 0.05, "moments": {}},
+            "generate": {"units": [{"age": 1, "rollouts": [dict.fromkeys(_DEFERRED, 1)]}]},
+            "update": {},
+        },
+    }
+}
+"""A state with a deferred rollout, as it was before tokens had further columns."""
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"provenance": 3}, "does not say what its run was made of (TypeError: "),
         ({"run": {}}, "does not fit this run (KeyError: 'stages')"),
         ({"prompts": []}, "does not fit this run (TypeError: "),
+        (EARLIER, "does not fit this run (KeyError: 'extra'): it is of another version of oppo, or was edited; start"),
     ],
 )
 def test_a_state_that_was_edited_by_hand_is_an_error(

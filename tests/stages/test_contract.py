@@ -464,6 +464,22 @@ def test_a_step_whose_rollouts_are_in_no_batch_is_refused() -> None:
         run_virtual(NoBatch(SETTING).run)
 
 
+class Counting:
+    async def run(self, reports: Receiver[StepReport], /, *, out: Sender[int]) -> None:
+        async for report in reports:
+            await out.send(report.index)
+
+
+def test_a_graph_whose_result_is_no_report_is_refused() -> None:
+    class Counted(Pipeline):
+        def graph(self) -> Graph[StepReport]:
+            return cast("Graph[StepReport]", super().graph().then("count", Counting()))
+
+    with pytest.raises(ProtocolError, match=r"must be a StepReport, as Update sends; got 0 \(int\)") as caught:
+        run_virtual(Counted(SETTING).run)
+    assert "in observe() of stage 'generate' of graph 'ppo', step 1" in caught.value.__notes__
+
+
 class OwnError(BaseException):
     """Derived from BaseException, like those of test frameworks."""
 

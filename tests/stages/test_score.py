@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo.errors import ProtocolError, SessionsLost
+from oppo.errors import ProtocolError, RewardError, SessionsLost
 from oppo.events import Chunk, Defer, Drop, Finish, FloatArray, Prompt, Response, RolloutEvent, Scored, ToolTokens
 from oppo.graph import Channel, Step
+from oppo.rewards import FunctionReward
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.scorers import ScorerCapabilities
 from oppo.stages import Score
@@ -345,6 +348,15 @@ def test_an_error_of_the_model_names_the_rollouts(at: str) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         run_virtual(scored, Score(Broken(at)), prompt(4), chunk(4), finish(4, chunk(4)))
     assert caught.value.__notes__ == ["while scoring rollouts [4]"]
+
+
+@pytest.mark.parametrize("returned", [[1.0, 2.0], ["good"], [[1.0]], None])
+def test_an_error_of_a_reward_function_names_the_rollouts_once(returned: Any) -> None:
+    reward = FunctionReward(lambda completions: returned, decode=str)
+    with pytest.raises(RewardError) as caught:
+        run_virtual(scored, Score(reward), prompt(47), chunk(47), finish(47, chunk(47)))
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert len(re.findall(r"rollouts? \[?47\b", told)) == 1
 
 
 def test_the_drop_of_a_scorer_keeps_what_it_says_under_the_number_of_its_rollout() -> None:
