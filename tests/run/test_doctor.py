@@ -157,9 +157,7 @@ def test_whatever_is_proposed_fits(
         again = merged(folder, assume, layout, *overrides)
         needs = expected(again, again.load(found.load.prompt))
         assert not crowded(needs, again.assumed), layout
-        assert (
-            len({need.device for need in needs if not need.remote}) + layout.idle >= Hardware.assumed(assume).gpus
-        )
+        assert len({need.device for need in needs if not need.remote}) + layout.idle >= Hardware.assumed(assume).gpus
         assert (layout.step > 0) is bool(layout.seconds)
 
 
