@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeAlias
@@ -38,7 +38,7 @@ from oppo.events import (
 )
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.testing.fakes import ReadSeconds, noises, require_seconds
-from oppo.testing.virtual_time import Device, Lane
+from oppo.testing.virtual_time import Job, Lane
 
 __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 
@@ -84,7 +84,6 @@ class FakePolicy:
         prefilled: tokens read so far before their rollouts went on.
         replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
             fewest when it is first decoded.
-        device: that decode steps work on, as work of the kind ``decode``.
 
     Example:
         >>> a_row_costs = FakePolicy(seconds=lambda rows, tokens: 0.01 + 0.001 * rows)
@@ -101,7 +100,6 @@ class FakePolicy:
     kept: int = 0
     version: int = 0
     replicas: int = 1
-    device: Device | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
     reading: float | ReadSeconds = 0.0
     ending: float = 0.0
@@ -139,8 +137,11 @@ class FakePolicy:
             self.attend,
             count,
             waits=lambda: self.holds and bool(self._waiting),
-            device=self.device,
+            working=self._working,
         )
+
+    def _working(self) -> AbstractContextManager[Job]:
+        return nullcontext(Job())
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         """Make a decode for each; a response goes on after its tokens."""

@@ -1,6 +1,4 @@
-"""Virtual hardware in virtual time: an event loop whose clock jumps, devices that are shared, rows decoded together.
-
-An event loop in virtual time: its clock jumps to the next timer when every task waits.
+"""Virtual time: an event loop whose clock jumps to the next timer when every task waits, rows decoded together in it.
 
 A test calls an async function through :func:`run_virtual` and asserts exact times; it needs no fixture, and a function
 under Hypothesis can do the same for each example::
@@ -10,12 +8,6 @@ under Hypothesis can do the same for each example::
 
 When every task waits and no timer is left, the loop raises :class:`oppo.errors.DeadlockError` out of whatever runs it.
 Threads are refused: their work has no virtual duration.
-
-Virtual hardware: fake models that share a device slow each other down.
-
-A piece of work is a :class:`Job`. Its *position* is its progress, in seconds of work alone: it moves with the clock
-where nothing interferes, and slower beside work of other kinds. So the position of a job's end is known, whatever else
-begins and ends until then.
 
 Rows that a fake engine decodes together, a token of each in every decode step.
 
@@ -31,9 +23,9 @@ import heapq
 import math
 import selectors
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -42,7 +34,6 @@ from typing import Generic, Protocol, TypeVar, TypeVarTuple
 import anyio
 
 from oppo.errors import DeadlockError, ProtocolError, running_loop
-from oppo.simulate.costs import Interference, time_shared
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -162,85 +153,25 @@ class _IdleSelector(selectors.DefaultSelector):
         return ready
 
 
-class Device:
-    """Hardware that several kinds of work share; work of one kind does not interfere with itself.
-
-    Args:
-        interference: of a kind of work by another; several others add up.
-
-    Example:
-        >>> device = Device()
-        >>> async def main() -> float:
-        ...     async with anyio.create_task_group() as tasks:
-        ...         tasks.start_soon(device.work, "decode", 2.0)
-        ...         tasks.start_soon(device.work, "score", 1.0)
-        ...     return anyio.current_time()
-        >>> from oppo.testing.virtual_time import run_virtual
-        >>> run_virtual(main)
-        3.0
-    """
-
-    def __init__(self, interference: Interference = time_shared) -> None:
-        self._interference = interference
-        self._jobs: dict[Job, None] = {}  # an ordered set
-
-    async def work(self, kind: str, seconds: float) -> None:
-        """Do this many seconds of work."""
-        with self.job(kind) as job:
-            await job.reach(job.position + seconds)
-
-    @contextmanager
-    def job(self, kind: str) -> Iterator[Job]:
-        """Be at work on the device while the context lasts."""
-        job = Job(kind)
-        self._jobs[job] = None
-        self._changed()
-        try:
-            yield job
-        finally:
-            del self._jobs[job]
-            self._changed()
-
-    def _changed(self) -> None:
-        kinds = dict.fromkeys(job.kind for job in self._jobs)
-        slowed = {kind: 1 + sum(self._interference(kind, other) for other in kinds if other != kind) for kind in kinds}
-        for job in self._jobs:
-            job.slow_down(slowed[job.kind])
-
-
 class Job:
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    # The work of a lane. Its position is its progress, in seconds of work: here the time.
+    def __init__(self) -> None:
         self._now = running_loop().time  # what anyio.current_time returns, at a tenth of the price
-        self._slowdown = 1.0
-        self._lost = 0.0  # seconds of the clock that brought nothing, while nothing interferes
-        self._since = self._at = 0.0  # a time and the position then, while something does
-        self._target = math.nan  # the position that is waited for
         self._timer: asyncio.TimerHandle | None = None
         self._wake = anyio.Event()
         self._due = False
 
     @property
     def position(self) -> float:
-        # Seconds; without interference exactly the loop's time.
-        now = self._now()
-        return now - self._lost if self._slowdown == 1 else self._at + (now - self._since) / self._slowdown
-
-    def slow_down(self, slowdown: float) -> None:
-        if slowdown != self._slowdown:
-            self._since, self._at = self._now(), self.position
-            self._lost, self._slowdown = self._since - self._at, slowdown
-            if self._timer is not None:  # its task sleeps on
-                self._timer.cancel()
-                self._arm()
+        return self._now()
 
     def interrupt(self) -> None:
         self._wake.set()
 
     async def reach(self, position: float) -> bool:
         """Wait until a position is reached; return false if interrupted before."""
-        self._wake, self._due, self._target = anyio.Event(), False, position
-        self._arm()
+        self._wake, self._due = anyio.Event(), False
+        self._arm(position)
         try:
             await self._wake.wait()
         finally:
@@ -249,24 +180,12 @@ class Job:
                 self._timer = None
         return self._due
 
-    def _arm(self) -> None:
-        self._timer = running_loop().call_at(self._time_of(self._target), self._arrive)
+    def _arm(self, position: float) -> None:
+        self._timer = running_loop().call_at(position, self._arrive)
 
     def _arrive(self) -> None:
         self._due = True
         self._wake.set()
-
-    def _time_of(self, position: float) -> float:
-        if self._slowdown == 1:
-            return position + self._lost
-        return self._since + (position - self._at) * self._slowdown
-
-
-async def spend(device: Device | None, kind: str, seconds: float) -> None:
-    if device is None or not seconds:
-        await anyio.sleep(seconds)
-    else:
-        await device.work(kind, seconds)
 
 
 class Row(Protocol):
@@ -295,14 +214,14 @@ class Lane(Generic[RowT]):
         attend: Callable[[Sequence[RowT]], None],  # the rows with an event after a step, in the order they joined
         count: Callable[[int], None],  # tokens made
         *,
-        waits: Callable[[], bool] = lambda: False,
-        device: Device | None = None,
+        waits: Callable[[], bool],
+        working: Callable[[], AbstractContextManager[Job]],  # while it has rows
     ) -> None:
         self._seconds = seconds
         self._attend = attend
         self._on_tokens = count
         self._waits = waits
-        self._device = device
+        self._working = working
         self._seats: dict[RowT, Seat] = {}
         self._agenda: list[tuple[int, int, RowT]] = []  # by decode step, then by order
         self._joined = 0
@@ -368,7 +287,7 @@ class Lane(Generic[RowT]):
     async def run(self) -> None:
         if self._job is not None:
             return
-        with nullcontext(Job("decode")) if self._device is None else self._device.job("decode") as job:
+        with self._working() as job:
             self._job = job
             try:
                 while self._seats and not self._waits():

@@ -19,8 +19,8 @@ from oppo.testing import (
     run_virtual,
 )
 from oppo.testing.fake_policy import FakeDecode
-from oppo.testing.fakes import FakePlace, PlacedScorer
 from oppo.testing.virtual_time import VirtualTimeLoop
+from tests.kit.places import FakePlace, PlacedScorer
 from tests.kit.responses import read_chunk
 
 
