@@ -1,8 +1,5 @@
 """A fake actor with a cost model: it decodes all rollouts together, or each at its own pace.
 
-It reads what its KV cache lacks before it goes on with a rollout: the prompt, a tool's answer, and everything
-once more when other weights were loaded, unless ``kv_on_sync`` keeps the old ones.
-
 A fake token is a hash of (seed, admission, sample, position); a fake log-prob also depends on the version of the
 weights. Code that mixes up rollouts, positions or versions gets other numbers.
 """
@@ -15,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -37,7 +34,7 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
-from oppo.testing.fakes import ReadSeconds, noises, require_seconds
+from oppo.testing.fakes import noises, require_seconds
 from oppo.testing.virtual_time import Job, Lane
 
 __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
@@ -51,10 +48,9 @@ StepSeconds: TypeAlias = Callable[[int, int], float]
 
 
 @dataclass(eq=False)
-class _Load:
-    # The `number`-th weights, on their way to the lanes that have not adopted them.
+class Load:
+    # Weights on their way to the lanes that have not adopted them.
     version: int
-    number: int
     lanes: dict[Lane[FakeDecode], None] = field(default_factory=dict)
     adopted: anyio.Event = field(default_factory=anyio.Event)
 
@@ -77,11 +73,6 @@ class FakePolicy:
         holds: decoding waits while a turn is unanswered, as a deterministic engine does.
         kept: the number of ids in each token's support; 0: all.
         capabilities: those it claims; it implements all of them.
-        reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
-            Decode steps wait meanwhile.
-        ending: seconds for each rollout that ends. Decode steps wait meanwhile.
-        kv_on_sync: whether the KV cache of other weights is recomputed or kept.
-        prefilled: tokens read so far before their rollouts went on.
         replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
             fewest when it is first decoded.
 
@@ -101,14 +92,9 @@ class FakePolicy:
     version: int = 0
     replicas: int = 1
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
-    reading: float | ReadSeconds = 0.0
-    ending: float = 0.0
-    kv_on_sync: Literal["recompute", "keep"] = "recompute"
-    prefilled: int = 0
 
     def __post_init__(self) -> None:
         require_seconds("seconds of FakePolicy", self.seconds)
-        require_seconds("reading of FakePolicy", self.reading)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._waiting: dict[FakeDecode, None] = {}
         self._cut: Cut | None = None
@@ -116,7 +102,6 @@ class FakePolicy:
         self._loops: TaskGroup | None = None
         self.lanes = [self._lane() for _ in range(self.replicas)]
         self._tokens = 0
-        self._loads = self._adopted = 0
 
     @property
     def tokens(self) -> int:
@@ -174,23 +159,20 @@ class FakePolicy:
             raise ProtocolError("weights were synced while the policy was decoding")
         if self._over is not None and self.capabilities.loads_while_decoding == "when decoding ends":
             await self._over.wait()
-        self._loads += 1
-        load = _Load(weights.version, self._loads)
+        load = Load(weights.version)
         load.lanes |= dict.fromkeys([*self.lanes, *(decode.lane for decode in self._live if decode.lane is not None)])
         for lane in list(load.lanes):
             lane.between_steps(partial(self._adopt, load, lane))
         await load.adopted.wait()
 
-    def _adopt(self, load: _Load, lane: Lane[FakeDecode]) -> None:
+    def _adopt(self, load: Load, lane: Lane[FakeDecode]) -> None:
         del load.lanes[lane]
         self.version = load.version  # the newest that makes tokens
         if not load.lanes:
-            self._adopted = load.number
             load.adopted.set()
         for decode in self._live:
             if decode.lane is lane or not load.lanes:
                 decode.follow(load.version)
-                self._read(decode, load.number)
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open."""
@@ -255,16 +237,7 @@ class FakePolicy:
         if decode.lane is None:
             decode.settle_in(self._home() if self.pace is None else self._lane(self.pace(decode.prompt)))
         self._live[decode] = None
-        self._read(decode, self._adopted)
         decode.join()
-
-    def _read(self, decode: FakeDecode, load: int) -> None:
-        start, stop = decode.unread(load, again=self.kv_on_sync == "recompute")
-        if start >= stop or decode.lane is None:
-            return
-        self.prefilled += stop - start
-        seconds = self.reading(start, stop) if callable(self.reading) else self.reading * (stop - start)
-        decode.lane.pause(seconds if self.pace is None else self.pace(decode.prompt) * seconds)
 
     def _home(self) -> Lane[FakeDecode]:
         return min(self.lanes, key=lambda lane: lane.homes)
@@ -319,8 +292,6 @@ class FakePolicy:
         if not ended or self._cut is None:
             return
         for decode in ended:
-            if self.ending and decode.lane is not None:
-                decode.lane.pause(self.ending)
             self._remove(decode)
             decode.move_out()
         if self._cut(sorted(decode.prompt.rollout for decode in ended)):
@@ -341,8 +312,6 @@ class FakeDecode:
         self.answers: dict[int, IntArray] = {}  # tool tokens after turns, by position
         self.waiting = False  # a turn has ended and is unanswered
         self.closed = False
-        self.filled = 0  # position up to which the KV cache reaches; the prompt's positions are below 0
-        self.loads = -1  # the load of the policy's weights that computed it
         self._runs: list[tuple[int, int]] = []  # from this token on, this version
         self._at_home = False
         self._full = False
@@ -386,17 +355,6 @@ class FakeDecode:
     def leave(self) -> None:
         if self.lane is not None and self in self.lane:
             self.lane.leave(self)
-            self.filled = max(self.filled, self.paused - 1)
-
-    def unread(self, load: int, *, again: bool) -> tuple[int, int]:
-        # The positions to read before it is decoded on, which then count as read by weights `load`.
-        if self.loads < 0 or (again and self.loads != load):
-            self.filled = -len(self.prompt.tokens)
-        elif self.lane is not None and self in self.lane:
-            self.filled = max(self.filled, self.made - 1)
-        start, stop = self.filled, max(self.made - 1, 0)
-        self.loads, self.filled = load, self.made
-        return start, stop
 
     def follow(self, version: int) -> None:
         self._made_by(version, self.made)

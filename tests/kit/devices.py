@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import anyio
 
 from oppo.simulate.costs import Interference, time_shared
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer
-from oppo.testing.virtual_time import Job
+from oppo.testing.fake_policy import FakeDecode, Load
+from oppo.testing.fakes import ReadSeconds
+from oppo.testing.virtual_time import Job, Lane
 
 T = TypeVar("T")
 
@@ -101,10 +104,69 @@ class SharedJob(Job):
 
 @dataclass(eq=False)
 class DevicePolicy(FakePolicy):
+    """It reads what its KV cache lacks before it goes on with a rollout; decode steps wait meanwhile.
+
+    Attributes:
+        reading: seconds for each token that it reads, or a function of the positions; the prompt's are below 0.
+        ending: seconds for each rollout that ends. Decode steps wait meanwhile.
+        kv_on_sync: whether the KV cache of other weights is recomputed or kept.
+        prefilled: tokens read so far.
+    """
+
+    reading: float | ReadSeconds = 0.0
+    ending: float = 0.0
+    kv_on_sync: Literal["recompute", "keep"] = "recompute"
+    prefilled: int = 0
     device: Device | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._adopted = self.version  # by every lane
+        # the position up to which the KV cache of a rollout reaches, and the version that computed it
+        self._cached: WeakKeyDictionary[FakeDecode, tuple[int, int]] = WeakKeyDictionary()
 
     def _working(self) -> AbstractContextManager[Job]:
         return super()._working() if self.device is None else self.device.job("decode")
+
+    def _adopt(self, load: Load, lane: Lane[FakeDecode]) -> None:
+        super()._adopt(load, lane)
+        if not load.lanes:
+            self._adopted = load.version
+        for decode in self._live:
+            if decode.lane is lane or not load.lanes:
+                self._read(decode, load.version)
+
+    def _go_on(self, decode: FakeDecode) -> None:
+        if decode.lane is None:
+            decode.settle_in(self._home())
+        self._read(decode, self._adopted)
+        super()._go_on(decode)
+
+    def _read(self, decode: FakeDecode, version: int) -> None:
+        lane, made = decode.lane, decode.made
+        start, cached = self._cached.get(decode, (0, -1))
+        if cached < 0 or (self.kv_on_sync == "recompute" and cached != version):
+            start = -len(decode.prompt.tokens)
+        elif lane is not None and decode in lane:
+            start = max(start, made - 1)
+        stop = max(made - 1, 0)
+        self._cached[decode] = made, version
+        if start < stop and lane is not None:
+            self.prefilled += stop - start
+            lane.pause(self.reading(start, stop) if callable(self.reading) else self.reading * (stop - start))
+
+    def _remove(self, decode: FakeDecode) -> None:
+        decoding = decode.lane is not None and decode in decode.lane
+        super()._remove(decode)
+        if decoding:
+            reach, version = self._cached[decode]
+            self._cached[decode] = max(reach, decode.paused - 1), version
+
+    def _end(self, ended: list[FakeDecode]) -> None:
+        for decode in ended:
+            if self.ending and self._cut is not None and decode.lane is not None:
+                decode.lane.pause(self.ending)
+        super()._end(ended)
 
 
 @dataclass(eq=False)
