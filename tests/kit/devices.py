@@ -16,9 +16,8 @@ import anyio
 
 from oppo.simulate.costs import Interference, time_shared
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer
-from oppo.testing.fake_policy import FakeDecode, Load
+from oppo.testing.fake_policy import FakeDecode, Job, Lane, Load
 from oppo.testing.fakes import ReadSeconds
-from oppo.testing.virtual_time import Job, Lane
 
 T = TypeVar("T")
 
@@ -125,10 +124,10 @@ class DevicePolicy(FakePolicy):
         # the position up to which the KV cache of a rollout reaches, and the version that computed it
         self._cached: WeakKeyDictionary[FakeDecode, tuple[int, int]] = WeakKeyDictionary()
 
-    def _working(self) -> AbstractContextManager[Job]:
-        return super()._working() if self.device is None else self.device.job("decode")
+    def working(self) -> AbstractContextManager[Job]:
+        return super().working() if self.device is None else self.device.job("decode")
 
-    def _adopt(self, load: Load, lane: Lane[FakeDecode]) -> None:
+    def _adopt(self, load: Load, lane: Lane) -> None:
         super()._adopt(load, lane)
         if not load.lanes:
             self._adopted = load.version

@@ -16,8 +16,8 @@ from hypothesis import given, strategies as st
 from oppo.errors import DeadlockError, ProtocolError
 from oppo.models import Capabilities, Weights
 from oppo.testing import FakePolicy, prompts
-from oppo.testing.fake_policy import FakeDecode
-from oppo.testing.virtual_time import Job, VirtualTimeLoop, run_virtual
+from oppo.testing.fake_policy import FakeDecode, Job
+from oppo.testing.virtual_time import VirtualTimeLoop, run_virtual
 
 
 def cost(rows: int, tokens: int) -> float:
