@@ -66,7 +66,7 @@ async def main() -> None:
     scores = {credit: await train(credit) for credit in ("response", "turns")}
     for step in range(0, STEPS, 5):
         means = [f"{credit} {np.mean(each[step : step + 5]):.1f}" for credit, each in scores.items()]
-        print(f"steps {step:2} to {step + 4:2}, right by", *means)
+        print(f"step {step:2} and four more, right by", *means)
 
 
 if __name__ == "__main__":

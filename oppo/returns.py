@@ -353,9 +353,11 @@ class TokenRewards(float):
 
     Args:
         rewards: float [n], for a response of n tokens.
+        terms: of several rewards, as of :class:`NamedScores`, where the sum of each is its score.
 
     Attributes:
         rewards: float32 [n]; not to be written to.
+        terms: weight and score of each reward that applies, by name; empty for a single reward.
 
     Raises:
         ValueError: the rewards are no numbers in one row.
@@ -366,11 +368,14 @@ class TokenRewards(float):
         (2.5, [0.0, 0.5, 0.0, 2.0])
     """
 
-    __slots__ = ("rewards",)
+    __slots__ = ("rewards", "terms")
 
     rewards: FloatArray
+    terms: Mapping[str, tuple[float, float]]
 
-    def __new__(cls, rewards: Iterable[SupportsFloat] | FloatArray) -> Self:
+    def __new__(
+        cls, rewards: Iterable[SupportsFloat] | FloatArray, terms: Mapping[str, tuple[float, float]] | None = None
+    ) -> Self:
         given = np.asarray(rewards if isinstance(rewards, np.ndarray) else list(rewards))
         if given.ndim != 1 or (given.dtype.kind not in "fiub" and len(given)):
             raise ValueError(f"rewards of tokens are numbers in one row, one for each token; got {given!r:.200}")
@@ -378,7 +383,7 @@ class TokenRewards(float):
             values = given.astype(np.float32)
             score = super().__new__(cls, values.sum(dtype=np.float64))
         values.flags.writeable = False
-        score.rewards = values
+        score.rewards, score.terms = values, dict(terms or {})
         return score
 
     @classmethod
@@ -416,7 +421,7 @@ class TokenRewards(float):
         return cls.at(length, at)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return type(self), (self.rewards,)
+        return type(self), (self.rewards, self.terms)
 
     def __repr__(self) -> str:
         return f"TokenRewards(sum={float(self)}, tokens={len(self.rewards)})"

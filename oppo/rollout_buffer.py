@@ -86,6 +86,8 @@ class RolloutBuffer(Generic[R]):
 
     Attributes:
         enough: length of the response, in tokens, at which the waiting reader continues; may be read in any thread.
+        cutting: whether decoding has been cut, though the last tokens may still be on their way; set in any thread. An
+            answer then waits for the next decoding, whichever of the two comes first.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class RolloutBuffer(Generic[R]):
         self.limit = limit
         self.turns = turns
         self.enough = 0
+        self.cutting = False
         self.closed = False
         self._taken = len(response)
         self._unread: list[SampledToken] = []
@@ -163,7 +166,7 @@ class RolloutBuffer(Generic[R]):
 
     def proceed(self, given: IntArray) -> bool:
         self._require_turn(len(given))
-        if not self.live:
+        if not self.live or self.cutting:
             return False
         if self.received + len(given) >= self.limit:
             self._final = "length"
@@ -178,7 +181,7 @@ class RolloutBuffer(Generic[R]):
 
     def finish(self) -> bool:
         self._require_turn(1)
-        if not self.live:
+        if not self.live or self.cutting:
             return False
         self._final = self._unanswered
         self.engine.note_answer(self)
@@ -223,7 +226,7 @@ class RolloutBuffer(Generic[R]):
             await self.engine.discard(self)
 
     def begin(self) -> None:
-        self._state = "live"
+        self._state, self.cutting = "live", False
 
     def put(self, sampled: SampledToken, state: ChunkState) -> None:
         self._unread.append(sampled)

@@ -96,23 +96,23 @@ BUDGETS = {
     "environments": 1_353,
     "evaluation": 548,
     "graph": 2_371,
-    "hf": 11_605,
+    "hf": 11_607,
     "liveness": 630,
     "losses": 1_135,
-    "oppo": 6_153,
+    "oppo": 6_162,
     "placement": 3_828,
-    "report": 3_308,
-    "rewards": 1_802,
+    "report": 3_259,
+    "rewards": 1_803,
     "run": 5_639,
     "simulate": 2_438,
-    "stages": 3_947,
+    "stages": 3_959,
     "testing": 2_747,
     "vllm": 4_218,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 197,  # +2: what can be read of a run, apart from its page; the server that follows a run
+    "modules": 198,  # what can be read of a run, the server that follows one, the rehearsal of a run, credit by turn
     "files in the root": 21,
     "protocols": 55,
     "functions that only require": 70,

@@ -27,9 +27,9 @@ from oppo.observe import Observer
 from oppo.redact import excerpt, harmless
 from oppo.report.charts import busy_machine
 from oppo.report.metrics import Figures
-from oppo.report.recorded import note_times
+from oppo.report.page import write_report
+from oppo.report.recorded import note_times, recorded
 from oppo.report.records import EVALUATIONS, JOURNAL, SUMMARY, Record, counted, read, require_unused
-from oppo.report.run_dir import write_page
 from oppo.report.trace import Cores
 from oppo.run.train import FINAL, prepare, run
 from oppo.vllm.arguments import check_installed
@@ -226,7 +226,7 @@ def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> G
     with routed(narrator.say):
         rounds = measure(settings, effort)
     note_times(settings.run_directory, [excerpt_of(name, made) for name, made in rounds.items()])
-    write_page(settings.run_directory)
+    write_report([recorded(settings.run_directory, over=True)])
     return Gains.of(effort, rounds)
 
 

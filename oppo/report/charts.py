@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import accumulate, compress, cycle, pairwise
+from itertools import compress, cycle, pairwise
 from typing import Final
 
 from oppo.observe import Interval, Role, Span, union
@@ -147,40 +147,31 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 44
 _ACROSS, _DOWN = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
 
-def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = (), stack: bool = False) -> str:
-    """Return a picture of lines, or of areas on one another; of a long run with means or extremes of several steps."""
-    series = [each.thinned(MOST, means=stack) for each in series if any(value is not None for value in each.y)]
+def lines(title: str, series: Sequence[Line], *, within: Sequence[float] = ()) -> str:
+    """Return a picture of lines; of a long run with extremes of several steps."""
+    series = [each.thinned(MOST) for each in series if any(value is not None for value in each.y)]
     if not series:
         return ""
-    if stack:  # each is drawn down to the axis, the highest first
-        sums = accumulate(([max(0.0, value or 0.0) for value in each.y] for each in series), _sums)
-        series, within = [replace(each, y=[*y]) for each, y in zip(series, sums, strict=True)], (0, *within)
     bars = [(x, y, error or 0.0) for each in series for x, y, error in each.points() if y is not None]
     first, last = min(x for x, _, _ in bars), max(x for x, _, _ in bars)
     low = min([*within, *(y - error for _, y, error in bars)])
     high = max([*within, *(y + error for _, y, error in bars)])
     axes = Axes(_ACROSS, _DOWN, max(1, last - first), *_rounded(low, high))
-    drawn = []
+    drawn = ""
     for each, colour in zip(series, cycle(COLOURS), strict=False):
-        path, pen, paint = "", "M", f'fill="{colour}"' if stack else f'fill="none" stroke="{colour}" stroke-width="1.6"'
+        path, pen = "", "M"
         for x, y, error in each.points():
             path += "" if y is None else f"{pen}{axes.at(x - first, y)}" + ("h.01" if pen == "M" else "")
             pen = "M" if y is None else "L"
             if y is not None and error is not None:
-                drawn.append(
-                    rule(axes.x(x - first), axes.y(y - error), axes.x(x - first), axes.y(y + error), opacity=0.7)
-                )
-        path += f"V{axes.height}H{axes.x(each.x[0] - first):.1f}Z" if stack else ""
-        drawn.append(f'<path d="{path}" {paint}/>')
+                at = axes.x(x - first)
+                drawn += rule(at, axes.y(y - error), at, axes.y(y + error), opacity=0.7)
+        drawn += f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
     key, rows = legend(_LEFT, HEIGHT - 7, zip([each.label for each in series], cycle(COLOURS), strict=False), _ACROSS)
     steps = [step for step in ticks(first, max(last, first + 1)) if step in range(first, last + 1)]
     marks = [text(axes.x(step - first), _DOWN + 16, f"{step:g}", anchor="middle") for step in steps]
-    framed = axes.framed("".join(reversed(drawn) if stack else drawn), start="") + "".join(marks)
+    framed = axes.framed(drawn, start="") + "".join(marks)
     return inline(WIDTH, HEIGHT + ROW * (rows - 1), title, placed(_LEFT, _TOP, framed) + key)
-
-
-def _sums(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [first + second for first, second in zip(one, other, strict=True)]
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:

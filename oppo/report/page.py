@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from html import escape
-from importlib.util import find_spec
-from itertools import chain, starmap
+from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain, groupby, starmap
 from pathlib import Path
 from string import Template
 from typing import Final, cast
 from urllib.parse import quote
 
 from oppo.admission.bottleneck import Bottleneck, together
+from oppo.durable import put
 from oppo.redact import printable
 from oppo.report.charts import COLOURS, Line, lines, timeline
 from oppo.report.metrics import CHARTS, MFU, Chart, hidden_fraction, metric, summary
@@ -39,15 +40,17 @@ _OWN: Final = 40  # charts of metrics that a trainer or a reward adds
 _LONGEST: Final = 8_000  # characters of a text
 
 
+COMPARISON: Final = "comparison.html"
 LIBRARY: Final = "plotly"  # the package that brings plotly.js
 
 
 @cache
 def script_of(package: str) -> str:
-    found = find_spec(package)
-    folders = [*(found.submodule_search_locations or ())] if found else []
-    files = [file for each in folders if (file := Path(each, "package_data", "plotly.min.js")).exists()]
-    return files[0].read_text("utf-8").replace("</script", "<\\/script") if files else ""
+    try:
+        file = Path(str(distribution(package).locate_file(f"{package}/package_data/plotly.min.js")))
+    except PackageNotFoundError:
+        return ""
+    return file.read_text("utf-8").replace("</script", "<\\/script")
 
 
 def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = "", scripts: bool = True) -> str:
@@ -77,6 +80,14 @@ def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = ""
         data=json.dumps(known, separators=(",", ":")).replace("<", "\\u003c"),  # so that no text ends its element
         scripts="".join(f"<script>{script}</script>" for script in held),
     )
+
+
+def write_report(runs: Sequence[Recorded]) -> Path:
+    """Write the page of a run into its directory, or of several beside the first one's; return its path."""
+    first = runs[0].path.absolute()
+    target = first / REPORT if len(runs) == 1 else first.parent / COMPARISON
+    put(target, [page(runs, folder=target.parent)])
+    return target
 
 
 def named(runs: Sequence[Recorded]) -> list[str]:
@@ -152,22 +163,20 @@ def _short(value: float | None) -> float | None:
 
 def _curves(charts: Sequence[tuple[Chart, Sequence[Line]]], *, drawing: bool) -> str:
     said = ""
-    section = ""
-    for number, (chart, found) in enumerate(charts):
-        if chart.section != section:
-            said += f'{"</div>" if section else ""}<h2>{escape(chart.section)}</h2><div class="charts">'
-            section = chart.section
-        names = dict.fromkeys(each.name for each in found)
-        meaning = "\n".join(f"{name}: {known.meaning}" for name in names if (known := metric(name)))
-        unit = f"{chart.unit}: " if chart.unit else ""
-        if drawing:
-            shown = f'<div class="plot" data-chart="{number}"></div>'
-        else:
-            stack = bool(chart.stack) and len({each.run for each in found}) == 1  # areas of several runs hide others
-            shown = lines(chart.title, found, within=chart.within, stack=stack)
-        heading = f"<h3>{escape(chart.title)}<small>{escape(unit + ', '.join(names))}</small></h3>"
-        said += f'<figure title="{escape(meaning)}"><figcaption>{heading}</figcaption>{shown}</figure>'
-    return said + ("</div>" if section else "")
+    for section, group in groupby(enumerate(charts), key=lambda each: each[1][0].section):
+        figures = "".join(_figure(number, *each, drawing=drawing) for number, each in group)
+        said += f'<h2>{escape(section)}</h2><div class="charts">{figures}</div>'
+    return said
+
+
+def _figure(number: int, chart: Chart, found: Sequence[Line], *, drawing: bool) -> str:
+    names = dict.fromkeys(each.name for each in found)
+    meaning = "\n".join(f"{name}: {known.meaning}" for name in names if (known := metric(name)))
+    unit = f"{chart.unit}: " if chart.unit else ""
+    place = f'<div class="plot" data-chart="{number}"></div>'
+    shown = place if drawing else lines(chart.title, found, within=chart.within)
+    heading = f"<h3>{escape(chart.title)}<small>{escape(unit + ', '.join(names))}</small></h3>"
+    return f'<figure title="{escape(meaning)}"><figcaption>{heading}</figcaption>{shown}</figure>'
 
 
 def _head(runs: Sequence[Recorded], names: Sequence[str]) -> str:

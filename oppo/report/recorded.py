@@ -115,18 +115,14 @@ def recorded(path: Path, *, over: bool = False) -> Recorded:
     """
     _refuse_others(path)
     files = _Files(path)
-    records = files.read(METRICS, lambda damaged: [*metrics_of(path, damaged)], list[Metrics]())
-    evaluations = files.read(
-        EVALUATIONS, lambda damaged: list(read(path / EVALUATIONS, damaged)), list[Record](), needed=False
-    )
+    records = files.read(METRICS, lambda damaged: metrics_of(path, damaged))
+    evaluations = files.read(EVALUATIONS, lambda damaged: read(path / EVALUATIONS, damaged), needed=False)
     last = max((int(each["step"] or 0) for each in records), default=0)
-    samples = files.read(SAMPLES, lambda damaged: list(_chosen(read(path / SAMPLES, damaged), last)), list[Record]())
-    config = files.read(CONFIG, lambda damaged: read_text(path / CONFIG), "")
-    settings = files.read(CONFIG, lambda damaged: tomllib.loads(config), dict[str, Any]())
-    excerpts = files.read(TIMELINE, lambda damaged: _times(read_text(path / TIMELINE)), list[Excerpt](), needed=False)
-    log = files.read(
-        LOG, lambda damaged: list(_events(read_text(path / LOG), damaged)), list[dict[str, object]](), needed=False
-    )
+    samples = files.read(SAMPLES, lambda damaged: _chosen(read(path / SAMPLES, damaged), last))
+    config = "".join(files.read(CONFIG, lambda damaged: [read_text(path / CONFIG)]))
+    settings = dict(files.read(CONFIG, lambda damaged: tomllib.loads(config).items()))
+    excerpts = files.read(TIMELINE, lambda damaged: _times(read_text(path / TIMELINE)), needed=False)
+    log = files.read(LOG, lambda damaged: _events(read_text(path / LOG), damaged), needed=False)
     begun: Mapping[str, object] = next((each for each in reversed(log) if each["event"] == "begin"), {})
     state = _state(path, log, over=over)
     return Recorded(path, records, evaluations, samples, excerpts, config, settings, begun, state, [*files.problems])
@@ -137,16 +133,16 @@ class _Files:
     path: Path
     problems: dict[str, None] = field(default_factory=dict)
 
-    def read(self, name: str, reading: Callable[[Damaged], T], otherwise: T, *, needed: bool = True) -> T:
+    def read(self, name: str, reading: Callable[[Damaged], Iterable[T]], *, needed: bool = True) -> Sequence[T]:
         lines = list[int]()
         if not (self.path / name).exists():
             self.problems |= {f"{name} is missing": None} if needed else {}
-            return otherwise
+            return ()
         try:
-            found = reading(lambda number, line: lines.append(number))
+            found = tuple(reading(lambda number, line: lines.append(number)))
         except (OSError, ValueError, RecursionError) as error:
             self.problems[f"{name} cannot be read: {one_line(error)}"] = None
-            return otherwise
+            return ()
         if lines:
             self.problems[f"{name}: {listed('line', lines)} left out as damaged"] = None
         return found

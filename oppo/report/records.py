@@ -239,23 +239,9 @@ METRICS, SAMPLES, WORK, REPORT = "metrics.jsonl", "samples.jsonl", "work.jsonl",
 SUMMARY = "summary.json"  # written last, however the run ends
 
 # The files that a run may leave without having made a step
-STEPLESS = frozenset(
-    {
-        "config.toml",
-        METRICS,
-        SAMPLES,
-        WORK,
-        EVALUATIONS,
-        "journal.jsonl",
-        "timeline.json",
-        "trace.json",
-        SUMMARY,
-        REPORT,
-        "log.jsonl",
-        "hang-report.json",
-        "vllm.log",
-    }
-)
+STEPLESS = frozenset({METRICS, SAMPLES, WORK, EVALUATIONS, SUMMARY, REPORT, "config.toml", "journal.jsonl"}) | {
+    *("timeline.json", "trace.json", "log.jsonl", "hang-report.json", "vllm.log")
+}
 
 
 def ended(path: Path) -> int | None:

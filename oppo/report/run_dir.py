@@ -16,19 +16,18 @@ from oppo.durable import make, opened, put, sync
 from oppo.errors import ConfigError, behind
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
-from oppo.events import Batch, Chunk, Response, StepReport
+from oppo.events import Batch, Chunk, IntArray, Response, StepReport
 from oppo.models import Detokenize
 from oppo.observe import Observer, Span
 from oppo.redact import holds_secret, redacted, redacted_values
 from oppo.report.charts import Excerpt
 from oppo.report.metrics import finite, metrics_of, step_metrics, summary
-from oppo.report.page import page
+from oppo.report.page import write_report
 from oppo.report.recorded import note_times, recorded
 from oppo.report.records import (
     EVALUATIONS,
     JOURNAL,
     METRICS,
-    REPORT,
     SAMPLES,
     SUMMARY,
     WORK,
@@ -72,42 +71,35 @@ def samples(
             "kl": None if kl is None else float(kl.sum()),
             "tokens": len(response),
             "reason": batch.reasons[row],
-            "prompt": redacted(decode(response.prompt.tokens.tolist())),
-            **_completion(response, decode),
+            **_said(response, decode),
             **({"extra": redacted_values(extra)} if extra else {}),
         }
 
 
-def _completion(response: Response, decode: Detokenize) -> Record:
+def _said(response: Response, decode: Detokenize) -> Record:
     # With whose text is whose, where a tool or an environment has spoken too.
-    whole: Record = {"completion": redacted(decode(response.tokens.tolist()))}
+    def text(tokens: IntArray) -> str:
+        return redacted(decode(tokens.tolist()))
+
+    whole: Record = {"prompt": text(response.prompt.tokens), "completion": text(response.tokens)}
     if response.sampled.all():
         return whole
-    parts = [
-        {"by": "policy" if isinstance(piece, Chunk) else "tool", "text": redacted(decode(piece.tokens.tolist()))}
-        for piece in response.pieces()
-    ]
+    pieces = response.pieces()
+    parts = [{"by": "policy" if isinstance(each, Chunk) else "tool", "text": text(each.tokens)} for each in pieces]
     return {**whole, "parts": parts}
 
 
 def evaluation_record(found: Evaluated, count: int, decode: Detokenize | None) -> Record:
-    answers = () if decode is None else found.answers[:count]
     metrics = {name: finite(value) for name, value in found.metrics.items()}
-    return {
-        "step": found.step,
-        "version": found.version,
-        **metrics,
-        "samples": [
-            {
-                "score": float(each.score),
-                "reason": each.finish.reason,
-                "prompt": redacted(decode(each.finish.response.prompt.tokens.tolist())),
-                **_completion(each.finish.response, decode),
-            }
-            for each in answers
-            if decode is not None
-        ],
-    }
+    samples = (
+        [
+            {"score": float(each.score), "reason": each.finish.reason, **_said(each.finish.response, decode)}
+            for each in found.answers[:count]
+        ]
+        if decode is not None
+        else []
+    )
+    return {"step": found.step, "version": found.version, **metrics, "samples": samples}
 
 
 # Files of one object a line, each with its `step` (:mod:`oppo.report.records`)
@@ -297,15 +289,12 @@ class RunDirectory(Observer):
 
     def _rewind(self, steps: int) -> None:
         (self.path / SUMMARY).unlink(missing_ok=True)
-        for name in (*RECORDS, *filter(self._exists, [EVALUATIONS])):
-            self.faults += rewind(self.path / name, steps)
+        for file in (path for name in (*RECORDS, EVALUATIONS) if (path := self.path / name).exists()):
+            self.faults += rewind(file, steps)
         lost = gaps(self.path / METRICS, steps)
         self.faults += [*lost, *gaps(self.path / JOURNAL, steps)]
         self.trained = int(summary(metrics_of(self.path))["trained"]["total"] or bool(lost))
         self.evaluated = any(record["step"] == BEFORE for record in read(self.path / EVALUATIONS))
-
-    def _exists(self, name: str) -> bool:
-        return (self.path / name).exists()
 
     def _trace_models(self, spans: Iterable[Span]) -> None:
         if self._trace is not None:
@@ -348,12 +337,7 @@ class RunDirectory(Observer):
         figures = summary(records, list(read(self.path / EVALUATIONS)))
         facts = {"steps": len(records), "complete": self._concluded, **figures}
         put(self.path / SUMMARY, [json.dumps(facts, indent=2) + "\n"])
-        write_page(self.path)
-
-
-def write_page(run: Path) -> None:
-    """Write the page of a run that has ended."""
-    put(run / REPORT, [page([recorded(run, over=True)], folder=run)])
+        write_report([recorded(self.path, over=True)])
 
 
 def _require(config: str, **counts: int) -> None:

@@ -198,7 +198,8 @@ class WeightsAndBiases(Tracker):
         import wandb  # noqa: PLC0415 - an extra
 
         self._table = partial(wandb.Table, columns=list(SAMPLE), allow_mixed_types=True)
-        mode = mode or _mode_of_environment()  # wandb reads it once in a process
+        chosen = mode or os.environ.get("WANDB_MODE")  # wandb reads it once in a process
+        mode = "offline" if chosen == "offline" else "online" if chosen == "online" else None
         try:
             identity = _identity(path / "wandb") or _named(path / "wandb", secrets.token_hex(8))
             self._run = wandb.init(
@@ -251,11 +252,6 @@ def _named(folder: Path, identity: str) -> str:
     make(folder)
     put(folder / IDENTITY, [identity + "\n"])
     return identity
-
-
-def _mode_of_environment() -> Literal["online", "offline"] | None:
-    chosen = os.environ.get("WANDB_MODE")
-    return "offline" if chosen == "offline" else "online" if chosen == "online" else None
 
 
 class Trackio(Tracker):

@@ -1,27 +1,16 @@
-"""``oppo report``: the page of a run, or of several that it compares; a server of one that follows runs going on."""
+"""``oppo report --live``: a server of a page that follows runs going on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from oppo.durable import put
 from oppo.errors import OppoError
 from oppo.report.page import page
-from oppo.report.recorded import LOG, TIMELINE, Recorded, recorded
-from oppo.report.records import EVALUATIONS, METRICS, REPORT, SAMPLES, SUMMARY
-
-COMPARISON: Final = "comparison.html"
-
-
-def write_report(runs: Sequence[Recorded]) -> Path:
-    """Write the page of a run into its directory, or of several beside the first one's; return its path."""
-    first = runs[0].path.absolute()
-    target = first / REPORT if len(runs) == 1 else first.parent / COMPARISON
-    put(target, [page(runs, folder=target.parent)])
-    return target
+from oppo.report.recorded import LOG, TIMELINE, recorded
+from oppo.report.records import EVALUATIONS, METRICS, SAMPLES, SUMMARY
 
 
 class Follower(ThreadingHTTPServer):

@@ -200,8 +200,9 @@ class Rewards(Shared, Scorer["float | Drop"]):
                 self._samples.setdefault(f"rewards/{part.name}/mean", []).append(terms[part.name][1])
         if not terms:
             return Drop(prompt.rollout, NONE_APPLIES)
-        at_tokens = any(isinstance(score, TokenRewards) for _, score in terms.values())
-        return weighted_sum(terms.values()) if at_tokens else NamedScores(terms)
+        whole = NamedScores({name: (weight, float(score)) for name, (weight, score) in terms.items()})
+        total = weighted_sum(terms.values())
+        return TokenRewards(total.rewards, whole.terms) if isinstance(total, TokenRewards) else whole
 
     async def _open(self, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(await entered(part.scorer for part in self._parts))

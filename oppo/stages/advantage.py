@@ -556,7 +556,7 @@ def _by_reward(batch: Batch, groups: Sequence[NDArray[np.int64]]) -> FloatArray:
     if len(batch) and not batch.named_scores:
         raise ProtocolError(
             "advantage = 'each_reward' compares each of several rewards, and the scores are single numbers: expected "
-            "those of oppo.Rewards, or of several [[rewards]] with names, none of which rewards tokens"
+            "those of oppo.Rewards, or of several [[rewards]] with names"
         )
     total, compared = np.zeros(len(batch), np.float64), np.zeros(len(batch), np.bool_)
     compared[np.concatenate([np.zeros(0, np.int64), *groups])] = True

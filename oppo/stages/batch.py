@@ -190,7 +190,8 @@ class ScoredRollouts:
         )
 
     def _named_scores(self) -> Mapping[str, tuple[float, FloatArray]]:
-        terms = [each.score.terms if isinstance(each.score, NamedScores) else {} for each in self.rollouts]
+        scores = [each.score for each in self.rollouts]
+        terms = [score.terms if isinstance(score, NamedScores | TokenRewards) else {} for score in scores]
         absent = math.nan, math.nan
         return {
             name: (

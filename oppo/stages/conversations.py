@@ -83,6 +83,7 @@ class Conversations:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._memories: dict[int, _Memory] = {}
+        self._before: dict[int, _Memory] = {}  # without the last answer
         self._calls: dict[int, _Call] = {}
         self._known: dict[int, Prompt] = {}  # rollouts that the environment may hold something of
         self._over: dict[int, Sequence[int]] = {}  # those that ended, by step
@@ -100,7 +101,7 @@ class Conversations:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         tasks, self._tasks = self._tasks, None
-        self._memories, self._calls = {}, {}
+        self._memories, self._before, self._calls = {}, {}, {}
         async with self._opened:
             if tasks is not None:
                 tasks.cancel_scope.cancel()
@@ -135,7 +136,7 @@ class Conversations:
             del self._calls[number]
             step.note(call.answered(number, memory.answered, 0 if given is None else len(given), rollout.dropped))
             if isinstance(outcome, Answer):
-                self._memories[number] = memory.after(outcome, call.turn)
+                self._before[number], self._memories[number] = memory, memory.after(outcome, call.turn)
                 self._tools = self._tools or bool(outcome.calls)
             step.record(Averaged({"turns/answer_seconds": [call.ended - call.started]}))
             for name, seconds in outcome.seconds if isinstance(outcome, Answer) else ():
@@ -172,6 +173,7 @@ class Conversations:
     def forget(self, prompt: Prompt) -> None:
         """Forget a rollout whose response has ended, or begins again; cancel a call that nothing waits for any more."""
         memory, call = self._memories.pop(prompt.rollout, _Memory()), self._calls.pop(prompt.rollout, None)
+        self._before.pop(prompt.rollout, None)
         self._ended.append(memory)
         if call is not None:
             call.scope.cancel()
@@ -197,8 +199,16 @@ class Conversations:
         found |= getattr(self._environment, "samples", dict)()
         return Averaged(found)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {str(rollout): asdict(memory) for rollout, memory in self._memories.items() if memory.turns}
+    def state_dict(self, unfinished: Mapping[int, int]) -> dict[str, Any]:
+        # Unfinished rollouts have these lengths. An answer that ends one, and came too late for the step, is left out:
+        # a resumed run finds the turn at the response's end, and asks for its answer again.
+        late = {
+            rollout: self._before[rollout]
+            for rollout, length in unfinished.items()
+            if rollout in self._before and self._memories[rollout].turns[-1].end == length
+        }
+        known = {**self._memories, **late}
+        return {str(rollout): asdict(memory) for rollout, memory in known.items() if memory.turns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._memories = {

@@ -149,7 +149,8 @@ class Generate:
             for unit in self._ledger.deferred
         ]
         controllers = {name: each.state_dict() for name, each in self._controllers().items()}
-        conversations = {} if self._conversations is None else self._conversations.state_dict()
+        lengths = {each.prompt.rollout: each.length for each in self._rollouts.live}
+        conversations = {} if self._conversations is None else self._conversations.state_dict(lengths)
         return {"units": units, "controllers": controllers, "conversations": conversations}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -19,23 +19,20 @@ def line(label: str, values: list[float | None], error: list[float | None] | Non
 
 
 def paths(chart: str) -> list[list[tuple[float, float]]]:
-    """Return the points of the lines, or of the upper edges of areas, in the picture's pixels."""
+    """Return the points of the lines in the picture's pixels."""
     found = (each.get("d", "") for each in ET.fromstring(chart).iter(f"{SVG}path"))
     return [
         [
             (float(x), float(y))
-            for x, y in (
-                point.split()[:2]
-                for point in each.replace("h.01", "").partition("V")[0].replace("M", "L")[1:].split("L")
-            )
+            for x, y in (point.split()[:2] for point in each.replace("h.01", "").replace("M", "L")[1:].split("L"))
         ]
         for each in found
     ]
 
 
-@given(first=VALUES, second=VALUES, stack=st.booleans())
+@given(first=VALUES, second=VALUES)
 def test_any_series_gives_a_well_formed_chart_inside_its_frame(
-    first: list[float | None], second: list[float | None], stack: bool
+    first: list[float | None], second: list[float | None]
 ) -> None:
     count = max(len(first), len(second))
     series = [
@@ -43,7 +40,7 @@ def test_any_series_gives_a_well_formed_chart_inside_its_frame(
         line("three", second + [None] * (count - len(second))),
     ]
     for within in ((), (0, 1)):
-        chart = lines("a < b", series, within=within, stack=stack)
+        chart = lines("a < b", series, within=within)
         assert not chart or ET.fromstring(chart).get("aria-label") == "a < b"
         shown = all(abs(each or 0.0) < 1e6 for each in (*first, *second))
         for x, y in (point for path in (paths(chart) if chart else ()) for point in path):
@@ -56,20 +53,12 @@ def test_what_is_missing_is_a_gap() -> None:
     assert path.get("d", "").count("M") == 2
 
 
-def test_areas_stand_on_one_another_and_the_highest_is_drawn_first() -> None:
-    update, decode = paths(lines("time", [line("decode", [1.0, 1.0]), line("update", [3.0, 1.0])], stack=True))
-    bottom = HEIGHT - 56
-    assert bottom - update[0][1] == pytest.approx(4 * (bottom - decode[0][1]), abs=0.5)
-    assert bottom - update[1][1] == pytest.approx(2 * (bottom - decode[1][1]), abs=0.5)
-
-
 @pytest.mark.parametrize(("steps", "blocks"), [(MOST, MOST), (MOST + 1, 251), (20_000, 500), (20_001, 488)])
 def test_areas_of_a_long_run_are_means_of_several_steps(steps: int, blocks: int) -> None:
-    decode: list[float | None] = [float(step % 2) for step in range(steps)]
-    (_, drawn) = paths(lines("time", [line("decode", decode), line("update", [1.0] * steps)], stack=True))
-    assert len(drawn) == blocks
+    decode = line("decode", [float(step % 2) for step in range(steps)]).thinned(MOST, means=True)
+    assert len(decode.x) == len(decode.y) == blocks
     if steps in {MOST + 1, 20_000}:  # of a decode time that is 0 and 1 in turn
-        assert len({y for _, y in drawn[:-1]}) == 1
+        assert {*decode.y[:-1]} == {0.5}
 
 
 def test_a_line_of_a_long_run_has_a_few_points_and_every_spike() -> None:

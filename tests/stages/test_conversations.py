@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -15,12 +16,14 @@ from hypothesis import given, strategies as st
 from oppo import GAE, Graph, Overcommit, StepReport, Synchronous, grpo, ppo, wrap
 from oppo.admission import Observation, TailBatched
 from oppo.errors import ConfigError, ProtocolError
-from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
+from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens
+from oppo.graph import Step
 from oppo.models import Capabilities
 from oppo.stages import Generate
-from oppo.stages.ledger import RolloutSnapshot
+from oppo.stages.conversations import Conversations
+from oppo.stages.ledger import InFlightRollout, RolloutSnapshot
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
-from oppo.turns import Answer, Answered, Turn, turns_answered
+from oppo.turns import Answer, Answered, Turn, TurnDecode, turns_answered
 from tests.kit.known import known
 from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
 
@@ -423,3 +426,47 @@ def test_a_deferred_response_keeps_its_mask() -> None:
         (Chunk, 6, 2),
     ]
     assert Response.empty(prompt).pieces() == []
+
+
+@dataclass
+class AcceptsLate:
+    """A decode whose turn is answered as the step is cut: the response ends with the next step, not with this one."""
+
+    turns: list[IntArray]
+    accepted: list[IntArray | None] = field(default_factory=list)
+
+    async def turn(self) -> IntArray | None:
+        return self.turns.pop() if self.turns else None
+
+    def proceed(self, given: IntArray) -> bool:
+        self.accepted.append(given)
+        return True
+
+    def finish(self) -> bool:
+        self.accepted.append(None)
+        return True
+
+
+@pytest.mark.parametrize("length", [0, 2])
+def test_a_turn_that_a_resumed_run_asks_again_is_rewarded_once(length: int) -> None:
+    """Its answer ended the response, with a reward or as it had no room, and no step has seen that end."""
+    prompt, turn = Prompt(0, 0, np.array([1], np.int32)), np.array([4, 5, 6], np.int32)
+
+    async def played() -> list[tuple[int, object, Sequence[float | None]]]:
+        tool = Tool(outcome=lambda turn: Answer(np.full(length, 7, np.int32), {"n": turn.number + 1}, reward=0.5))
+        found = list[tuple[int, object, Sequence[float | None]]]()
+        state: dict[str, Any] = {}
+        for _ in range(3):  # each run but the last dies before a step sees the end
+            decode = AcceptsLate([turn])
+            async with Conversations(tool) as conversations:
+                conversations.load_state_dict(state)
+                rollout = InFlightRollout(prompt, cast("TurnDecode", decode))
+                await conversations.converse(rollout, Step(0, 1, 0.0))
+                assert len(decode.accepted) == 1
+                state = conversations.state_dict({0: len(turn)})
+                rewards = [each.reward for each in conversations.answered(0)]
+                found.append((tool.asked[-1][1], tool.asked[-1][3], rewards))
+                assert [each["answered"] for each in conversations.state_dict({}).values()] == [int(length > 0)]
+        return found
+
+    assert run_virtual(played) == [(0, None, [0.5])] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from oppo.events import (
 from oppo.graph import Graph, GraphBuilder
 from oppo.graph.channel import Channel
 from oppo.models import Trained, Trainer
-from oppo.returns import GROUP_EPSILON, AdaptiveKL, GroupAdvantage, NamedScores, ScoreShaping
+from oppo.returns import GROUP_EPSILON, AdaptiveKL, GroupAdvantage, NamedScores, ScoreShaping, TokenRewards
 from oppo.rewards import Rewards
 from oppo.stages import GAE, Generate, GroupRelative, InParts, Score, ScoredRollout, Update
 from oppo.stages.batch import BatchPart
@@ -288,6 +289,12 @@ def each_reward_row(rollout: int, score: float) -> ScoredRollout:
     return ScoredRollout(Finish(rollout, response, "eos"), None, score)
 
 
+def at_tokens(rollout: int, score: NamedScores) -> float:
+    """Return the score of every second rollout as rewards at its tokens."""
+    rewards = TokenRewards.at(1 + rollout % 3, {0: float(score) - 1, -1: 1})
+    return TokenRewards(rewards.rewards, score.terms) if rollout % 2 else score
+
+
 def by_hand(scores: Sequence[Mapping[str, float]]) -> list[float]:
     """Return the advantages of responses in groups of three."""
     total = [0.0] * len(scores)
@@ -307,7 +314,7 @@ def by_hand(scores: Sequence[Mapping[str, float]]) -> list[float]:
 ))  # fmt: skip
 def test_each_reward_is_standardised_in_its_group_and_their_sum_whitened(rows: list[dict[str, float]]) -> None:
     scored = [
-        each_reward_row(number, NamedScores({name: (WEIGHTS[name], each[name]) for name in each}))
+        each_reward_row(number, at_tokens(number, NamedScores({name: (WEIGHTS[name], each[name]) for name in each})))
         for number, each in enumerate(rows)
     ]
     batch = GroupRelative("each_reward").batch(scored)
@@ -316,15 +323,21 @@ def test_each_reward_is_standardised_in_its_group_and_their_sum_whitened(rows: l
     np.testing.assert_allclose(batch.scores, [float(each.score) for each in scored], rtol=1e-6)
 
 
-def test_several_rewards_give_their_scores_by_name() -> None:
+@pytest.mark.parametrize("first", [0.5, TokenRewards([0.5])])
+def test_several_rewards_give_their_scores_by_name(first: float) -> None:
+    """Also where one says which tokens earned it."""
+
     async def main() -> None:
-        one, two = FakeScorer(lambda *_: 0.5), FakeScorer(lambda *_: 2.0)
+        one, two = FakeScorer(lambda *_: first), FakeScorer(lambda *_: 2.0)
         rewards = Rewards({"one": (1.0, one), "two": (0.5, two)})
         each = each_reward_row(0, 0.0)
         await rewards.extend([each.finish.response.prompt, *each.finish.response.pieces()])
         (score,) = await rewards.finish([each.finish])
-        assert isinstance(score, NamedScores)
+        assert isinstance(score, TokenRewards if isinstance(first, TokenRewards) else NamedScores)
         assert (float(score), score.terms) == (1.5, {"one": (1.0, 0.5), "two": (0.5, 2.0)})
+        assert [*map(type, score.terms["one"])] == [float, float]
+        copied = pickle.loads(pickle.dumps(score))
+        assert (type(copied), copied.terms) == (type(score), score.terms)
 
     run_virtual(main)
 

@@ -378,6 +378,8 @@ class DecodeCalls:
 
     def _cutting(self, finished: Sequence[int]) -> bool:
         # Called on the event loop, in the model's thread, or in the thread that waits for the model's process.
-        cutting = self._cut(finished)
-        self._over = self._over or cutting
+        if cutting := self._cut(finished):
+            self._over = True
+            for decode in self.decodes:
+                decode.cutting = True
         return cutting

@@ -23,7 +23,7 @@ from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.group import grpo
 from oppo.errors import ModelError, ModelLost
-from oppo.events import Batch, Prompt, Response
+from oppo.events import Batch, Chunk, ChunkState, Prompt, Response
 from oppo.hf.serve.decoder import Decoder
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.sampling import draw, gumbel
@@ -31,6 +31,7 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss
 from oppo.models import Policy, Sampling, Trained, Weights
 from oppo.placement import Place, PolicyPool, Process, Thread
+from oppo.rollout_buffer import RolloutBuffer, SampledToken
 from oppo.testing import FakeScorer, check_policy, fake_scalar
 from oppo.training import TrainerSettings
 from oppo.turns import SLACK, StopCriteria, turn_so_far, turns_answered
@@ -419,6 +420,38 @@ async def test_in_exact_decoding_turns_of_one_step_end_together_whichever_is_ans
                 await anyio.sleep(0.02)
         states = [(await decode.read(9)).state for decode in decodes]
     assert (told, states) == ([[0, 1, 2]], ["stop"] * 3)
+
+
+async def test_an_answer_that_comes_between_the_cut_and_its_news_waits_for_the_next_decoding(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would be up to the machine whether the deferred response has it."""
+    asked, sampling = prompts(3)[::2], Sampling(max_new_tokens=3)
+    with serving(sampling=sampling, deterministic=True) as policy:
+        decodes = await policy.open(asked)
+        async with policy.decoding(decodes, lambda finished: False):
+            pieces = [await decode.read(3) for decode in decodes]
+    assert isinstance(pieces[0], Chunk)
+    half = Response.of(asked[0], [pieces[0]]).chunk(0, 2)  # one token short of its cap
+    stop, accepted = int(pieces[1].tokens[0]), list[bool]()
+    assert stop != pieces[0].tokens[2]
+    with serving(sampling=replace(sampling, stop=(stop,)), deterministic=True) as policy:
+        first, second = await policy.open_turns([Response.of(asked[0], [half]), asked[1]])
+
+        def put(sampled: SampledToken, state: ChunkState) -> None:
+            RolloutBuffer.put(second, sampled, state)
+            accepted.append(second.finish())
+
+        with monkeypatch.context() as patched:
+            patched.setattr(second, "put", put)
+            async with policy.decoding([first, second], lambda finished: True):
+                assert (await first.read(3)).state == "length"
+                assert [(await second.read(3)).state for _ in range(2)] == ["live", "cut"]
+        async with policy.decoding([second], lambda finished: True):
+            assert (await second.turn()) is not None
+            assert second.finish()
+            assert (await second.read(3)).state == "eos"
+    assert accepted == [False]
 
 
 async def test_a_half_written_conversation_goes_on_with_the_same_tokens(serving: Serving) -> None:
