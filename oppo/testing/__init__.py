@@ -4,7 +4,6 @@ Public, and torch-free. As a pytest plugin (``pytest_oppo``) they need no import
 """
 
 from oppo.evaluation import respond_serially, score_serially
-from oppo.simulate.costs import time_shared
 from oppo.testing.conformance import check_admission, check_policy, check_scorer, check_trainer
 from oppo.testing.fake_policy import FakePolicy
 from oppo.testing.fakes import (
@@ -32,10 +31,9 @@ from oppo.testing.faulty import (
     faulty_reward,
 )
 from oppo.testing.recorder import Happening, Recorder
-from oppo.testing.virtual_time import Device, VirtualTimeLoop, run_virtual
+from oppo.testing.virtual_time import VirtualTimeLoop, run_virtual
 
 __all__ = [
-    "Device",
     "FakeCritic",
     "FakePolicy",
     "FakeScorer",
@@ -67,5 +65,4 @@ __all__ = [
     "respond_serially",
     "run_virtual",
     "score_serially",
-    "time_shared",
 ]

@@ -1,8 +1,5 @@
 """A fake actor with a cost model: it decodes all rollouts together, or each at its own pace.
 
-It reads what its KV cache lacks before it goes on with a rollout: the prompt, a tool's answer, and everything
-once more when other weights were loaded, unless ``kv_on_sync`` keeps the old ones.
-
 A fake token is a hash of (seed, admission, sample, position); a fake log-prob also depends on the version of the
 weights. Code that mixes up rollouts, positions or versions gets other numbers.
 """
@@ -12,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from heapq import heappop, heappush
+from typing import TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -37,8 +35,7 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
-from oppo.testing.fakes import ReadSeconds, noises, require_seconds
-from oppo.testing.virtual_time import Device, Lane
+from oppo.testing.fakes import noises, require_seconds
 
 __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 
@@ -51,11 +48,10 @@ StepSeconds: TypeAlias = Callable[[int, int], float]
 
 
 @dataclass(eq=False)
-class _Load:
-    # The `number`-th weights, on their way to the lanes that have not adopted them.
+class Load:
+    # Weights on their way to the lanes that have not adopted them.
     version: int
-    number: int
-    lanes: dict[Lane[FakeDecode], None] = field(default_factory=dict)
+    lanes: dict[Lane, None] = field(default_factory=dict)
     adopted: anyio.Event = field(default_factory=anyio.Event)
 
 
@@ -77,14 +73,8 @@ class FakePolicy:
         holds: decoding waits while a turn is unanswered, as a deterministic engine does.
         kept: the number of ids in each token's support; 0: all.
         capabilities: those it claims; it implements all of them.
-        reading: seconds for each token that is read before its rollout goes on, or a function of the positions read.
-            Decode steps wait meanwhile.
-        ending: seconds for each rollout that ends. Decode steps wait meanwhile.
-        kv_on_sync: whether the KV cache of other weights is recomputed or kept.
-        prefilled: tokens read so far before their rollouts went on.
         replicas: engines, each with rollouts and decode steps of its own; a rollout stays with the one that has the
             fewest when it is first decoded.
-        device: that decode steps work on, as work of the kind ``decode``.
 
     Example:
         >>> a_row_costs = FakePolicy(seconds=lambda rows, tokens: 0.01 + 0.001 * rows)
@@ -101,24 +91,17 @@ class FakePolicy:
     kept: int = 0
     version: int = 0
     replicas: int = 1
-    device: Device | None = None
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
-    reading: float | ReadSeconds = 0.0
-    ending: float = 0.0
-    kv_on_sync: Literal["recompute", "keep"] = "recompute"
-    prefilled: int = 0
 
     def __post_init__(self) -> None:
         require_seconds("seconds of FakePolicy", self.seconds)
-        require_seconds("reading of FakePolicy", self.reading)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._waiting: dict[FakeDecode, None] = {}
         self._cut: Cut | None = None
         self._over: anyio.Event | None = None
         self._loops: TaskGroup | None = None
-        self.lanes = [self._lane() for _ in range(self.replicas)]
+        self.lanes = [Lane(self) for _ in range(self.replicas)]
         self._tokens = 0
-        self._loads = self._adopted = 0
 
     @property
     def tokens(self) -> int:
@@ -127,20 +110,18 @@ class FakePolicy:
                 lane.settle()
         return self._tokens
 
-    def _lane(self, pace: float = 1.0) -> Lane[FakeDecode]:
-        def seconds(rows: int, tokens: int) -> float:
-            return pace * (self.seconds(rows, tokens) if callable(self.seconds) else self.seconds)
+    @property
+    def held(self) -> bool:
+        return self.holds and bool(self._waiting)
 
-        def count(tokens: int) -> None:
-            self._tokens += tokens
+    def working(self) -> AbstractContextManager[Job]:
+        return nullcontext(Job())
 
-        return Lane(
-            seconds,
-            self.attend,
-            count,
-            waits=lambda: self.holds and bool(self._waiting),
-            device=self.device,
-        )
+    def step_seconds(self, rows: int, tokens: int) -> float:
+        return self.seconds(rows, tokens) if callable(self.seconds) else self.seconds
+
+    def count(self, tokens: int) -> None:
+        self._tokens += tokens
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         """Make a decode for each; a response goes on after its tokens."""
@@ -173,23 +154,20 @@ class FakePolicy:
             raise ProtocolError("weights were synced while the policy was decoding")
         if self._over is not None and self.capabilities.loads_while_decoding == "when decoding ends":
             await self._over.wait()
-        self._loads += 1
-        load = _Load(weights.version, self._loads)
+        load = Load(weights.version)
         load.lanes |= dict.fromkeys([*self.lanes, *(decode.lane for decode in self._live if decode.lane is not None)])
         for lane in list(load.lanes):
             lane.between_steps(partial(self._adopt, load, lane))
         await load.adopted.wait()
 
-    def _adopt(self, load: _Load, lane: Lane[FakeDecode]) -> None:
+    def _adopt(self, load: Load, lane: Lane) -> None:
         del load.lanes[lane]
         self.version = load.version  # the newest that makes tokens
         if not load.lanes:
-            self._adopted = load.number
             load.adopted.set()
         for decode in self._live:
             if decode.lane is lane or not load.lanes:
                 decode.follow(load.version)
-                self._read(decode, load.number)
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
         """Decode while the context is open."""
@@ -252,20 +230,11 @@ class FakePolicy:
 
     def _go_on(self, decode: FakeDecode) -> None:
         if decode.lane is None:
-            decode.settle_in(self._home() if self.pace is None else self._lane(self.pace(decode.prompt)))
+            decode.settle_in(self._home() if self.pace is None else Lane(self, self.pace(decode.prompt)))
         self._live[decode] = None
-        self._read(decode, self._adopted)
         decode.join()
 
-    def _read(self, decode: FakeDecode, load: int) -> None:
-        start, stop = decode.unread(load, again=self.kv_on_sync == "recompute")
-        if start >= stop or decode.lane is None:
-            return
-        self.prefilled += stop - start
-        seconds = self.reading(start, stop) if callable(self.reading) else self.reading * (stop - start)
-        decode.lane.pause(seconds if self.pace is None else self.pace(decode.prompt) * seconds)
-
-    def _home(self) -> Lane[FakeDecode]:
+    def _home(self) -> Lane:
         return min(self.lanes, key=lambda lane: lane.homes)
 
     def _start(self, decodes: Iterable[FakeDecode]) -> None:
@@ -318,8 +287,6 @@ class FakePolicy:
         if not ended or self._cut is None:
             return
         for decode in ended:
-            if self.ending and decode.lane is not None:
-                decode.lane.pause(self.ending)
             self._remove(decode)
             decode.move_out()
         if self._cut(sorted(decode.prompt.rollout for decode in ended)):
@@ -334,14 +301,12 @@ class FakeDecode:
         self.policy = policy
         self.prompt = prompt
         self.length = length
-        self.lane: Lane[FakeDecode] | None = None
+        self.lane: Lane | None = None
         self.paused = self.taken = made  # tokens when its lane stopped decoding it; tokens read
         self.ends: Sequence[int] = ()  # lengths at which its turns end; an answer moves the later ones
         self.answers: dict[int, IntArray] = {}  # tool tokens after turns, by position
         self.waiting = False  # a turn has ended and is unanswered
         self.closed = False
-        self.filled = 0  # position up to which the KV cache reaches; the prompt's positions are below 0
-        self.loads = -1  # the load of the policy's weights that computed it
         self._runs: list[tuple[int, int]] = []  # from this token on, this version
         self._at_home = False
         self._full = False
@@ -367,7 +332,7 @@ class FakeDecode:
                 due = end
         return max(made + 1, due)
 
-    def settle_in(self, lane: Lane[FakeDecode]) -> None:
+    def settle_in(self, lane: Lane) -> None:
         self.lane = lane
         lane.homes += 1
         self._at_home = True
@@ -385,17 +350,6 @@ class FakeDecode:
     def leave(self) -> None:
         if self.lane is not None and self in self.lane:
             self.lane.leave(self)
-            self.filled = max(self.filled, self.paused - 1)
-
-    def unread(self, load: int, *, again: bool) -> tuple[int, int]:
-        # The positions to read before it is decoded on, which then count as read by weights `load`.
-        if self.loads < 0 or (again and self.loads != load):
-            self.filled = -len(self.prompt.tokens)
-        elif self.lane is not None and self in self.lane:
-            self.filled = max(self.filled, self.made - 1)
-        start, stop = self.filled, max(self.made - 1, 0)
-        self.loads, self.filled = load, self.made
-        return start, stop
 
     def follow(self, version: int) -> None:
         self._made_by(version, self.made)
@@ -516,3 +470,199 @@ class FakeDecode:
     async def aclose(self) -> None:
         self.closed = True
         self.move_out()
+
+
+class Job:
+    # The work of a lane. Its position is its progress, in seconds of work: here the time.
+    def __init__(self) -> None:
+        self._now = running_loop().time  # what anyio.current_time returns, at a tenth of the price
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake = anyio.Event()
+        self._due = False
+
+    @property
+    def position(self) -> float:
+        return self._now()
+
+    def interrupt(self) -> None:
+        self._wake.set()
+
+    async def reach(self, position: float) -> bool:
+        """Wait until a position is reached; return false if interrupted before."""
+        self._wake, self._due = anyio.Event(), False
+        self._arm(position)
+        try:
+            await self._wake.wait()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        return self._due
+
+    def _arm(self, position: float) -> None:
+        self._timer = running_loop().call_at(position, self._arrive)
+
+    def _arrive(self) -> None:
+        self._due = True
+        self._wake.set()
+
+
+@dataclass(slots=True)
+class Seat:
+    # Its row had `made` tokens when the lane had made `since` decode steps.
+    made: int
+    since: int
+    order: int  # ordinal of its joining, by which rows are attended to
+
+
+class Lane:
+    # One engine, or one of several replicas. Its cost grows with its events, not with the number or length of its rows:
+    # decode steps between two in which a row ends, reaches a turn or satisfies its reader are only counted.
+    def __init__(self, policy: FakePolicy, pace: float = 1.0) -> None:
+        self._policy = policy
+        self._pace = pace
+        self._seats: dict[FakeDecode, Seat] = {}
+        self._agenda: list[tuple[int, int, FakeDecode]] = []  # by decode step, then by order
+        self._joined = 0
+        self.steps = 0
+        self._context = 0  # tokens of all rows after these steps
+        self._ends: list[float] = []  # positions at which the next steps end
+        self._active = 0  # rows of the first of them
+        self._paused = 0.0  # seconds before the next step that has no end yet
+        self._planned = 0  # the step with the next event
+        self._changes: list[Callable[[], None]] = []  # between this decode step and the next
+        self._job: Job | None = None
+        self.homes = 0  # rows that have begun here, and not ended
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._seats
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def made(self, row: FakeDecode) -> int:
+        seat = self._seats.get(row)
+        if seat is None:
+            return row.paused
+        self.settle()
+        return self._made(seat)
+
+    def join(self, row: FakeDecode) -> None:
+        self.settle()
+        seat = Seat(row.paused, self.steps + bool(self._ends), self._joined)
+        self._joined += 1
+        self._seats[row] = seat
+        self._context += seat.made
+        self._note(row, seat)
+        self._replan()
+
+    def leave(self, row: FakeDecode) -> None:
+        self.settle()
+        seat = self._seats.pop(row)
+        row.paused = self._made(seat)
+        self._context -= row.paused
+        self._active -= seat.since <= self.steps
+        self._replan()
+
+    def expect(self, row: FakeDecode) -> None:
+        self.settle()
+        step = self._note(row, self._seats[row])
+        if step < self._planned and self._job is not None:
+            self._job.interrupt()
+
+    def pause(self, seconds: float) -> None:
+        self.settle()
+        self._paused += seconds
+        self._replan()
+
+    def between_steps(self, change: Callable[[], None]) -> None:
+        if self._job is None:
+            change()
+            return
+        self.settle()
+        self._changes.append(change)
+        self._replan()
+
+    async def run(self) -> None:
+        if self._job is not None:
+            return
+        with self._policy.working() as job:
+            self._job = job
+            try:
+                while self._seats and not self._policy.held:
+                    await self._advance(job)
+            finally:
+                self.settle()
+                self._job, self._ends = None, []
+                self._change()
+
+    async def _advance(self, job: Job) -> None:
+        # Until the next event, or until the rows or their readers' waits have changed.
+        while self._agenda[0][-1] not in self._seats:
+            heappop(self._agenda)
+        self.settle()
+        self._planned = self.steps + 1 if self._changes else self._agenda[0][0]
+        if not await job.reach(self._end(self._planned, job)):
+            return
+        self._count(self._planned - self.steps)
+        due: dict[FakeDecode, None] = {}
+        while self._agenda and self._agenda[0][0] <= self.steps:
+            row = heappop(self._agenda)[-1]
+            if row in self._seats:
+                due[row] = None
+        self._policy.attend(sorted(due, key=lambda row: self._seats[row].order))
+        for row in due:
+            if row in self._seats:
+                self._note(row, self._seats[row])
+        self._change()
+
+    def _change(self) -> None:
+        changes, self._changes = self._changes, []
+        for change in changes:
+            change()
+
+    def _note(self, row: FakeDecode, seat: Seat) -> int:
+        step = seat.since + row.due() - seat.made
+        heappush(self._agenda, (step, self._joined, row))
+        self._joined += 1
+        return step
+
+    def _made(self, seat: Seat) -> int:
+        return seat.made + max(0, self.steps - seat.since)
+
+    def _end(self, step: int, job: Job) -> float:
+        if not self._ends:
+            self._active = len(self._seats)
+        while len(self._ends) < step - self.steps:
+            ahead = len(self._ends)
+            rows, context = len(self._seats), self._context
+            if ahead:
+                context += self._active + (ahead - 1) * rows
+            begun = self._ends[-1] if ahead else job.position
+            self._ends.append(begun + self._paused + self._pace * self._policy.step_seconds(rows, context))
+            self._paused = 0.0
+        return self._ends[step - self.steps - 1]
+
+    def settle(self) -> None:
+        if self._job is None or not self._ends or self.steps + 1 >= self._planned:
+            return
+        now, steps = self._job.position, 0
+        while steps < len(self._ends) and self._ends[steps] < now and self.steps + steps + 1 < self._planned:
+            steps += 1
+        self._count(steps)
+
+    def _count(self, steps: int) -> None:
+        if not steps:
+            return
+        tokens = self._active + (steps - 1) * len(self._seats)
+        del self._ends[:steps]
+        self.steps += steps
+        self._context += tokens
+        self._policy.count(tokens)
+        self._active = len(self._seats)
+
+    def _replan(self) -> None:
+        # Only the step in progress stands, since the next ones have other rows.
+        if self._job is not None and self._ends:
+            del self._ends[1:]
+            self._job.interrupt()

@@ -1,4 +1,4 @@
-"""Fake models with models of cost, in virtual time, a place where they take turns, a batch: no torch, exact results.
+"""Fake models with models of cost, in virtual time, and a batch: no torch, exact results.
 
 A fake's answer depends on every token it read and on the version of the weights: code that mixes up rollouts,
 positions or versions gets other numbers. A fake sleeps for its cost, which is a number of seconds or a function of the
@@ -10,10 +10,8 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop
 from typing import Generic, TypeAlias, TypeVar
 
 import anyio
@@ -23,13 +21,9 @@ from oppo.declared import require_real, require_whole, validated
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, ToolTokens
 from oppo.models import SyncedModel, Trained, TrainerCapabilities, Weights
-from oppo.observe import Span, SpanListener, silent
-from oppo.placement.place import CallQueue
-from oppo.scheduling import IN_ORDER, Preempted, Priority
 from oppo.scorers import RolloutSession, RolloutSessions
 from oppo.stages.advantage import GAE
 from oppo.stages.batch import ScoredRollout
-from oppo.testing.virtual_time import Device, spend
 from oppo.weight_sync import sync
 
 T = TypeVar("T")
@@ -54,7 +48,6 @@ class FakeScorer(Generic[T]):
         per_token: seconds for each token read, or a function of the positions read.
         per_call: seconds of each call.
         answering: seconds of a ``finish`` call, instead of ``per_call``.
-        device: that its calls work on, as work of the kind ``score``.
     """
 
     value: Callable[[Finish, tuple[int, ...], int], T]
@@ -64,7 +57,6 @@ class FakeScorer(Generic[T]):
     version: int = 0
     calls: int = 0
     tokens: int = 0
-    device: Device | None = None
 
     def __post_init__(self) -> None:
         require_seconds(f"per_token of {type(self).__name__}", self.per_token)
@@ -84,7 +76,7 @@ class FakeScorer(Generic[T]):
             reading = sum(self.per_token(*_span(event)) for event in events)
         else:
             reading = self.per_token * count
-        await spend(self.device, "score", self.per_call + reading)
+        await self._work(self.per_call + reading)
         for event in events:
             session = self.sessions.receive(event)
             session.tokens.frombytes(event.tokens.astype(np.int32, copy=False).tobytes())
@@ -95,7 +87,7 @@ class FakeScorer(Generic[T]):
         Raises:
             ProtocolError: the tokens read of a rollout are not its prompt and response.
         """
-        await spend(self.device, "score", self.answering(finished) if self.answering else self.per_call)
+        await self._work(self.answering(finished) if self.answering else self.per_call)
         read = [(event, self.sessions.whole(event.rollout, len(event.response))) for event in finished]
         self.sessions.forget([event.rollout for event in finished])
         for event, session in read:
@@ -106,6 +98,9 @@ class FakeScorer(Generic[T]):
 
     async def forget(self, rollouts: Sequence[int]) -> None:
         self.sessions.forget(rollouts)
+
+    async def _work(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
 
 
 def _span(event: Prompt | Chunk | ToolTokens) -> tuple[int, int]:
@@ -155,7 +150,6 @@ class FakeTrainer:
         committing: seconds of the update of a batch whose rows were all accumulated; of each that was not, its share of
             ``seconds`` is added.
         parts: the parts of the coming batch.
-        device: that updates work on, as work of the kind ``train``.
     """
 
     seconds: float | Callable[[Batch], float] = 0.0
@@ -166,7 +160,6 @@ class FakeTrainer:
     accumulating: float | Callable[[Batch], float] = 0.0
     committing: float = 0.0
     parts: list[Batch] = field(default_factory=list)
-    device: Device | None = None
 
     def __post_init__(self) -> None:
         require_seconds("seconds of FakeTrainer", self.seconds)
@@ -193,7 +186,7 @@ class FakeTrainer:
         return self._trained(batch)
 
     async def _work(self, seconds: float) -> None:
-        await spend(self.device, "train", seconds)
+        await anyio.sleep(seconds)
 
     def _trained(self, batch: Batch) -> Trained:
         self.batches.append(batch)
@@ -232,83 +225,6 @@ def noises(key: Sequence[int], *columns: Sequence[int]) -> list[float]:
 def require_seconds(name: str, seconds: object) -> None:
     if not callable(seconds):
         require_real(name, seconds, 0.0)
-
-
-class FakePlace(CallQueue):
-    """Makes one call at a time, in the order of arrival, urgent ones first (:mod:`oppo.scheduling`)."""
-
-    def __init__(self, listener: SpanListener = silent) -> None:
-        super().__init__()
-        self._listener = listener
-        self._busy = False
-
-    @asynccontextmanager
-    async def reserved(
-        self, priority: Priority = IN_ORDER, track: str = "", label: str = "call"
-    ) -> AsyncIterator[None]:
-        """Hold the place while the context lasts; its span has this track and label."""
-        go = anyio.Event()
-        call = self.put(go.set, go.set, priority)
-        self._next()
-        try:
-            await go.wait()
-        except BaseException:
-            if go.is_set() and not call.withdrawn:
-                self._busy = False
-            call.withdrawn = True
-            self._next()
-            raise
-        if call.withdrawn:
-            raise Preempted
-        start = anyio.current_time()
-        try:
-            yield
-        finally:
-            self._listener(Span(track, label, start, anyio.current_time()))
-            self._busy = False
-            self._next()
-
-    def release(self, holder: object) -> None:
-        super().release(holder)
-        self._next()
-
-    def _next(self) -> None:
-        while not self._busy and self._may_leave():
-            call = heappop(self._pending)[-1]
-            if not call.withdrawn:
-                self._busy = True
-                call.begin()
-
-
-class PlacedScorer(Generic[T]):
-    def __init__(self, scorer: FakeScorer[T], place: FakePlace, track: str = "") -> None:
-        self._scorer = scorer
-        self._place = place
-        self._track = track
-
-    @property
-    def version(self) -> int:
-        return self._scorer.version
-
-    async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
-        async with self._place.reserved(priority, self._track, "extend"):
-            await self._scorer.extend(events)
-
-    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
-        async with self._place.reserved(priority, self._track, "finish"):
-            return await self._scorer.finish(finished)
-
-    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        async with self._place.reserved(priority, self._track, "forget"):
-            await self._scorer.forget(rollouts)
-
-
-class PlacedCritic(PlacedScorer[T]):
-    async def load(self, weights: Weights) -> None:
-        self._scorer.version = weights.version
-
-    async def copied(self, weights: Weights) -> Weights:
-        return weights
 
 
 def fake_batch(

@@ -23,9 +23,9 @@ from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
 from oppo.simulate.run import Schedule
 from oppo.stages import Generate, Update
 from oppo.stages.hold import held
-from oppo.testing.fake_policy import FakePolicy
-from oppo.testing.fakes import FakeCritic, FakePlace, FakeScorer, FakeTrainer, PlacedCritic, PlacedScorer
-from oppo.testing.virtual_time import Device, run_virtual
+from oppo.testing import run_virtual
+from tests.kit.devices import Device, DevicePolicy, DeviceScorer, DeviceTrainer
+from tests.kit.places import FakePlace, PlacedCritic, PlacedScorer
 
 LAST: Final = 3  # the last steps do not count: they admit only what can still be trained, so they are shorter
 
@@ -79,7 +79,7 @@ class Longest(Observer):
 
 
 @dataclass(eq=False)
-class CostTrainer(FakeTrainer):
+class CostTrainer(DeviceTrainer):
     facts: list[BatchFacts] = field(default_factory=list)
 
     async def update(self, batch: Batch) -> Trained:
@@ -115,15 +115,13 @@ class GraphRun:
         self.trainer = self._trainer()
 
     def graph(self) -> Graph[StepReport]:
-        critic = FakeCritic()
-        critic.value = _zeros
-        reward = self._scorer("reward", FakeScorer(lambda event, read, version: self._score()))
+        reward = self._scorer("reward", DeviceScorer(lambda event, read, version: self._score()))
         graph = ppo(
             policy=self.policy,
-            reference=self._scorer("reference", FakeScorer(_zeros)),
+            reference=self._scorer("reference", DeviceScorer(_zeros)),
             reward=reward,
-            critic=self._scorer("critic", critic),
-            teacher=self._scorer("teacher", FakeScorer(_zeros)) if "teacher" in self.system.readers else None,
+            critic=self._scorer("critic", DeviceScorer(_zeros)),
+            teacher=self._scorer("teacher", DeviceScorer(_zeros)) if "teacher" in self.system.readers else None,
             trainer=self.trainer,
             admission=self.admission,
             chunks=WholeRollout() if self.schedule.chunk is None else Fixed(self.schedule.chunk),
@@ -160,13 +158,13 @@ class GraphRun:
             discarded=sum(report.metrics.get("deferral/discarded_tokens", 0.0) for report in reports[first:last]),
         )
 
-    def _policy(self) -> FakePolicy:
+    def _policy(self) -> DevicePolicy:
         decoder, prompt = self.system.decoder, self.workload.prompt
 
         def seconds(rows: int, tokens: int) -> float:
             return decoder.seconds(rows, tokens + rows * (prompt + 0.5))
 
-        return FakePolicy(
+        return DevicePolicy(
             lambda prompt_: int(self._lengths[prompt_.admission, prompt_.sample]),
             seconds,
             reading=partial(self._reading, decoder.prefill),
@@ -186,7 +184,7 @@ class GraphRun:
             device=self._device(updater.device),
         )
 
-    def _scorer(self, name: ScorerName, fake: FakeScorer[T]) -> PlacedScorer[T]:
+    def _scorer(self, name: ScorerName, fake: DeviceScorer[T]) -> PlacedScorer[T]:
         reader = self._reader(name)
         fake.device = self._device(reader.device)
         if reader.streams and not (self.schedule.held and reader.padded):
@@ -196,7 +194,7 @@ class GraphRun:
             fake.answering = partial(self._whole, reader)
         place = "scorers" if self.schedule.held else reader.place
         made = self._places.setdefault(place, FakePlace(self.listener))
-        kind: type[PlacedScorer[T]] = PlacedCritic if isinstance(fake, FakeCritic) else PlacedScorer
+        kind: type[PlacedScorer[T]] = PlacedCritic if name == "critic" else PlacedScorer
         return kind(fake, made, TRACKS[name])
 
     def _reader(self, name: ScorerName) -> Reader:

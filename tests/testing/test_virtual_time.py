@@ -1,11 +1,11 @@
-"""Virtual time, virtual devices, and rows that are decoded together in jumps."""
+"""Virtual time, and rows that are decoded together in jumps."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,10 +15,9 @@ from hypothesis import given, strategies as st
 
 from oppo.errors import DeadlockError, ProtocolError
 from oppo.models import Capabilities, Weights
-from oppo.simulate.costs import Interference
-from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_batch, fake_scalar, prompts
-from oppo.testing.fake_policy import FakeDecode
-from oppo.testing.virtual_time import Device, VirtualTimeLoop, run_virtual, spend
+from oppo.testing import FakePolicy, prompts
+from oppo.testing.fake_policy import FakeDecode, Job
+from oppo.testing.virtual_time import VirtualTimeLoop, run_virtual
 
 
 def cost(rows: int, tokens: int) -> float:
@@ -135,25 +134,29 @@ def test_jumps_change_no_time_no_token_and_no_version(given: list[Rollout], load
         assert ends.get(k, -1.0) == pytest.approx(each.ended, abs=1e-9)
 
 
-def test_a_response_of_a_million_tokens_takes_as_many_events_as_a_short_one() -> None:
-    waits = 0
+def test_a_response_of_a_million_tokens_takes_as_many_events_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    reach = Job.reach
 
-    class Counted(Device):
-        def _changed(self) -> None:
-            nonlocal waits
-            waits += 1
-            super()._changed()
+    async def counted(job: Job, position: float) -> bool:
+        waits.append(position)
+        return await reach(job, position)
 
-    async def main() -> float:
-        policy = FakePolicy(lambda prompt: 500_000, 1.0, device=Counted())
+    async def decode(length: int) -> float:
+        policy = FakePolicy(lambda prompt: length, 1.0)
         (decode,) = await policy.open(prompts(1))
         async with policy.decoding([decode], lambda finished: True):
-            while (await decode.read(100_000)).state == "live":
+            while (await decode.read(length // 5)).state == "live":
                 pass
         return anyio.current_time()
 
-    assert run_virtual(main) == 500_000
-    assert waits == 2
+    def events(length: int) -> int:
+        waits.clear()
+        assert run_virtual(decode, length) == length
+        return len(waits)
+
+    monkeypatch.setattr(Job, "reach", counted)
+    assert events(1_000_000) == events(50)
 
 
 async def decoded(policy: FakePolicy, lengths: list[int]) -> list[float]:
@@ -182,81 +185,6 @@ def test_replicas_decode_side_by_side_each_at_its_own_pace() -> None:
     two.__post_init__()
     assert run_virtual(decoded, one, lengths) == [4 + 3 + 2 + 2, 4 + 3, 4, 4 + 3 + 2 + 2 + 5]
     assert run_virtual(decoded, two, lengths) == [2 + 3, 2 + 2, 2, 2 + 2 + 7]
-
-
-Work = tuple[str, float, float]  # A kind, when it begins, and its seconds
-
-
-def ends(works: list[Work], interference: Interference | None = None) -> list[float]:
-    async def main() -> list[float]:
-        device = Device() if interference is None else Device(interference)
-        found = [0.0] * len(works)
-
-        async def do(k: int) -> None:
-            kind, begin, seconds = works[k]
-            await anyio.sleep_until(begin)
-            await spend(device, kind, seconds)
-            found[k] = anyio.current_time()
-
-        async with anyio.create_task_group() as tasks:
-            for k in range(len(works)):
-                tasks.start_soon(do, k)
-        return found
-
-    return run_virtual(main)
-
-
-@pytest.mark.parametrize(
-    ("works", "expected"),
-    [
-        ([("decode", 0, 4)], [4]),
-        ([("decode", 0, 4), ("decode", 1, 1)], [4, 2]),
-        ([("decode", 0, 4), ("score", 1, 1)], [5, 3]),
-        ([("decode", 0, 2), ("score", 0, 2), ("train", 0, 2)], [6, 6, 6]),
-        ([("decode", 0, 3), ("score", 1, 1), ("score", 2, 1)], [4.5, 3, 4]),
-    ],
-)
-def test_kinds_of_work_take_turns(works: list[Work], expected: list[float]) -> None:
-    assert ends(works) == pytest.approx(expected)
-
-
-def test_each_kind_is_slowed_down_by_as_much_as_another_does() -> None:
-    share: Mapping[tuple[str, str], float] = {("decode", "score"): 0.25, ("score", "decode"): 1.0}
-    assert ends([("decode", 0, 4), ("score", 0, 1)], lambda *kinds: share[kinds]) == pytest.approx([4.4, 2])
-
-
-def test_without_interference_times_are_those_of_work_alone_to_the_last_bit() -> None:
-    works = [("decode", 0.1, 0.7), ("score", 0.3, 0.1), ("train", 0.3, 1 / 3)]
-    assert ends(works, lambda *_: 0.0) == [begin + seconds for _, begin, seconds in works]
-
-
-def test_fakes_on_one_device_slow_each_other_down() -> None:
-    async def main() -> tuple[float, float]:
-        device = Device()
-        policy = FakePolicy(lambda prompt: 4, 1.0, device=device)
-        scorer = FakeScorer(fake_scalar, per_call=1.0, device=device)
-        trainer = FakeTrainer(2.0, device=device)
-        (decode,) = await policy.open(prompts(1))
-        async with policy.decoding([decode], lambda finished: True), anyio.create_task_group() as tasks:
-            tasks.start_soon(scorer.extend, prompts(1))
-            await decode.read(9)
-        decoded = anyio.current_time()
-        await trainer.update(fake_batch())
-        return decoded, anyio.current_time()
-
-    assert run_virtual(main) == pytest.approx((5, 7))
-
-
-def test_what_is_cancelled_slows_nothing_down_any_more() -> None:
-    async def main() -> float:
-        device = Device()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(spend, device, "decode", 4.0)
-            with anyio.move_on_after(2):
-                await spend(device, "score", 9.0)
-        return anyio.current_time()
-
-    assert run_virtual(main) == pytest.approx(5)
 
 
 async def slept(seconds: float) -> float:
