@@ -229,6 +229,7 @@ def _longest(session: PreparedRun) -> Prompt:
 Changes: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Settings by section and key."""
 
+_AS_IT_IS: Final[Sequence[Changes]] = ({},)
 _CHECKPOINTING: Final[Changes] = {"trainer": {"gradient_checkpointing": 1}}
 _ADAPTERS: Final = {"dtype": "bfloat16", "lora_rank": 16}
 _TRUNK: Final = {"shared_trunk": True, "critic": ""}
@@ -316,19 +317,20 @@ def proposed(deployment: Deployment, load: Load, known: Known) -> list[Layout]:
     assumed, found = deployment.assumed, list[Layout]()
     if assumed is None:
         return found
-    for less in ([{}], [each for each in _less(deployment) if _changed(deployment, each)]):
+    smaller_runs = [each for each in _less(deployment) if _changed(deployment, each)]
+    for less in (_AS_IT_IS, smaller_runs):
         for name, changes in () if found else [*_candidates(deployment, assumed)]:
             remedies = [_merged(changes, remedy) for remedy in REMEDIES]
-            if less != [{}]:  # those with which it fits at rest, whatever the batch
+            if less is smaller_runs:  # those with which it fits at rest, whatever the batch
                 remedies = [each for each in remedies if _one_of(deployment, [each], None, known)]
             fit = _first(deployment, [[_merged(each, smaller) for each in remedies] for smaller in less], load, known)
             found += [_described(name, *fit, load, known)] if fit else []
     return sorted(found, key=lambda layout: layout.step)
 
 
-def _unlike(settings: Settings, changes: Changes) -> Changes:
+def _unlike(deployment: Deployment, changes: Changes) -> Changes:
     # But for what is set already.
-    document = settings.document()
+    document = deployment.settings.document()
     kept = {
         name: {key: value for key, value in keys.items() if document.get(name, {}).get(key) != value}
         for name, keys in changes.items()
@@ -419,7 +421,7 @@ def _one_of(
     for changes in tried:
         other = _changed(deployment, changes)
         if other is not None and (needs := _fitting(other, load, known)) is not None:
-            return _unlike(deployment.settings, changes), other, needs
+            return _unlike(deployment, changes), other, needs
     return None
 
 

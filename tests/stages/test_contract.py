@@ -464,7 +464,7 @@ def test_a_step_whose_rollouts_are_in_no_batch_is_refused() -> None:
         run_virtual(NoBatch(SETTING).run)
 
 
-class Counting:
+class Numbers:
     async def run(self, reports: Receiver[StepReport], /, *, out: Sender[int]) -> None:
         async for report in reports:
             await out.send(report.index)
@@ -473,7 +473,7 @@ class Counting:
 def test_a_graph_whose_result_is_no_report_is_refused() -> None:
     class Counted(Pipeline):
         def graph(self) -> Graph[StepReport]:
-            return cast("Graph[StepReport]", super().graph().then("count", Counting()))
+            return cast("Graph[StepReport]", super().graph().then("count", Numbers()))
 
     with pytest.raises(ProtocolError, match=r"must be a StepReport, as Update sends; got 0 \(int\)") as caught:
         run_virtual(Counted(SETTING).run)
