@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_828,
     "report": 3_260,
     "rewards": 1_805,
-    "run": 5_653,
+    "run": 5_666,
     "simulate": 2_438,
     "stages": 3_973,
     "testing": 2_504,

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import anyio
 from rich.filesize import decimal
 
+from oppo.config.load import with_correction
 from oppo.config.sections import PlacementSection
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
@@ -385,7 +386,7 @@ def _candidates(deployment: Deployment, assumed: Hardware) -> Iterator[tuple[str
     for decoding in (size for size in (1, 2, 4, 8) if size + 2 <= gpus):
         training = [f"cuda:{number}" for number in range(decoding + 1, gpus)]
         placement = {"policy": "cuda:0", "scorers": f"cuda:{decoding}", "trainer": training}
-        engine: Changes = {"models": {"engine": "vllm"}, "placement": placement}
+        engine: Changes = {**_on_vllm(deployment), "placement": placement}
         yield (
             f"vLLM on {decoding}, scorers on one, {len(training)} that train",
             (_merged(engine, {"vllm": {"tensor_parallel_size": decoding}}) if decoding > 1 else engine),
@@ -408,6 +409,18 @@ def _candidates(deployment: Deployment, assumed: Hardware) -> Iterator[tuple[str
             f"decoding here, {len(ranks)} that train and the scorers in the cluster",
             {"placement": {"cluster": "auto", "policy": "cuda:0", "scorers": "cuda", "trainer": ranks}},
         )
+
+
+def _on_vllm(deployment: Deployment) -> Changes:
+    # With the correction that a file has by itself once vLLM decodes: it needs a model more.
+    engine = {"models": {"engine": "vllm"}}
+    document = deployment.settings.document()
+    algorithm = dict(document["algorithm"])
+    if deployment.models.engine == "vllm" or algorithm.pop("is_correction", "") != "none":
+        return engine
+    filled = with_correction({**engine, "step": document["step"], "algorithm": algorithm})["algorithm"]
+    chosen = {"is_correction": filled["is_correction"]} if "is_correction" in filled else {}
+    return {**engine, "algorithm": chosen} if chosen else engine
 
 
 def _merged(changes: Changes, more: Changes) -> Changes:

@@ -269,7 +269,10 @@ CREDIT: Mapping[str, Mapping[str, str]] = {
 }
 """Credit by turn, of algorithms and dialogues; no axis, so that rows stay as they are."""
 
-OF_THE_TURNS = 'rewards=[{name="turns",source="environment"},{name="total",source="code.py:total"}]'
+OF_THE_TURNS = {
+    "function": 'rewards=[{name="turns",source="environment"},{name="total",source="code.py:total"}]',
+    "process": 'rewards=[{name="turns",source="environment"},{name="total",source="code.py:total",process=true}]',
+}
 
 
 def overrides(row: Row) -> list[str]:
@@ -279,9 +282,8 @@ def overrides(row: Row) -> list[str]:
     more = [] if credit is None else [credit]
     if dialogue in ("agent", "branches"):
         del given["rewards"]
-    elif dialogue in ("function", "class") and row["rewards"] == "function":
-        del given["rewards"]
-        more.append(OF_THE_TURNS)
+    elif dialogue in ("function", "class") and row["rewards"] in OF_THE_TURNS:
+        more.append(OF_THE_TURNS[given.pop("rewards")])
     return [*(each for axis, value in given.items() for each in AXES[axis][value]), *more]
 
 
