@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import anyio
 from rich.filesize import decimal
@@ -413,14 +413,14 @@ def _candidates(deployment: Deployment, assumed: Hardware) -> Iterator[tuple[str
 
 def _on_vllm(deployment: Deployment) -> Changes:
     # With the correction that a file has by itself once vLLM decodes: it needs a model more.
-    engine = {"models": {"engine": "vllm"}}
+    engine: Changes = {"models": {"engine": "vllm"}}
     document = deployment.settings.document()
     algorithm = dict(document["algorithm"])
     if deployment.models.engine == "vllm" or algorithm.pop("is_correction", "") != "none":
         return engine
-    filled = with_correction({**engine, "step": document["step"], "algorithm": algorithm})["algorithm"]
-    chosen = {"is_correction": filled["is_correction"]} if "is_correction" in filled else {}
-    return {**engine, "algorithm": chosen} if chosen else engine
+    filled = with_correction({**engine, "step": document["step"], "algorithm": algorithm})
+    chosen = cast("Mapping[str, object]", filled["algorithm"]).get("is_correction")
+    return {**engine, "algorithm": {"is_correction": chosen}} if chosen else engine
 
 
 def _merged(changes: Changes, more: Changes) -> Changes:
