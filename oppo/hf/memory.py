@@ -135,7 +135,7 @@ class WithoutData(LiveBytes):
 
 
 class _OnMeta(WithoutData):
-    """Makes all tensors on ``meta``, whatever device is asked for, and moves there what comes from elsewhere."""
+    """Makes all tensors on ``meta``, whatever device is asked for, and moves arguments on other devices there."""
 
     def __torch_dispatch__(
         self,

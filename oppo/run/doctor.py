@@ -41,8 +41,8 @@ from oppo.run.memory import (
     at_worst,
     by_device,
     crowded,
-    elsewhere,
     expected,
+    on_other_machines,
 )
 from oppo.run.models import policy_tokenizer
 from oppo.run.prompts import supplied
@@ -282,7 +282,7 @@ class Layout:
 
     @property
     def step(self) -> float:
-        """Seconds of a step: decoding with what shares its GPU, beside the scorers elsewhere; then the update."""
+        """Seconds of a step: decoding and the scorers on its GPU, beside those on other GPUs; then the update."""
         here = self.seconds.get(DECODING, 0.0) + self.seconds.get(BESIDE, 0.0)
         apart = [each for name, each in self.seconds.items() if name not in {DECODING, BESIDE, UPDATE}]
         return max([here, *apart]) + self.seconds.get(UPDATE, 0.0)
@@ -306,7 +306,8 @@ class Layout:
 
     def memory(self) -> str:
         on = {device: at_worst(models) for device, models in by_device(self.needs).items() if device.type == "cuda"}
-        most = [*on.values(), *(need.bytes.total for need in elsewhere(self.needs) if need.device.type == "cuda")]
+        away = [need.bytes.total for need in on_other_machines(self.needs) if need.device.type == "cuda"]
+        most = [*on.values(), *away]
         return f"{decimal(min(most))} to {decimal(max(most))}" if min(most) != max(most) else decimal(most[0])
 
 
@@ -468,7 +469,7 @@ def _described(  # noqa: PLR0917 - what a layout consists of
     assert assumed is not None  # noqa: S101 - layouts are of machines that are assumed
     load = deployment.load(load.prompt)
     busy = {device.index for device in by_device(needs) if device.type == "cuda"}
-    actors = {need.model.partition(".")[0] for need in elsewhere(needs) if need.device.type == "cuda"}
+    actors = {need.model.partition(".")[0] for need in on_other_machines(needs) if need.device.type == "cuda"}
     idle = assumed.machines * assumed.gpus - len(busy) - len(actors)
     batch = settings.step.batch * settings.algorithm.responses
     under = replace(load, rollouts=batch)
@@ -489,7 +490,7 @@ def _seconds(
     prompts = rows * reached.reader(together, actor, reached.forward, head=False).reading(0, load.prompt)
     context = rows * (load.prompt + load.response / 2)
     found = {DECODING: prompts + load.response * decoder.seconds(rows, context)}
-    shared, away = {need.where for need in needs if need.model.startswith("policy")}, elsewhere(needs)
+    shared, away = {need.where for need in needs if need.model.startswith("policy")}, on_other_machines(needs)
     for need in needs:
         model, gives_logprobs = made.scorer(need.model)
         if model is not None:

@@ -543,8 +543,7 @@ def by_device(needs: Iterable[Expected]) -> dict[torch.device, list[Expected]]:
     return needs_of
 
 
-def elsewhere(needs: Iterable[Expected]) -> list[Expected]:
-    """Return those on other machines."""
+def on_other_machines(needs: Iterable[Expected]) -> list[Expected]:
     return [need for need in needs if need.remote]
 
 
