@@ -207,6 +207,35 @@ class RoutedExperts(TokenColumn):
         return 0 if self.empty else len(prompt.tokens) + int(self.positions()[-1]) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class TurnLimit:
+    """Where a turn ends that has not ended by itself, in tokens of the turn.
+
+    Attributes:
+        tokens: of the turn at most; 0: as many as its response has room for.
+        thinking: the turn is interrupted after so many tokens if it is thinking then; 0: never.
+        opening: the token that begins thinking; -1: the prompt has begun it.
+        closing: the token that ends it.
+    """
+
+    tokens: int = 0
+    thinking: int = 0
+    opening: int = -1
+    closing: int = -1
+
+    def reached(self, tokens: Sequence[int], length: int) -> bool:
+        """Return whether a turn of ``length`` tokens, the last ones of ``tokens``, ends here or is interrupted."""
+        return length > 0 and (length == self.tokens or (length == self.thinking and self.interrupts(tokens[-length:])))
+
+    def interrupts(self, turn: Sequence[int]) -> bool:
+        """Return whether this turn is thinking just where its budget ends."""
+        thinks = self.closing not in turn and (self.opening < 0 or self.opening in turn)
+        return len(turn) == self.thinking > 0 and thinks
+
+
+UNLIMITED: Final = TurnLimit()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One sample to be generated for one prompt: opens a rollout.
@@ -224,6 +253,7 @@ class Prompt:
         group: the ``admission`` of the prompt, shared by the rollouts that are compared with one another.
         columns: the other columns of the prompt's row, for reward functions.
         branch: 0, but for a further conversation of the same sample, as of a subagent: then a number below 2**20.
+        limit: of the first turn.
 
     Example:
         >>> Prompt(rollout=7, admission=7, tokens=np.array([1, 2], np.int32)).tokens.tolist()
@@ -237,6 +267,7 @@ class Prompt:
     group: int = 0
     columns: Mapping[str, object] = field(default_factory=dict)
     branch: int = 0
+    limit: TurnLimit = UNLIMITED
 
     def samples(self, count: int) -> tuple[Prompt, ...]:
         """Return ``count`` rollouts to be generated for this prompt, as one group."""

@@ -43,7 +43,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 import anyio
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Batch, Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens
+from oppo.events import Batch, Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens, TurnLimit
 from oppo.models import (
     Capabilities,
     Cut,
@@ -240,6 +240,9 @@ class FaultyDecode:
 
     async def turn(self) -> IntArray | None:
         return await self.policy.played("turn", self._with_turns.turn)
+
+    def bound(self, limit: TurnLimit, start: int) -> None:
+        self._with_turns.bound(limit, start)
 
     def proceed(self, given: IntArray) -> bool:
         return self._with_turns.proceed(given)
