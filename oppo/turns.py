@@ -109,7 +109,9 @@ class Environment(Protocol):
 
     One that has ``forget(prompt, state)`` is called with the prompt of each rollout whose response has ended, or begins
     anew, and with the state of its last answer, ``None`` without one. One that has ``release(prompt)`` is called when
-    nothing more is asked of the rollout: it was trained, dropped or evaluated, begins anew, or the run ends.
+    nothing more is asked of the rollout: it was trained, dropped or evaluated, begins anew, or the run ends. One that
+    has ``follow(prompt, number, turn)`` is called when tokens of a rollout were read, with how many turns were answered
+    before and a function that returns the tokens of the present one so far.
     """
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:

@@ -86,6 +86,7 @@ class Conversations:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+        self._follow = getattr(environment, "follow", None)
         self._memories: dict[int, _Memory] = {}
         self._before: dict[int, _Memory] = {}  # without the last answer
         self._calls: dict[int, _Call] = {}
@@ -162,6 +163,16 @@ class Conversations:
         memory = self._memories.get(prompt.rollout, _Memory())
         if (limit := memory.limit or prompt.limit) != UNLIMITED:
             decode.bound(limit, memory.length)
+
+    def heard(self, rollout: InFlightRollout) -> None:
+        """Show new tokens of a rollout to the environment, if it follows turns."""
+        if self._follow is not None:
+            memory = self._memories.get(rollout.prompt.rollout, _Memory())
+
+            def turn() -> list[int]:
+                return rollout.response().tokens[memory.length :].tolist()
+
+            self._follow(rollout.prompt, memory.answered, turn)
 
     def _ask(self, rollout: InFlightRollout, memory: _Memory, tokens: list[int]) -> _Call:
         if self._tasks is None:
