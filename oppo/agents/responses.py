@@ -143,7 +143,7 @@ class _Events(Stream):
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        yield self._event("error", message=str(refusal), code=refusal.code, param=None)
+        yield self._event("error", **openai_error(refusal), message=str(refusal), code=refusal.code, param=None)
 
 
 _TEXT: Final[dict[Kind, str]] = {"content": "output_text", "reasoning": "reasoning_text"}
@@ -199,7 +199,7 @@ def _response(request: Request, status: str, output: Sequence[Json], usage: Json
 def _tool(value: object) -> Json:
     if not isinstance(value, dict) or value.get("type") != "function" or not isinstance(value.get("name"), str):
         raise Refusal(f'expected tools as {{"type": "function", "name": ..., "parameters": ...}}, got {shown(value)}')
-    function = {name: value[name] for name in ("name", "description", "parameters") if value.get(name) is not None}
+    function = {name: each for name, each in value.items() if each is not None and name not in ("type", "strict")}
     return {"type": "function", "function": function}
 
 
