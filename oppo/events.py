@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from oppo.declared import require_metrics
 from oppo.errors import ProtocolError, shown
+from oppo.limits import UNLIMITED, TurnLimit
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -205,35 +206,6 @@ class RoutedExperts(TokenColumn):
     def known(self, prompt: Prompt) -> int:
         """Return the number of first positions, the prompt's included, that these reach."""
         return 0 if self.empty else len(prompt.tokens) + int(self.positions()[-1]) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class TurnLimit:
-    """Where a turn ends that has not ended by itself, in tokens of the turn.
-
-    Attributes:
-        tokens: of the turn at most; 0: as many as its response has room for.
-        thinking: the turn is interrupted after so many tokens if it is thinking then; 0: never.
-        opening: the token that begins thinking; -1: the prompt has begun it.
-        closing: the token that ends it.
-    """
-
-    tokens: int = 0
-    thinking: int = 0
-    opening: int = -1
-    closing: int = -1
-
-    def reached(self, tokens: Sequence[int], length: int) -> bool:
-        """Return whether a turn of ``length`` tokens, the last ones of ``tokens``, ends here or is interrupted."""
-        return length > 0 and (length == self.tokens or (length == self.thinking and self.interrupts(tokens[-length:])))
-
-    def interrupts(self, turn: Sequence[int]) -> bool:
-        """Return whether this turn is thinking just where its budget ends."""
-        thinks = self.closing not in turn and (self.opening < 0 or self.opening in turn)
-        return len(turn) == self.thinking > 0 and thinks
-
-
-UNLIMITED: Final = TurnLimit()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -438,8 +410,7 @@ class AnsweredTurn:
 class Finish:
     """The response is complete and belongs to this step's batch.
 
-    It carries the whole response, so that a stage that lost its state (a session of an older version, a resumed run)
-    can restore it from this event alone.
+    It carries the whole response: a stage that lost its state (an older session, a resumed run) restores it from that.
 
     Attributes:
         answered: its answered turns, in order. The one that ended the response is there only if the environment gave it
@@ -471,8 +442,7 @@ class Drop:
     """The rollout ends here and will not be trained.
 
     Attributes:
-        reason: why, for the record.
-            At most 4000 characters are kept, escaped for UTF-8.
+        reason: why, for the record; at most 4000 characters are kept, escaped for UTF-8.
         nonfinite: whether the reason is a number that is not finite.
 
     Raises:

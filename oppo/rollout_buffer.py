@@ -25,7 +25,6 @@ import numpy as np
 from oppo.errors import ModelError, ProtocolError, leaves
 from oppo.events import (
     NO_COLUMNS,
-    UNLIMITED,
     Chunk,
     ChunkState,
     FinishReason,
@@ -35,8 +34,8 @@ from oppo.events import (
     Response,
     TokenColumns,
     ToolTokens,
-    TurnLimit,
 )
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Decode
 from oppo.turns import turn_so_far
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from oppo.errors import ProtocolError
 from oppo.events import (
-    UNLIMITED,
     AnsweredTurn,
     Chunk,
     Drop,
@@ -24,8 +23,8 @@ from oppo.events import (
     IntArray,
     Prompt,
     Response,
-    TurnLimit,
 )
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Decode, Detokenize, Policy, Sampling
 
 EnvironmentState: TypeAlias = object

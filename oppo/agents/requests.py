@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Typ
 import anyio
 
 from oppo.errors import ConfigError, one_line, running_loop, shortened, shown
-from oppo.events import UNLIMITED, IntArray, TurnLimit
+from oppo.events import IntArray
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import SamplingSettings
 
 if TYPE_CHECKING:

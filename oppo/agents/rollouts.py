@@ -35,8 +35,9 @@ from oppo.agents.server import PATHS, AgentServer
 from oppo.declared import require_real
 from oppo.environments.functions import EnvironmentFailure, is_finite
 from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, running_loop, shown
-from oppo.events import UNLIMITED, Chunk, Drop, Finish, IntArray, Prompt, TurnLimit
+from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
 from oppo.models import SamplingSettings, Scorer
 from oppo.observe import work_context

@@ -22,7 +22,8 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError, one_line
-from oppo.events import UNLIMITED, Chunk, IntArray, Prompt, Response, ToolTokens, TurnLimit
+from oppo.events import Chunk, IntArray, Prompt, Response, ToolTokens
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
 from oppo.models import Decode, Policy, Sampling, VariesSampling, Weights, require_model
 from oppo.turns import TurnDecode, turn_so_far

@@ -17,8 +17,9 @@ from anyio.abc import TaskGroup
 
 from oppo.declared import require_real
 from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
-from oppo.events import UNLIMITED, AnsweredTurn, Chunk, Drop, IntArray, Prompt, Response, TurnLimit, described
+from oppo.events import AnsweredTurn, Chunk, Drop, IntArray, Prompt, Response, described
 from oppo.graph import Step
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import entered
 from oppo.stages.ledger import InFlightRollout
 from oppo.stages.metrics import Averaged

@@ -41,8 +41,8 @@ from oppo.events import (
     Response,
     TokenColumns,
     ToolTokens,
-    TurnLimit,
 )
+from oppo.limits import TurnLimit
 from oppo.log import logger
 from oppo.models import Decode
 

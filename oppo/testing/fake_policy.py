@@ -24,7 +24,6 @@ from oppo.declared import validated
 from oppo.errors import ProtocolError, as_itself, running_loop
 from oppo.events import (
     NO_COLUMNS,
-    UNLIMITED,
     Chunk,
     ChunkState,
     FloatArray,
@@ -34,8 +33,8 @@ from oppo.events import (
     Support,
     TokenColumns,
     ToolTokens,
-    TurnLimit,
 )
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.testing.fakes import noises, require_seconds
 

@@ -43,7 +43,8 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 import anyio
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.events import Batch, Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens, TurnLimit
+from oppo.events import Batch, Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens
+from oppo.limits import TurnLimit
 from oppo.models import (
     Capabilities,
     Cut,

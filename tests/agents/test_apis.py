@@ -20,9 +20,10 @@ from oppo.agents.chat_completions import ChatCompletions
 from oppo.agents.messages import Messages
 from oppo.agents.requests import ChatRequests, Refusal, Wanted
 from oppo.agents.responses import Responses
-from oppo.events import Drop, TurnLimit
+from oppo.events import Drop
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.limits import TurnLimit
 from oppo.models import SamplingSettings
 from oppo.testing import run_virtual
 from oppo.turns import Answer

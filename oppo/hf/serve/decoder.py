@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError
-from oppo.events import UNLIMITED, FinishReason, Prompt, RoutedExperts, TokenColumns, TurnLimit
+from oppo.events import FinishReason, Prompt, RoutedExperts, TokenColumns
 from oppo.hf.devices import synchronised
 from oppo.hf.kv.cache import take
 from oppo.hf.kv.prefill import EXACT_BLOCK
@@ -34,6 +34,7 @@ from oppo.hf.kv.reader import Incremental
 from oppo.hf.routers import RouteRecords, RouterReplay
 from oppo.hf.serve.sampling import Noise, draw
 from oppo.hf.weights import adopt
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Cut, Detokenize, Sampling, Weights
 from oppo.placement.shared_memory import Counts, Gauge, Notice
 from oppo.rollout_buffer import DecodeStep
