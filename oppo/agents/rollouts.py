@@ -38,13 +38,13 @@ from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, runnin
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
 from oppo.log import logger
-from oppo.models import SamplingSettings, Scorer
+from oppo.models import SamplingSettings, Scorer, Shared
 from oppo.observe import work_context
 from oppo.returns import TokenRewards
 from oppo.rewards.function import ByTurn
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Branching, Turn
-from oppo.user_code import CheckedFunction, Shared, UserFunction
+from oppo.user_code import CheckedFunction, UserFunction
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
