@@ -123,6 +123,8 @@ class Program:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for pid in self.pids:
             with suppress(OSError):  # it has ended meanwhile
-                if TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():  # it removes shared memory, and ends
+                if (
+                    TRACKER.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+                ):  # it removes shared memory, and ends
                     os.kill(pid, signal.SIGKILL)
         self._process.wait(30)
