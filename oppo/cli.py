@@ -135,7 +135,7 @@ def train(
     with session:
         if verbose:
             console.out(settings.toml(), session.graph.table(), "", sep="\n", highlight=False)
-        console.out(*decided(session), *anyio.run(rehearse, session), *found, sep="\n", highlight=False)
+        console.out(*decided(session), *anyio.run(rehearse, session, found), sep="\n", highlight=False)
     return DONE
 
 
