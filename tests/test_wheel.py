@@ -259,6 +259,6 @@ def test_the_wheel_resolves_to_wheels_on_other_platforms(platform: str, tmp_path
     (wheel,) = (BASE / "dist").glob("oppo-*.whl")
     extras = ",".join({*EXTRAS, "openenv", "report"} - {"reasoning-gym"})  # which needs a compiler
     (tmp_path / "wanted.txt").write_text(f"oppo[{extras}] @ {wheel.as_uri()}\n")
-    command = [BASE / "bin" / "uv", "pip", "compile", "--quiet", "--only-binary", ":all:", "--python-version", "3.12"]
-    resolved = program([*command, "--python-platform", platform, tmp_path / "wanted.txt"])
+    asked = ["--only-binary", ":all:", "--python-version", "3.12", "--python-platform", platform]
+    resolved = program([BASE / "bin" / "uv", "pip", "compile", "--quiet", *asked, tmp_path / "wanted.txt"])
     assert "\ntorch==2." in resolved
