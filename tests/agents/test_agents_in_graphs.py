@@ -238,12 +238,13 @@ class Limited(Players):
     """Agents that limit each turn; ``said``: the reasons of their turns' ends, by row."""
 
     fields: Mapping[str, int] = field(default_factory=dict)
+    turns: int = 9
     said: dict[int, list[str]] = field(default_factory=dict)
 
     async def run(self, row: dict[str, Any], base_url: str, key: str) -> float:
         messages, said = [{"role": "user", "content": str(row["number"])}], list[str]()
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(self.agents.app), base_url=base_url) as to:
-            for turn in range(9):
+            for turn in range(self.turns):
                 await anyio.sleep(self.seconds.get((row["number"], turn), 0.01))
                 asked = {"messages": messages, **self.fields}
                 reply = await to.post("/chat/completions", json=asked, headers={"Authorization": f"Bearer {key}"})
@@ -279,7 +280,7 @@ def test_the_tokens_that_end_thinking_are_not_trained_and_the_turn_is_one(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.agents.conftest.Numbers.thinking", (-1, 99_999, [98, 99_999]))
-        players = Limited(seconds, fields={"thinking_token_budget": 5})
+        players = Limited(seconds, fields={"thinking_token_budget": 5}, turns=1)
         decoding = FakePolicy(length=lambda prompt: 8)
         batches = batches_of(players, decoding, Overcommit(batch=4, overcommit=2))
     for response in (each for batch in batches for each in batch.responses):
