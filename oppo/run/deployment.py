@@ -149,6 +149,17 @@ class Deployment:
         return self.devices.reference != self.devices.actor or "reference" in self.devices.apart
 
     @property
+    def teacher_shares(self) -> bool:
+        """Whether the policy is its own teacher with weights that are in memory without it."""
+        devices, models = self.devices, self.models
+        if "teacher" in devices.apart or not self.settings.teacher.own:
+            return False
+        if self.settings.teacher.weights == "frozen" and not models.adapts:
+            same = bool(self.roles_of("reference")) and models.reference == models.policy
+            return same and devices.reference == devices.teacher and "reference" not in devices.apart
+        return self.settings.teacher.weights != "average" and devices.teacher == devices.actor
+
+    @property
     def trains_elsewhere(self) -> bool:
         return "trainer" in self.devices.remote
 
@@ -173,7 +184,8 @@ def _roles(settings: Settings, models: ModelsSection, devices: Devices) -> Mappi
     sources |= {named_reward(reward): (key, reward.source) for key, reward in rewards.items()}
     if settings.algorithm.has_critic:
         sources["critic"] = "models.critic", models.critic
-    sources |= {name: (f"models.{name}", path) for name, path in models.teachers.items()}
+    key = "teacher.weights" if settings.teacher.own else ""
+    sources |= {name: (key or f"models.{name}", path) for name, path in settings.teachers.items()}
     if settings.algorithm.corrects:
         sources["proximal"] = "models.policy", models.policy
     engines: dict[str, OnVllm] = {
@@ -181,6 +193,7 @@ def _roles(settings: Settings, models: ModelsSection, devices: Devices) -> Mappi
     }
     engines |= settings.on_vllm
     on_base = {"policy", *(["reference"] if models.is_reference_on_base else [])}
+    on_base |= {"teacher"} if settings.teacher.weights == "frozen" else set()
 
     def role(name: str, key: str, source: str) -> Role:
         model = name.partition(".")[0]
