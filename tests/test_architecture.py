@@ -69,6 +69,7 @@ TORCH = (
     PACKAGE / "run" / "loading.py",
     PACKAGE / "run" / "memory.py",
     PACKAGE / "run" / "models.py",
+    PACKAGE / "run" / "teachers.py",
 )
 """The only places that know torch."""
 
