@@ -32,7 +32,7 @@ def main(folder: Path = Path(__file__).parent) -> None:
         optimizer.zero_grad()
     tokenizer = Tokenizer(models.BPE({character: token for token, character in enumerate("0123456789?.")}, []))
     model.save_pretrained(folder / "model")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=".").save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=".").save_pretrained(folder / "model")  # noqa: S106 - no secret
     rows_of_data = [{"prompt": f"{digit}?", "digit": digit, "answer": (3 * digit + 1) % 10} for digit in range(10)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of_data))
 
