@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 
 from oppo.errors import SessionsLost, as_itself, awaited, noted
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, RolloutEvent, Scored, ToolTokens
-from oppo.graph import Receiver, Sender, Step
+from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import PrioritisedScorer, Scorer, SyncedModel, entered, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
 from oppo.scorers import Extras, Growth, RolloutSession, capabilities_of, prioritised
@@ -116,7 +116,8 @@ class Score(Generic[T]):
 
     A scorer of frozen weights whose calls may overlap is called for rollouts that finish while it still scores others.
 
-    A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained.
+    A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained. One with
+    state between steps (:class:`~oppo.graph.stage.Stateful`) has it restored when a run is resumed.
 
     Attributes:
         scorer: the model.
@@ -149,6 +150,8 @@ class Score(Generic[T]):
             ScorerWeights(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, SyncedModel) else None
         )
         self._concurrent = can.concurrent and self._following is None
+        if isinstance(self.scorer, Stateful):  # the stage has the state of its scorer
+            self.state_dict, self.load_state_dict = self.scorer.state_dict, self.scorer.load_state_dict
 
     @property
     def synced(self) -> ScorerWeights | None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedModel
 
 from oppo.events import IntArray, Prompt
+from oppo.graph import Stateful
 from oppo.hf import AveragedTeacher, ReferenceLogprobs, SelfTeacher, TeacherLogprobs
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.weights import copies
@@ -22,6 +23,7 @@ from oppo.models import Sampling, Scorer, Weights
 from oppo.placement import Inline, Thread
 from oppo.returns import TopLogprobs
 from oppo.scorers import BehindPrompt, Untaught
+from oppo.stages import Score
 from tests.hf import tiny
 from tests.hf.serve.test_scorers import assert_close, expected_logprobs
 from tests.kit.responses import VOCABULARY, responses, stream
@@ -193,3 +195,13 @@ async def test_weights_that_wait_are_copies() -> None:
     served = cast("PreTrainedModel", teacher._model).state_dict()[name]
     assert torch.equal(served, cast("torch.Tensor", first.actor[name]))
     assert not torch.equal(served, cast("torch.Tensor", second.actor[name]))
+
+
+def test_the_stage_of_a_teacher_has_its_state_and_that_of_a_scorer_without_one_none() -> None:
+    teacher = averaged(tiny.causal("llama"), 0.5)
+    stage = Score(behind(cast("Scorer[object]", teacher), [], Untaught()))
+    assert isinstance(stage, Stateful)
+    assert stage.state_dict()["version"] == 0
+    stage.load_state_dict({"version": 3, "average": {}})
+    assert teacher.state_dict()["version"] == 3
+    assert not isinstance(Score(SelfTeacher(tiny.causal("llama"), sampling=SAMPLING, place=HERE)), Stateful)
