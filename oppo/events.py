@@ -80,7 +80,6 @@ class TokenColumn:
 
     @property
     def empty(self) -> bool:
-        """Whether no token has any."""
         return not len(self.ids)
 
     def slice(self, start: int, stop: int | None) -> Self:
@@ -89,7 +88,6 @@ class TokenColumn:
         return type(self)(self.ids[first:last], self.counts[start:stop])
 
     def split(self) -> Sequence[Self]:
-        """Return the ids of each token by itself, as views."""
         bounds = [0, *np.cumsum(np.abs(self.counts)).tolist()]
         kind = type(self)
         return [kind(self.ids[first:last], self.counts[n : n + 1]) for n, (first, last) in enumerate(pairwise(bounds))]
@@ -118,20 +116,17 @@ class TokenColumns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[tuple[TokenColumns, int]]) -> TokenColumns:
-        """Return the columns of all parts' tokens, end to end; each part comes with its number of tokens."""
         parts = list(parts)
         kinds = dict.fromkeys(type(column) for part, _ in parts if part is not NO_COLUMNS for column in part)
         return cls(*(kind.concatenate((part[kind], n) for part, n in parts) for kind in kinds)) if kinds else NO_COLUMNS
 
     def slice(self, start: int, stop: int | None) -> TokenColumns:
-        """Return the columns of tokens ``start .. stop``, as views."""
         return TokenColumns(*(column.slice(start, stop) for column in self)) if self._columns else self
 
     def only(self, kinds: Sequence[type[TokenColumn]]) -> TokenColumns:
         return TokenColumns(*(self[kind] for kind in kinds)) if self._columns else self
 
     def split(self, count: int) -> Sequence[TokenColumns]:
-        """Return the columns of each of the ``count`` tokens by itself, as views."""
         if not self._columns:
             return [self] * count
         return [TokenColumns(*one) for one in zip(*(column.split() for column in self), strict=True)]
@@ -303,7 +298,6 @@ class Chunk:
         )
 
     def part(self, start: int, stop: int | None = None) -> Chunk:
-        """Return its tokens ``start .. stop``, counted from its first, as views."""
         s, state = slice(start, stop), self.state if stop is None else "live"
         columns = self.tokens[s], self.logprobs[s], self.versions[s], self.extra.slice(start, stop)
         return Chunk(self.rollout, self.start + start, *columns, state)
@@ -323,7 +317,6 @@ class ToolTokens:
     state: ChunkState = "live"
 
     def part(self, start: int, stop: int | None = None) -> ToolTokens:
-        """Return its tokens ``start .. stop``, counted from its first, as a view."""
         state = self.state if stop is None else "live"
         return ToolTokens(self.rollout, self.start + start, self.tokens[start:stop], state)
 
@@ -349,13 +342,11 @@ class Response:
 
     @classmethod
     def empty(cls, prompt: Prompt) -> Response:
-        """Return the response of a rollout without tokens."""
         ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
         return cls(prompt, ints, floats, ints, np.zeros(0, np.bool_))
 
     @classmethod
     def of(cls, prompt: Prompt, pieces: Iterable[Chunk | ToolTokens]) -> Response:
-        """Return the response that consists of these pieces, in order."""
         chunks, sampled = list[Chunk](), list[bool]()
         for piece in pieces:
             sampled.append(isinstance(piece, Chunk))
@@ -371,7 +362,6 @@ class Response:
         return cls(prompt, whole.tokens, whole.logprobs, whole.versions, mask, whole.extra)
 
     def then(self, piece: Chunk | ToolTokens) -> Response:
-        """Return this response with ``piece`` appended."""
         return Response.of(self.prompt, [*self.pieces(), piece])
 
     def chunk(self, start: int = 0, stop: int | None = None) -> Chunk:
@@ -632,7 +622,6 @@ class Batch:
 
     @property
     def rollouts(self) -> tuple[int, ...]:
-        """The rollouts of this batch, in admission order."""
         return tuple(response.prompt.rollout for response in self.responses)
 
     @property

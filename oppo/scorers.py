@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import anyio
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
 from oppo.events import NO_COLUMNS, Chunk, Finish, FloatArray, Prompt, Response, TokenColumns, ToolTokens
-from oppo.models import PrioritisedScorer, Scorer, entered
+from oppo.models import PrioritisedScorer, Scorer, Shared, entered
 from oppo.returns import TopLogprobs
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice, urged
 
@@ -35,7 +34,6 @@ class Unscored:
         """Read nothing."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
-        """Return a 0 for each rollout."""
         return [0.0] * len(finished)
 
     async def forget(self, rollouts: Sequence[int]) -> None:
@@ -60,7 +58,6 @@ class WholeScorer(Generic[T]):
         """Read nothing."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
-        """Return the value of each response."""
         values: dict[int, T] = {}
 
         async def ask(each: Finish) -> None:
@@ -151,11 +148,9 @@ class RolloutSession:
 
     @property
     def response(self) -> int:
-        """Tokens of the response that were received."""
         return self.received - self.prompt
 
     def holds(self, response: Response) -> bool:
-        """Whether all of a rollout was received."""
         return self.received == len(response.prompt.tokens) + len(response)
 
 
@@ -256,7 +251,6 @@ class RolloutSessions(dict[int, S], Generic[S]):
         return session
 
     def forget(self, rollouts: Iterable[int]) -> None:
-        """Drop sessions; unknown rollouts are fine."""
         for rollout in rollouts:
             self.pop(rollout, None)
 
@@ -300,24 +294,7 @@ class _InOrder(Generic[T]):
             await self._scorer.forget(rollouts)
 
 
-class _Wrapper(Generic[T]):
-    # Opens the scorers that it stands for, and closes them.
-
-    def __init__(self, given: Sequence[Scorer[T]]) -> None:
-        self._given = tuple(given)
-        self._opened: list[AsyncExitStack] = []
-
-    async def __aenter__(self) -> Self:
-        self._opened.append(await entered(self._given))
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self._opened.pop().__aexit__(kind, error, tb)
-
-
-class ByColumn(_Wrapper[T]):
+class ByColumn(Shared, Generic[T]):
     """Several scorers as one: each rollout is read by the one that a column of its prompt's row names.
 
     Args:
@@ -333,10 +310,13 @@ class ByColumn(_Wrapper[T]):
                 (capabilities_of(each).time_slice for each in scorers.values()), key=lambda each: each.seconds
             ),
         )
-        super().__init__([*scorers.values()])
         self._column = column
+        self._given = tuple(scorers.values())
         self._scorers = {name: prioritised(each) for name, each in scorers.items()}
         self._of: dict[int, str] = {}
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(await entered(self._given))
 
     async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
         """Have each scorer read the events of its rollouts, one after the other.
@@ -357,7 +337,6 @@ class ByColumn(_Wrapper[T]):
             await scorer.extend(part, priority=priority)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
-        """Return the value of each rollout, in order."""
         values: dict[int, T] = {}
         for scorer, part in self._parts(finished):
             found = await scorer.finish(part, priority=priority)
@@ -367,7 +346,6 @@ class ByColumn(_Wrapper[T]):
         return [values[each.rollout] for each in finished]
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Have the scorers forget the rollouts; unknown ones are fine."""
         for name, scorer in self._scorers.items():
             if part := [each for each in rollouts if self._of.get(each) == name]:
                 await scorer.forget(part, priority=priority)
@@ -409,7 +387,7 @@ Lesson: TypeAlias = FloatArray | TopLogprobs | Untaught
 """What a teacher says of a response of n tokens: their log-probs, float32 [n]; with its likeliest ids; or nothing."""
 
 
-class BehindPrompt(_Wrapper[T]):
+class BehindPrompt(Shared, Generic[T]):
     """A scorer that reads each response behind another prompt than the policy did, with the same tokens of a response.
 
     It follows the trainer's weights, and keeps state, if ``scorer`` does.
@@ -422,10 +400,10 @@ class BehindPrompt(_Wrapper[T]):
     """
 
     def __init__(self, scorer: Scorer[T], prompt: Callable[[Prompt], Prompt | None], otherwise: T) -> None:
-        super().__init__([scorer])
         can = capabilities_of(scorer)
         self.capabilities = replace(can, samples=lambda: {**can.samples(), **self._taught()})
         self.prompt = prompt
+        self._given = scorer
         self._scorer = prioritised(scorer)
         self._otherwise = otherwise
         self._prompts: dict[int, Prompt | None] = {}
@@ -433,6 +411,9 @@ class BehindPrompt(_Wrapper[T]):
         for name in ("load", "serves", "tensors", "copied", "state_dict", "load_state_dict"):
             if hasattr(scorer, name):
                 setattr(self, name, getattr(scorer, name))
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(await entered([self._given]))
 
     @property
     def version(self) -> int:

@@ -121,7 +121,8 @@ Act: TypeAlias = Callable[[Part], Acting]
 
 def on_transformers(part: Part) -> Acting:
     """Decode with the model that is trained, in a thread."""
-    thread = DeviceThread("actor", part.device, listener=part.listener, setup=part.seat.take, first=True)
+    thread = DeviceThread("actor", part.device, setup=part.seat.take, first=True)
+    thread.listener = part.listener
     policy = HfPolicy(part.actor, sampling=part.sampling, place=thread, limit=part.limit)
     counters = policy.counters
     return Acting(policy, lambda: Progress(counters.decode_steps, counters.tokens), thread.close)
@@ -227,9 +228,10 @@ def pipeline(
     kind = partial(DeviceThread, device=device)
     apart = mode.trains_apart(workload)
     train = Process if apart and device == "cpu" else kind
-    training = train("trainer", listener=listener, setup=seats.trainer.take)
+    training = train("trainer", setup=seats.trainer.take)
     home = kind if scorers == "thread" else Process
-    scoring = home("scorers", listener=listener, setup=seats.scorers.take)
+    scoring = home("scorers", setup=seats.scorers.take)
+    training.listener = scoring.listener = listener
     scripted = workload.models.scripted
     sampling = Sampling(
         max_new_tokens=workload.lengths.cap,

@@ -38,13 +38,13 @@ from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, runnin
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
 from oppo.log import logger
-from oppo.models import SamplingSettings, Scorer
+from oppo.models import SamplingSettings, Scorer, Shared
 from oppo.observe import work_context
 from oppo.returns import TokenRewards
 from oppo.rewards.function import ByTurn
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Branching, Turn
-from oppo.user_code import CheckedFunction, Shared, UserFunction
+from oppo.user_code import CheckedFunction, UserFunction
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -579,6 +579,11 @@ class AgentPrompts(AsyncIterator[Prompt]):
     def columns(self) -> Callable[[int], Mapping[str, object]] | None:
         """Returns the columns of the prompt with an admission number, where the source can."""
         found: Callable[[int], Mapping[str, object]] | None = getattr(self._source, "columns", None)
+        return found
+
+    def at(self, number: int) -> Prompt:
+        """Return a row, before its agent has asked, of a source that has it."""
+        found: Prompt = self._source.at(number)
         return found
 
     def _position(self) -> Mapping[str, Any]:

@@ -67,7 +67,6 @@ class Member:
         return found
 
     def drawing(self, sampling: Sampling | None) -> Policy:
-        """The policy on its engine that samples so."""
         if sampling is None:
             return self.policy
         if sampling not in self._drawing:
@@ -122,10 +121,6 @@ class Members:
         self._reading = 0  # loads of members that were started again
         self._first = True
         self._changed = anyio.Event()
-
-    @property
-    def is_open(self) -> bool:
-        return self._tasks is not None
 
     @property
     def living(self) -> list[Member]:

@@ -37,7 +37,7 @@ from oppo.stages.conversations import Conversations
 from oppo.stages.dynamic_sampling import DynamicSampling, Round
 from oppo.stages.in_flight import Groups, OpenRollouts, require_turns
 from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, require_prompt
-from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
+from oppo.stages.metrics import Averaged, DecodeMeter, observation
 from oppo.turns import Branching, Environment
 
 
@@ -236,10 +236,10 @@ class Generate:
         if self.select is not None:
             await self._replace_rejected(self.select, prompts, out, step)
         if late := [unit.age > 0 for unit in self._ledger.placed for _ in unit.prompts]:
-            step.record(StepMetrics({"deferral/trained_late": sum(late) / len(late)}))
+            step.record(Averaged.once({"deferral/trained_late": sum(late) / len(late)}))
         deferred = self._ledger.end()
         if self._ledger.restarts and (discarded := [await self._rollouts.discard(unit) for unit in deferred]):
-            step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
+            step.record(Averaged.once({"deferral/discarded_tokens": float(sum(discarded))}))
         for unit in deferred:
             for prompt in unit.prompts:
                 if prompt.rollout in self._rollouts:
@@ -280,7 +280,7 @@ class Generate:
                 )
             await self._rollouts.open(self.policy, groups)
             await self._decode(prompts, out, step)
-        step.record(StepMetrics({"selection/rounds": float(number), "selection/rejected": float(rejected)}))
+        step.record(Averaged.once({"selection/rounds": float(number), "selection/rejected": float(rejected)}))
 
     def _may_branch(self, prompt: Prompt) -> bool:
         return self._branching is not None and self._branching.goes_on(prompt)
@@ -351,7 +351,7 @@ class Generate:
         for controller in (self.admission, self.chunks):
             if isinstance(controller, ReportsMetrics):
                 with blaming(f"{type(controller).__name__}.metrics()"):
-                    step.record(StepMetrics(controller.metrics()))
+                    step.record(Averaged.once(controller.metrics()))
         return await self._take(prompts, wanted)
 
     async def _take(self, prompts: Receiver[Prompt], wanted: int) -> list[tuple[Prompt, ...]]:
@@ -494,6 +494,7 @@ _COLUMNS: Final = (
     ("logprobs", np.dtype(np.float32)),
     ("versions", np.dtype(np.int32)),
 )
+_STATES: Final = get_args(ChunkState)
 _ROUNDING: Final = 1e-3
 """By which a log-prob may exceed 0."""
 
@@ -501,25 +502,23 @@ _ROUNDING: Final = 1e-3
 def _fault_of(chunk: object, limit: int, rollout: int, start: int, turns: bool) -> str:
     if not isinstance(chunk, Chunk | ToolTokens):
         return f"{described(chunk)}; expected a Chunk or ToolTokens"
-    state = chunk.state
-    if state != "live" and state not in get_args(ChunkState):
-        return f"a chunk whose state is {state!r}; expected one of {', '.join(get_args(ChunkState))}"
+    state, shape = chunk.state, np.shape(chunk.tokens)
+    if state not in _STATES:
+        return f"a chunk whose state is {state!r}; expected one of {', '.join(_STATES)}"
     if chunk.rollout != rollout or chunk.start != start:
         return f"tokens of rollout {chunk.rollout} from {chunk.start} on; expected tokens from {start} on"
     for name, kind in _COLUMNS if isinstance(chunk, Chunk) else _COLUMNS[:1]:
         column: object = getattr(chunk, name)
-        if not isinstance(column, np.ndarray) or column.dtype != kind or column.ndim != 1:
-            return f"a chunk whose {name} are {described(column)}; expected {kind} [n]"
-    n = len(chunk.tokens)
+        if not isinstance(column, np.ndarray) or column.dtype != kind or column.shape != shape or column.ndim != 1:
+            return f"a chunk whose {name} are {described(column)}; expected {kind} [n], n tokens"
+    n = shape[0]
     if n > limit:
         return f"a chunk of {n} tokens; expected at most {limit}"
     if not n:
         ends = state == "cut" or (turns and state != "live")
         return "" if ends else f"a chunk with no token that says {state!r}; only 'cut' may"
     least = chunk.tokens[0] if n == 1 else chunk.tokens.min()  # a reduction is ten times as expensive
-    if least < 0:
-        return f"a chunk that holds the token id {least}; expected 0 or more"
-    return ""
+    return "" if least >= 0 else f"a chunk that holds the token id {least}; expected 0 or more"
 
 
 def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
@@ -535,11 +534,6 @@ def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
                 f"a chunk of {n} tokens whose {column.name} is of {len(column.counts)} tokens, with "
                 f"{described(column.ids)}; expected integers of {1 + column.dimensions} dimensions, of each token"
             )
-    if (len(logprobs), len(versions)) != (n, n):
-        return (
-            f"a chunk of {n} tokens with {len(logprobs)} log-probs and {len(versions)} versions; expected one of each "
-            "for each token"
-        )
     if logprobs[0] > _ROUNDING or (n > 1 and (logprobs > _ROUNDING).any()):
         return f"a chunk with a log-prob of {logprobs.max()}; expected at most 0, the log of a probability"
     if not oldest <= versions[0] <= versions[-1] <= newest or (n > 1 and (versions[1:] < versions[:-1]).any()):

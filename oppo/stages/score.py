@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ class Backlog:
     _finished: list[Finish] = field(default_factory=list)
     _dropped: list[Drop] = field(default_factory=list)
     _deferred: list[Defer] = field(default_factory=list)
-    _unread: dict[int, list[Growth]] = field(default_factory=dict)
+    _unread: dict[int, list[Growth]] = field(default_factory=lambda: defaultdict(list))
     _ended: bool = False
     _change: anyio.Event = field(default_factory=anyio.Event)
 
@@ -40,10 +40,7 @@ class Backlog:
         for event in events:
             match event:
                 case Chunk() | Prompt() | ToolTokens():
-                    if event.rollout in unread:
-                        unread[event.rollout].append(event)
-                    else:
-                        unread[event.rollout] = [event]
+                    unread[event.rollout].append(event)
                 case Finish():
                     self._finished.append(event)
                 case Drop():

@@ -67,7 +67,6 @@ class Transcript:
 
     @property
     def versions(self) -> IntArray:
-        """Of the weights that made its sampled tokens."""
         return np.concatenate([each.versions for each in self.chunks if isinstance(each, Chunk)])
 
     @property

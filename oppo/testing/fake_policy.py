@@ -170,7 +170,6 @@ class FakePolicy:
                 decode.follow(load.version)
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
-        """Decode while the context is open."""
         return self._decoding(self.mine(live), cut)
 
     def mine(self, decodes: Sequence[Decode]) -> list[FakeDecode]:
@@ -217,7 +216,6 @@ class FakePolicy:
         self._start(going)
 
     def rejoin(self, decode: FakeDecode) -> None:
-        """Decode on after a turn was answered."""
         self._waiting.pop(decode, None)
         self._go_on(decode)
         self._start([decode])
@@ -243,7 +241,6 @@ class FakePolicy:
                 self._loops.start_soon(lane.run)
 
     def stop(self) -> None:
-        """End decoding."""
         if self._cut is not None:
             self._cut = None
             self.defer([*self._live, *self._waiting])
@@ -267,7 +264,6 @@ class FakePolicy:
         return Support(ids, np.full(len(tokens), self.kept, np.int32))
 
     def is_decoding(self, decode: FakeDecode) -> bool:
-        """Return whether more tokens of this decode will come in this step."""
         return decode in self._live or decode in self._waiting
 
     def attend(self, rows: Sequence[FakeDecode]) -> None:

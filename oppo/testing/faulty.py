@@ -327,7 +327,6 @@ class FaultyCritic(_FaultySynced, FaultyScorer[T]):
     inner: SyncableScorer[T]
 
     async def copied(self, weights: Weights) -> Weights:
-        """Return a copy of weights, its model's where that can make one."""
         return await self.inner.copied(weights) if isinstance(self.inner, CopiesWeights) else deepcopy(weights)
 
 
