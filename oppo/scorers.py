@@ -446,7 +446,6 @@ class BehindPrompt(Shared, Generic[T]):
         return [known.get(each.rollout, self._otherwise) for each in finished]
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Forget rollouts; unknown ones are fine."""
         if known := [each for each in rollouts if self._prompts.pop(each, None) is not None]:
             await self._scorer.forget(known, priority=priority)
 

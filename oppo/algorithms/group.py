@@ -135,7 +135,6 @@ class GroupAlgorithm(ClippedAlgorithm):
 
     @property
     def compared(self) -> GroupAdvantage | Literal["each_reward"]:
-        """The estimator; see :class:`oppo.GroupRelative`."""
         return "leave_one_out"
 
     @property

@@ -142,7 +142,6 @@ class Settings(BaseModel):
 
     @property
     def teachers(self) -> Mapping[str, str]:
-        """The source of each teacher, by its role."""
         return {"teacher": self.models.policy} if self.teacher.own else self.models.teachers
 
     @property

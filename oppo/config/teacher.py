@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -60,12 +60,10 @@ class TeacherSection:
 
     @property
     def own(self) -> bool:
-        """Whether the policy is its own teacher."""
         return self.weights != "model"
 
     @property
     def privileged(self) -> bool:
-        """Whether the teacher reads another prompt than the policy."""
         return bool(self.column or self.template)
 
     @property
@@ -74,7 +72,6 @@ class TeacherSection:
 
     @property
     def note(self) -> str:
-        """What it costs in time; empty for nothing."""
         if not self.of_siblings:
             return ""
         return (
@@ -93,9 +90,9 @@ def fault_of(
     program: str,
     scored: bool,
 ) -> str:
-    """Return what is wrong with the teacher of a run, and the remedy; empty for nothing."""
     named, distills, weight = models.teacher, getattr(algorithm, "distills", None), getattr(algorithm, "distill", None)
     given = changed(teacher, {each.name for each in fields(teacher)})
+    idle = ", ".join(f"{key} = {in_toml(value)}" for key, value in given.items())
     has, chosen = bool(named or teacher.own), f"step.algorithm = {step.algorithm!r}"
     words: Mapping[str, object] = {
         f"{chosen} with algorithm.distill = {1.0 if weight is None else weight} learns the log-probs of a teacher, and "
@@ -105,8 +102,8 @@ def fault_of(
         "leave one of the two out": named and teacher.own,
         f"models.teacher = {named!r} is a teacher, and {chosen} learns nothing of it: {_remedy(weight)}, or leave "
         "models.teacher out": named and distills is False,
-        f"[teacher] has {_listed(given)}, and {chosen} learns nothing of a teacher: {_remedy(weight)}, or leave "
-        "[teacher] out": given and (distills is False or not has),
+        f"[teacher] has {idle}, and {chosen} learns nothing of a teacher: {_remedy(weight)}, or leave [teacher] out": given
+        and (distills is False or not has),
         f"placement.teacher = {placement.teacher!r} places a teacher, and models.teacher names none: leave that out": (
             placement.teacher and not has
         ),
@@ -126,7 +123,3 @@ def fault_of(
 
 def _remedy(weight: object) -> str:
     return "choose step.algorithm = 'distill', or another" if weight is None else "set algorithm.distill above 0"
-
-
-def _listed(given: Mapping[str, object] | Sequence[str]) -> str:
-    return ", ".join(f"{key} = {in_toml(value)}" for key, value in dict(given).items())

@@ -59,7 +59,6 @@ class Role:
 
     @property
     def model(self) -> str:
-        """Its name without that of one of several: ``teacher``."""
         return self.name.partition(".")[0]
 
     @property
@@ -113,7 +112,6 @@ class Deployment:
         return replace(self, settings=settings, trainer=settings.trainer)
 
     def load(self, prompt: int) -> Load:
-        """Return the load of the models, with prompts of ``prompt`` tokens."""
         step, response = self.settings.step, self.settings.sampling.max_new_tokens
         # a stage has one step at a time, however many are alive: a model holds the rollouts of one, and the deferred
         rollouts = (step.batch + step.most_overcommit) * self.settings.algorithm.responses
@@ -132,16 +130,13 @@ class Deployment:
         return self.settings.run.cores or available_cores()
 
     def roles_of(self, model: str) -> list[Role]:
-        """Return the models of a kind that vLLM does not score with: one, several teachers or rewards, or none."""
         return [role for role in self.roles.values() if role.model == model and role.on is None]
 
     def on_vllm(self, *models: str) -> list[tuple[Role, OnVllm]]:
-        """Return the models of these kinds with which vLLM scores, and the settings of their engines."""
         return [(role, role.on) for role in self.roles.values() if role.model in models and role.on is not None]
 
     @property
     def scored(self) -> list[str]:
-        """The models that transformers serves to score, and the rewards, some of which are functions."""
         return [model for model in SCORED if model == "reward" or self.roles_of(model)]
 
     @property

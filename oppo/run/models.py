@@ -134,7 +134,6 @@ class Assembly:
         self.places.abort()
 
     def close(self) -> None:
-        """End engines, places and the processes of user code, also if one of them fails to end."""
         with ExitStack() as stack:
             for scorer in self.scoring:
                 stack.callback(scorer.engine.close)

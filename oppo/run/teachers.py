@@ -35,7 +35,6 @@ from oppo.scorers import SIBLING, BehindPrompt, ByColumn, Lesson, Untaught
 def check_columns(
     settings: Settings, environment: object, tokenizer: HfTokenizer, known: Sequence[Collection[str]]
 ) -> None:
-    """Raise ``ConfigError`` unless the data has the columns that name a teacher or make its prompt."""
     column = settings.models.teacher_column
     if column and known and column not in known[0]:
         raise ConfigError(
@@ -91,7 +90,6 @@ def served_teacher(
     on_vllm: ScorersOnVllm,
     actor: PreTrainedModel,
 ) -> Scorer[Lesson | Drop] | None:
-    """Return the teacher of a run, or several as one; ``None`` without one."""
     settings, section = deployment.settings, deployment.settings.teacher
     top_k = getattr(settings.algorithm, "distill_top_k", None)
     known = dict[str, Scorer[Lesson | Drop]]()
@@ -141,7 +139,6 @@ def _check_reader(role: Role, top_k: int | None, *, answered: bool) -> None:
 
 
 def require_teacher_room(teacher: object, prompts: object, max_new_tokens: int, positions: int) -> None:
-    """Raise ``ConfigError`` unless the teacher's prompts leave room for a response, as far as they are known."""
     if not isinstance(teacher, BehindPrompt) or not isinstance(prompts, PromptStream):
         return
     make = cast("PrivilegedPrompt", teacher.prompt)

@@ -116,7 +116,6 @@ class PreparedRun:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     def is_checkpointed(self, index: int) -> bool:
-        """Return whether the run drains after this step and writes a checkpoint."""
         return is_due(index, self.settings.run.checkpoint_every, self.steps) or index in self.replay.drains
 
     async def restore(self, running: Run[StepReport]) -> None:
@@ -324,7 +323,6 @@ def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
 
 
 def directory_of(session: PreparedRun) -> RunDirectory:
-    """Return the run directory; a resumed one is rewound to the checkpoint."""
     settings = session.settings
     return RunDirectory(
         settings.run_directory,

@@ -74,7 +74,6 @@ class Backlog:
         return self._unread.pop(rollout, [])
 
     def portion(self, tokens: float) -> list[Growth]:
-        """Return the longest-waiting unread events of at most ``tokens`` tokens, and one at least."""
         portion: list[Growth] = []
         for event in chain.from_iterable(self._unread.values()):
             tokens -= len(event.tokens)
@@ -84,7 +83,6 @@ class Backlog:
         return portion
 
     def mark_read(self, portion: Iterable[Growth]) -> None:
-        """Remove the events of a portion; later events of their rollouts wait behind all others."""
         for rollout, count in Counter(event.rollout for event in portion).items():
             if left := self._unread.pop(rollout)[count:]:
                 self._unread[rollout] = left

@@ -363,22 +363,17 @@ class Following(StreamedScorer[T]):
         self._model = model
 
     def serves(self, weights: Weights) -> bool:
-        """Return whether a tensor of ``weights`` is one that it serves."""
         return not isinstance(self._model, ModelRecipe) and share_storage(self._model, getattr(weights, self._part))
 
     def tensors(self) -> frozenset[int]:
-        """Return the addresses of the tensors that new weights change: a trunk that the policy has too, for example."""
         return frozenset() if isinstance(self._model, ModelRecipe) else addresses(self._model)
 
     async def copied(self, weights: Weights) -> Weights:
-        """Return the part of ``weights`` that it serves, in memory of its own."""
         own = await anyio.to_thread.run_sync(copies, getattr(weights, self._part))
         return Weights(weights.version, **{self._part: own})
 
     async def load(self, weights: Weights) -> None:
         """Serve its part of ``weights`` from the next call on; tensors that are the model's own are not copied.
-
-        Another process of this machine shares the memory that is written; to another machine tensors are sent.
 
         Raises:
             ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
