@@ -102,8 +102,9 @@ def fault_of(
         "leave one of the two out": named and teacher.own,
         f"models.teacher = {named!r} is a teacher, and {chosen} learns nothing of it: {_remedy(weight)}, or leave "
         "models.teacher out": named and distills is False,
-        f"[teacher] has {idle}, and {chosen} learns nothing of a teacher: {_remedy(weight)}, or leave [teacher] out": given
-        and (distills is False or not has),
+        f"[teacher] has {idle}, and {chosen} learns nothing of a teacher: {_remedy(weight)}, or leave that out": (
+            given and (distills is False or not has)
+        ),
         f"placement.teacher = {placement.teacher!r} places a teacher, and models.teacher names none: leave that out": (
             placement.teacher and not has
         ),
