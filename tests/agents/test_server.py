@@ -25,7 +25,7 @@ KEY = "oppo-test"
 class Asked:
     """A session that answers each request with its messages, once it is let."""
 
-    evaluated = False
+    evaluation = None
 
     def __init__(self) -> None:
         self.let = anyio.Event()
@@ -52,7 +52,7 @@ async def served(then: Callable[[Asked, int], Any]) -> None:
     asked: Any = Asked()
     sessions: dict[str, Session] = {KEY: asked}
     http = AgentServer(
-        "127.0.0.1", 0, "", sessions=lambda: sessions, asked=lambda: None, noted=lambda evaluated, metrics: None
+        "127.0.0.1", 0, "", sessions=lambda: sessions, asked=lambda: None, noted=lambda evaluation, metrics: None
     )
     listening = http.listening()
     async with anyio.create_task_group() as tasks:
