@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from oppo.run.train import FINAL
 from tests.kit.assets import furnish
 
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(900)]
@@ -30,7 +29,7 @@ CONFIG = """
 run = { name = "r", steps = 1, panel = "off", cores = 1, watchdog_seconds = 240, call_timeout = 240 }
 models = { policy = "llama", device = "cpu" }
 data.prompts = "rows.jsonl"
-sampling.max_new_tokens = 48
+sampling = { max_new_tokens = 48, stop = ["<|im_end|>"] }
 step.batch = 4
 trainer = { learning_rate = 1e-3, epochs = 1 }
 """
@@ -175,7 +174,8 @@ def train(environment: Path, folder: Path, name: str, settings: tuple[str, ...],
 
 
 def python(environment: Path, *arguments: str | Path, folder: Path | None = None) -> tuple[int, str]:
-    changed = {"PYTHONWARNINGS": "ignore", "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "mlruns"}
+    mlflow = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    changed = {"PYTHONWARNINGS": "ignore", "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "file:mlruns", **mlflow}
     known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run(
         [environment / "bin" / "python", *arguments],
@@ -204,7 +204,7 @@ def test_what_needs_an_extra_says_how_to_install_it(extra: str, folder: Path, ur
     code, said = train(BASE, folder, f"no-{extra}", EXTRAS.get(extra) or (SHORT, SERVED[extra]), url)
     assert code == 2, said
     assert any(f"pip install 'oppo[{each}]'" in said for each in (extra, *BESIDE.get(extra, ()))), said
-    assert not (folder / "runs" / f"no-{extra}" / FINAL).exists()
+    assert not (folder / "runs" / f"no-{extra}" / "summary.json").exists()
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -224,7 +224,7 @@ def test_an_extra_alone_is_enough_for_a_run(extra: str, environment: Path, folde
         if extra == "ray":
             python(environment, ray, "stop", "--force")
     assert code == 0, said
-    assert (folder / "runs" / extra / FINAL / "actor" / "config.json").exists()
+    assert json.loads((folder / "runs" / extra / "summary.json").read_text())["complete"]
 
 
 def test_the_page_of_a_run_has_curves_to_hover_with_its_extra_and_pictures_without(
@@ -259,6 +259,6 @@ def test_the_wheel_resolves_to_wheels_on_other_platforms(platform: str, tmp_path
     (wheel,) = (BASE / "dist").glob("oppo-*.whl")
     extras = ",".join({*EXTRAS, "openenv", "report"} - {"reasoning-gym"})  # which needs a compiler
     (tmp_path / "wanted.txt").write_text(f"oppo[{extras}] @ {wheel.as_uri()}\n")
-    command = [BASE / "bin" / "uv", "pip", "compile", "--quiet", "--only-binary", ":all:", "--python-version", "3.12"]
-    resolved = program([*command, "--python-platform", platform, tmp_path / "wanted.txt"])
+    asked = ["--only-binary", ":all:", "--python-version", "3.12", "--python-platform", platform]
+    resolved = program([BASE / "bin" / "uv", "pip", "compile", "--quiet", *asked, tmp_path / "wanted.txt"])
     assert "\ntorch==2." in resolved
