@@ -299,8 +299,8 @@ def figures(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome], l
         ranged(speeds(base, found)),
         f"{staleness:.2f}",
         f"{max(each.longest_staleness for each in found)}",
-        f"{100 * idle:.0f} %",
-        f"{100 * least / per_token(found):.0f} %",
+        f"{100 * idle:.0f}%",
+        f"{100 * least / per_token(found):.0f}%",
     ]
 
 
