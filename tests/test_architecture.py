@@ -89,7 +89,7 @@ MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
     "admission": 1_386,
-    "agents": 2_405,
+    "agents": 2_419,
     "algorithms": 1_089,
     "config": 4_048,
     "data": 966,
@@ -104,8 +104,8 @@ BUDGETS = {
     "placement": 3_722,
     "report": 3_260,
     "rewards": 1_806,
-    "run": 5_780,
-    "simulate": 2_483,
+    "run": 5_779,
+    "simulate": 2_479,
     "stages": 4_074,
     "testing": 2_543,
     "vllm": 4_213,
