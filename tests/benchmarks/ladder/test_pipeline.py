@@ -1,4 +1,4 @@
-"""The graph that a contestant runs, in this process: modes, scripted lengths, and what is recorded."""
+"""The graph that a contestant runs, in this process: modes, lengths, and what is recorded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from benchmarks.ladder.directory import Files, files_of
 from benchmarks.ladder.pipeline import Seat, Seats, pipeline, seats
 from benchmarks.ladder.workloads import MODES, SMOKE, Layout, Scorers
 from oppo.observe import Span
-
-SCRIPTED = replace(SMOKE, name="smoke-scripted", models=replace(SMOKE.models, taught=0))
 
 
 def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tuple[list[StepRecord], list[Span]]:
@@ -43,7 +41,7 @@ def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tup
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return files_of(SCRIPTED, tmp_path_factory.mktemp("cache"))
+    return files_of(SMOKE, tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -65,8 +63,8 @@ def test_every_mode_trains_full_batches_of_the_announced_lengths(files: Files, m
 
 @pytest.mark.parametrize("mode", ["serial", "fixed"])
 def test_grpo_has_no_critic_and_a_distillation_its_teacher_alone(mode: str, tmp_path: Path) -> None:
-    grouped = files_of(replace(SCRIPTED, name="smoke-groups", samples=2), tmp_path)
-    taught = replace(SCRIPTED, name="smoke-distill", reward="rule", teacher=SMOKE.models.reward)
+    grouped = files_of(replace(SMOKE, name="smoke-groups", samples=2), tmp_path)
+    taught = replace(SMOKE, name="smoke-distill", reward="rule", teacher=SMOKE.models.reward)
     for files, scorers in ((grouped, {"reference", "reward"}), (files_of(taught, tmp_path), {"teacher"})):
         records, _ = run(files, mode, 2)
         for record in records:
