@@ -335,7 +335,8 @@ def _model(role: str, workload: BenchWorkload, cache: Path) -> Path:
             model = drawn(workload, role, "meta")
             model.config.save_pretrained(directory / "model")
         else:
-            with alone(workload.seed), quiet():
+            quick = "cuda" if large and torch.cuda.is_available() else "cpu"
+            with alone(workload.seed), quiet(), torch.device(quick):
                 model = counting(workload) if role == "actor" else untrained(workload, role)
                 model.save_pretrained(directory / "model")
         language_of(workload).tokenizer(positions).save_pretrained(directory / "model")

@@ -302,7 +302,8 @@ def load(files: Files, device: str) -> Models:
     def model(role: str, *, scalar: bool = False) -> PreTrainedModel:
         if role != "actor" and workload.models.vocabulary:
             return drawn(workload, role, device)
-        return (load_scalar if scalar else load_causal)(files.model(role), device=device)
+        loaded = load_scalar if scalar else load_causal
+        return loaded(files.model(role), device=device, dtype=workload.models.dtype)
 
     taught = workload.teacher is not None
     return Models(

@@ -33,7 +33,7 @@ def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tup
 
     async def main() -> list[StepRecord]:
         async with work.graph.open(files.prompts(), observers=[watch], lookahead=work.lookahead) as running:
-            return await worker.timed_steps(running, work, watch, steps)
+            return await worker.timed_steps(running, work.acting.progress, watch, steps)
 
     with closing(work):
         return anyio.run(main), spans
@@ -105,7 +105,7 @@ def test_where_a_mode_looks_ahead_steps_overlap_and_none_is_in_flight_between_re
         async with work.graph.open(files.prompts(), observers=[watch], lookahead=work.lookahead) as running:
             records = []
             for _ in range(2):
-                records += await worker.timed_steps(running, work, watch, 2)
+                records += await worker.timed_steps(running, work.acting.progress, watch, 2)
                 alive.append(len(running.alive))
             return records
 

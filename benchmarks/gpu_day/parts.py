@@ -1,47 +1,31 @@
-"""``python -m benchmarks.gpu_day``: what a borrowed GPU is for, in one command (``make gpu-day``).
+"""Parts of a step on their own, with models of Qwen2.5's shapes and random weights; on a CPU tiny ones, to try them.
 
-Parts run in order while there are minutes left, and the results so far are written after each::
-
-    facts     versions, memory, FLOP/s of a matrix product, bytes/s of a copy
-    tests     ``pytest -m gpu``
-    decode    a decode step of 64 rows: with contexts of one length, and ragged ones
-    launches  what a decode step launches, copies and waits for, and its longest kernels
-    agree     log-probs of the same tokens in 16 bits: of the decoder, a reference and the trainer
-    score     a reward model of 7B reads 64 rows of 1024 tokens, in chunks of 128
-    overlap   decoding and scoring, one after the other and at once
-    update    an epoch on 32 rows of 1024 tokens, and its memory beside the estimate
-    ladder    PPO steps, serial and streamed
-
-Models have the shapes of Qwen2.5 and random weights; nothing is fetched. Beside each time stands the prediction of the
-roofline of ``oppo simulate``, from the data sheet of a GPU that it knows, else from what was measured here.
-``--device cpu`` has tiny models, to try the command.
+Beside each time stands the prediction of the roofline of ``oppo simulate``, from the data sheet of a GPU that it knows,
+else from what was measured here.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from benchmarks.harness import Machine, aligned, command
-from benchmarks.ladder.workloads import ACTORS_ON_A_GPU, REWARD_ON_A_GPU, Shape
+from benchmarks.harness import Machine
+from benchmarks.ladder.workloads import WORKLOADS, BenchWorkload, Shape, tiny
 from oppo import observe
-from oppo.errors import ConfigError
+from oppo.errors import ModelError
 from oppo.events import Chunk, Prompt
 from oppo.hf.devices import synchronised, use_stream
 from oppo.hf.memory import Load, longest_batch, of_trainer, planned_on
@@ -62,8 +46,9 @@ TINY: Final = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2)
 REACHED: Final = Reached(name="transformers")
 SAMPLING: Final = Sampling(max_new_tokens=4096, seed=1)
 
-
 PASSES: Final = 3  # forward passes' worth of an update that keeps its activations: forward, and twice as much backward
+
+Found: TypeAlias = Mapping[str, object]  # figures of a part by name; one that was predicted is in `NAME, predicted`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,41 +61,49 @@ class Sizes:
     chunk: int = 128  # tokens that a scorer reads at a time
     trained: int = 32  # rows of an update
     product: int = 8192  # side of the matrices whose product is timed
+    times: int = 3  # that each is timed
 
 
-ON_A_CPU: Final = Sizes(rows=8, prompt=16, steps=12, read=64, chunk=16, trained=4, product=512)
+ON_A_CPU: Final = Sizes(rows=8, prompt=16, steps=12, read=64, chunk=16, trained=4, product=512, times=1)
 
 
-@dataclass
+@dataclass(slots=True)
 class Day:
-    """A device, the models on it, and what was found."""
+    """A device, what it is, and how a part says what it has found so far."""
 
     device: torch.device
-    actor: Shape
-    reward: Shape
-    sizes: Sizes
-    minutes: float
-    began: float = field(default_factory=observe.now)
-    found: dict[str, Mapping[str, object]] = field(default_factory=dict)  # results by part
+    facts: Found = field(default_factory=dict)
+    say: Callable[[Found], None] = lambda found: None
 
     @property
-    def left(self) -> float:
-        return 60 * self.minutes - (observe.now() - self.began)
+    def tries(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def sizes(self) -> Sizes:
+        return ON_A_CPU if self.tries else Sizes()
+
+    def workload(self, name: str) -> BenchWorkload:
+        return tiny(WORKLOADS[name]) if self.tries else WORKLOADS[name]
 
     @property
     def gpu(self) -> Gpu:
-        known = gpu_named(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        known = gpu_named(str(self.facts.get("device", "")))
         if known is not None:
             return known
-        facts = self.found["facts"]
-        flops, bandwidth = (float(str(facts[name])) for name in ("flops", "bandwidth"))
-        return Gpu(flops=flops, bandwidth=bandwidth, memory=float(str(facts["memory"])) or 1.0)
+        flops, bandwidth, memory = (float(str(self.facts[name])) for name in ("flops", "bandwidth", "memory"))
+        return Gpu(flops=flops, bandwidth=bandwidth, memory=memory or 1.0)
 
-    def model(
-        self, shape: Shape, kind: type[PreTrainedModel] = Qwen2ForCausalLM, device: torch.device | None = None
-    ) -> PreTrainedModel:
+    def actor(self, device: torch.device | None = None) -> PreTrainedModel:
+        return self._model(WORKLOADS["gpu"].models.actor, Qwen2ForCausalLM, device)
+
+    def reward(self, device: torch.device | None = None) -> PreTrainedModel:
+        return self._model(WORKLOADS["gpu"].models.reward, Qwen2ForSequenceClassification, device)
+
+    def _model(self, shape: Shape, kind: type[PreTrainedModel], device: torch.device | None) -> PreTrainedModel:
+        shape = TINY if self.tries else shape
         config = Qwen2Config(
-            vocab_size=512 if self.device.type == "cpu" else 151_936,
+            vocab_size=512 if self.tries else WORKLOADS["gpu"].models.vocabulary,
             hidden_size=shape.hidden,
             intermediate_size=shape.intermediate,
             num_hidden_layers=shape.layers,
@@ -121,15 +114,16 @@ class Day:
             pad_token_id=0,
         )
         config.num_labels = 1
-        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         with device or self.device:
-            model: PreTrainedModel = kind._from_config(config, dtype=dtype)  # noqa: SLF001 - not probed: random weights
+            model: PreTrainedModel = kind._from_config(  # noqa: SLF001 - not probed: random weights
+                config, dtype=torch.float32 if self.tries else torch.bfloat16
+            )
         model.train(mode=False)
         return model
 
-    def seconds(self, work: Callable[[], object], times: int = 3) -> float:
+    def seconds(self, work: Callable[[], object], times: int = 0) -> float:
         took = []
-        for _ in range(times + 1):
+        for _ in range((times or self.sizes.times) + 1):
             synchronised(self.device)
             began = observe.now()
             work()
@@ -137,13 +131,23 @@ class Day:
             took.append(observe.now() - began)
         return median(took[1:])
 
+    @contextmanager
+    def peak(self, into: dict[str, float]) -> Iterator[None]:
+        """Note the most bytes that were allocated on the GPU inside, as ``peak bytes``; the larger of several."""
+        if not self.tries:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        if not self.tries:
+            into["peak bytes"] = max(into.get("peak bytes", 0.0), torch.cuda.max_memory_allocated(self.device))
 
-def facts(day: Day) -> Mapping[str, object]:
+
+def facts(day: Day) -> Found:
     side, device = day.sizes.product, day.device
-    matrix = torch.ones(side, side, device=device, dtype=torch.float32 if device.type == "cpu" else torch.bfloat16)
+    matrix = torch.ones(side, side, device=device, dtype=torch.float32 if day.tries else torch.bfloat16)
     product, copy = day.seconds(lambda: matrix @ matrix, 10), day.seconds(matrix.clone, 10)
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+    memory = 0 if day.tries else torch.cuda.mem_get_info(device)[1]
     return {
+        **asdict(Machine.here(str(device))),
         **{name: version(name) for name in ("torch", "transformers", "accelerate")},
         "cuda": torch.version.cuda,
         "memory": memory,
@@ -152,15 +156,18 @@ def facts(day: Day) -> Mapping[str, object]:
     }
 
 
-def tests(day: Day) -> Mapping[str, object]:
-    chosen = ["--collect-only"] if day.device.type == "cpu" else []
-    done = run_module(day, "pytest", "-q", "-m", "gpu", "--ignore", "tests/placement/ray", *chosen)
-    return {"exit": done.returncode, "last": done.stdout.splitlines()[-3:]}
+def tests(day: Day) -> Found:
+    chosen = ["--collect-only"] if day.tries else []
+    program = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/hf/test_gpu.py", *chosen]
+    done = subprocess.run(program, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise ModelError(f"pytest -m gpu ended with {done.returncode}: {done.stdout[-1500:]}")
+    return {"last": done.stdout.splitlines()[-1]}
 
 
-def decode(day: Day) -> Mapping[str, object]:
-    model, sizes = day.model(day.actor), day.sizes
-    costs = REACHED.decoder(day.gpu, transformer(model), 1)
+def decode(day: Day) -> Found:
+    model, sizes = day.actor(), day.sizes
+    costs, served = (each.decoder(day.gpu, transformer(model), 1) for each in (REACHED, Reached()))
     found: dict[str, object] = {}
     for name, spread in (("equal", 0), ("ragged", sizes.prompt // 2)):
         contexts = np.random.default_rng(0).integers(sizes.prompt - spread, sizes.prompt + spread + 1, sizes.rows)
@@ -169,7 +176,9 @@ def decode(day: Day) -> Mapping[str, object]:
         )
         step = (long - short) / (2 * sizes.steps)  # without reading the prompts
         read = float(contexts.sum()) + sizes.rows * 2 * sizes.steps
-        found |= {f"{name}, ms": 1e3 * step, f"{name}, predicted": 1e3 * costs.seconds(sizes.rows, read)}
+        predicted = costs.seconds(sizes.rows, read)
+        found |= {f"{name}, ms": 1e3 * step, f"{name}, ms, predicted": 1e3 * predicted}
+        found[f"{name} / predicted for vLLM"] = step / served.seconds(sizes.rows, read)
     return found
 
 
@@ -182,8 +191,8 @@ def decode_rows(
     return rows
 
 
-def launches(day: Day) -> Mapping[str, object]:
-    model, sizes = day.model(day.actor), day.sizes
+def launches(day: Day) -> Found:
+    model, sizes = day.actor(), day.sizes
     contexts, steps = [sizes.prompt] * sizes.rows, max(4, sizes.steps // 8)
     short, long = (counted(day, partial(decode_rows, model, contexts, steps * times)) for times in (1, 2))
     found: dict[str, object] = {name: (long[name] - short[name]) / steps for name in COUNTED}
@@ -211,8 +220,8 @@ def counted(day: Day, work: Callable[[], object]) -> Counter[str]:
     return found
 
 
-def agree(day: Day) -> Mapping[str, object]:
-    model, sizes = day.model(day.actor), day.sizes
+def agree(day: Day) -> Found:
+    model, sizes = day.actor(), day.sizes
     with torch.no_grad():
         model.get_input_embeddings().get_parameter("weight").mul_(6)  # logits as large as those of a trained model
     drawn: list[list[float]] = [[] for _ in range(sizes.rows)]
@@ -252,13 +261,13 @@ def agree(day: Day) -> Mapping[str, object]:
     }
 
 
-def score(day: Day) -> Mapping[str, object]:
-    model, sizes = day.model(day.reward, Qwen2ForSequenceClassification), day.sizes
+def score(day: Day) -> Found:
+    model, sizes = day.reward(), day.sizes
     passes = REACHED.reader(day.gpu, transformer(model), REACHED.scoring, head=False)
     took = day.seconds(partial(score_rows, model, sizes))
     predicted = sizes.rows * passes.reading(0, sizes.read)
     flops = sizes.rows * transformer(model).passes(1.0).reading(0, sizes.read)
-    return {"seconds": took, "predicted": predicted, "mfu": flops / took / day.gpu.flops}
+    return {"seconds": took, "seconds, predicted": predicted, "mfu": flops / took / day.gpu.flops}
 
 
 def score_rows(model: PreTrainedModel, sizes: Sizes) -> None:
@@ -271,15 +280,15 @@ def score_rows(model: PreTrainedModel, sizes: Sizes) -> None:
     worker.finish(dict.fromkeys(rows, sizes.read - 1))
 
 
-def overlap(day: Day) -> Mapping[str, object]:
+def overlap(day: Day) -> Found:
     """Decode as long as a scorer needs alone, then both at once, in threads with a stream each."""
-    actor, judge, sizes = day.model(day.actor), day.model(day.reward, Qwen2ForSequenceClassification), day.sizes
+    actor, judge, sizes = day.actor(), day.reward(), day.sizes
     contexts = [sizes.prompt] * sizes.rows
     scoring = partial(score_rows, judge, sizes)
-    alone = day.seconds(scoring)
-    step = day.seconds(partial(decode_rows, actor, contexts, sizes.steps)) / sizes.steps
+    alone = day.seconds(scoring, 1)
+    step = day.seconds(partial(decode_rows, actor, contexts, sizes.steps), 1) / sizes.steps
     decoding = partial(decode_rows, actor, contexts, max(1, round(alone / step)))
-    decoded = day.seconds(decoding)
+    decoded = day.seconds(decoding, 1)
 
     def both() -> None:
         threads = [threading.Thread(target=in_a_stream, args=(day.device, work)) for work in (decoding, scoring)]
@@ -288,7 +297,7 @@ def overlap(day: Day) -> Mapping[str, object]:
         for thread in threads:
             thread.join()
 
-    together = day.seconds(both)
+    together = day.seconds(both, 1)
     return {"score": alone, "decode": decoded, "together": together, "times as fast": (alone + decoded) / together}
 
 
@@ -297,102 +306,25 @@ def in_a_stream(device: torch.device, work: Callable[[], None]) -> None:
     work()
 
 
-def update(day: Day) -> Mapping[str, object]:
-    model, sizes = day.model(day.actor), day.sizes
+def update(day: Day) -> Found:
+    model, sizes = day.actor(), day.sizes
     load = Load(sizes.trained, sizes.read // 4, sizes.read - sizes.read // 4, sizes.chunk)
-    settings = TrainerSettings(epochs=1, micro_batch_tokens=CPU_TOKENS if day.device.type == "cpu" else GPU_TOKENS)
+    settings = TrainerSettings(epochs=1, micro_batch_tokens=CPU_TOKENS if day.tries else GPU_TOKENS)
     loss = ClippedLoss()
     core = HfTrainerCore(ActorCritic(model), SAMPLING, settings, loss, TrainerCounts.new())
     batch = longest_batch(sizes.trained, load, critic=False)
-    if day.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(day.device)
-    took = day.seconds(lambda: core.update(batch))
+    memory: dict[str, float] = {}
+    with day.peak(memory):
+        took = day.seconds(lambda: core.update(batch))
     flops = PASSES * sizes.trained * transformer(model).passes(1.0).reading(0, load.sequence)
-    meta = torch.device("meta")
+    meta, passes = torch.device("meta"), REACHED.update(day.gpu, transformer(model), head=True)
     with planned_on(day.device):
-        estimate = of_trainer(lambda: ActorCritic(day.model(day.actor, device=meta)), load, SAMPLING, settings, loss)
-    peak = torch.cuda.max_memory_allocated(day.device) if day.device.type == "cuda" else 0
+        estimate = of_trainer(lambda: ActorCritic(day.actor(meta)), load, SAMPLING, settings, loss)
     return {
+        **memory,
         "seconds": took,
-        "predicted": sizes.trained * REACHED.update(day.gpu, transformer(model), head=True).reading(0, load.sequence),
+        "seconds, predicted": sizes.trained * passes.reading(0, load.sequence),
         "tokens a second": sizes.trained * load.sequence / took,
         "mfu": flops / took / day.gpu.flops,
-        "peak bytes": peak,
-        "predicted bytes": estimate.total,
+        "peak bytes, predicted": estimate.total,
     }
-
-
-def ladder(day: Day) -> Mapping[str, object]:
-    chosen = ["--modes", "serial,chunk,fixed", "--rounds", "2", "--warm-up", "2", "--steps", "2"]
-    if day.device.type == "cpu":
-        chosen = ["--workload", "smoke", "--modes", "serial,chunk", "--rounds", "1", "--warm-up", "1", "--steps", "1"]
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "ladder.json"
-        done = run_module(
-            day, "benchmarks", "--layout", "shared", "--device", str(day.device), "--json", str(file), *chosen
-        )
-        found: Mapping[str, object] = json.loads(file.read_text()) if file.exists() else {"failed": done.stderr[-2000:]}
-    return found
-
-
-def run_module(day: Day, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command_line = [sys.executable, "-m", *arguments]
-    return subprocess.run(command_line, check=False, capture_output=True, text=True, timeout=max(60, day.left))
-
-
-PARTS: Final[Mapping[str, Callable[[Day], Mapping[str, object]]]] = {
-    part.__name__: part for part in (facts, tests, decode, launches, agree, score, overlap, update, ladder)
-}
-
-
-def gpu_day(
-    *,
-    device: str = "cuda:0",
-    actor: str = "0.5b",
-    minutes: float = 25,
-    parts: str = ",".join(PARTS),
-    out: Path = Path("gpu-day.json"),
-) -> int:
-    """Measure what a GPU is for.
-
-    Args:
-        device: of the models; cpu: tiny ones, to try the command.
-        actor: its size, 0.5b or 1.5b.
-        minutes: no part begins after so many.
-        parts: which ones, with commas between them.
-        out: the results so far, as JSON, after each part.
-    """
-    chosen = ["facts", *(name for name in parts.split(",") if name != "facts")]
-    if unknown := [name for name in chosen if name not in PARTS]:
-        raise ConfigError(f"--parts: expected some of {', '.join(PARTS)}, got {unknown[0]!r}")
-    if actor not in ACTORS_ON_A_GPU:
-        raise ConfigError(f"--actor: expected one of {', '.join(ACTORS_ON_A_GPU)}, got {actor!r}")
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device: there is no {device!r} here; cpu tries the command with tiny models")
-    shapes = (TINY, TINY) if place.type == "cpu" else (ACTORS_ON_A_GPU[actor], REWARD_ON_A_GPU)
-    day = Day(place, *shapes, ON_A_CPU if place.type == "cpu" else Sizes(), minutes)
-    machine = asdict(Machine.here(device))
-    for name in chosen:
-        try:
-            day.found[name] = PARTS[name](day) if day.left > 0 else {"left out": f"{minutes} minutes were over"}
-        except Exception as error:  # of any kind: the other parts may work, and minutes on a GPU are few
-            day.found[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
-            if name == "facts":
-                raise
-        finally:
-            gc.collect()  # models of the part lie in cycles
-            out.write_text(json.dumps({"machine": machine, "parts": day.found}, indent=1) + "\n", encoding="utf-8")
-            if place.type == "cuda":
-                torch.cuda.empty_cache()
-        print(f"{60 * minutes - day.left:.0f} s  {name}\n{show(day.found[name])}", flush=True)
-    return int(any("failed" in found for found in day.found.values()))
-
-
-def show(found: Mapping[str, object]) -> str:
-    rows = [[name, f"{value:,.4g}" if isinstance(value, float) else str(value)[:100]] for name, value in found.items()]
-    return aligned([["figure", "value"], *rows])
-
-
-if __name__ == "__main__":
-    sys.exit(command(gpu_day))
