@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,18 +19,19 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import PreTrainedModel
 
 from benchmarks.harness import Machine
-from benchmarks.ladder.workloads import WORKLOADS, BenchWorkload, Shape, tiny
+from benchmarks.ladder.directory import drawn
+from benchmarks.ladder.workloads import WORKLOADS, BenchWorkload, tiny
 from oppo import observe
 from oppo.errors import ModelError
 from oppo.events import Chunk, Prompt
-from oppo.hf.devices import synchronised, use_stream
+from oppo.hf.devices import synchronised
 from oppo.hf.memory import Load, longest_batch, of_trainer, planned_on
 from oppo.hf.model_parts import transformer
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Deliver, Signals
-from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
+from oppo.hf.serve.scorers import ReferenceWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.hf.train.trainer import HfTrainerCore
@@ -42,7 +42,6 @@ from oppo.rollout_buffer import DecodeStep
 from oppo.simulate.costs import Gpu, Reached, gpu_named
 from oppo.training import TrainerSettings
 
-TINY: Final = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2)
 REACHED: Final = Reached(name="transformers")
 SAMPLING: Final = Sampling(max_new_tokens=4096, seed=1)
 
@@ -94,32 +93,10 @@ class Day:
         flops, bandwidth, memory = (float(str(self.facts[name])) for name in ("flops", "bandwidth", "memory"))
         return Gpu(flops=flops, bandwidth=bandwidth, memory=memory or 1.0)
 
-    def actor(self, device: torch.device | None = None) -> PreTrainedModel:
-        return self._model(WORKLOADS["gpu"].models.actor, Qwen2ForCausalLM, device)
-
-    def reward(self, device: torch.device | None = None) -> PreTrainedModel:
-        return self._model(WORKLOADS["gpu"].models.reward, Qwen2ForSequenceClassification, device)
-
-    def _model(self, shape: Shape, kind: type[PreTrainedModel], device: torch.device | None) -> PreTrainedModel:
-        shape = TINY if self.tries else shape
-        config = Qwen2Config(
-            vocab_size=512 if self.tries else WORKLOADS["gpu"].models.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads or shape.heads,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-        )
-        config.num_labels = 1
-        with device or self.device:
-            model: PreTrainedModel = kind._from_config(  # noqa: SLF001 - not probed: random weights
-                config, dtype=torch.float32 if self.tries else torch.bfloat16
-            )
-        model.train(mode=False)
-        return model
+    def model(self, role: str, device: torch.device | None = None) -> PreTrainedModel:
+        """Return a model of the ladder on a GPU, with random weights and room for longer prompts."""
+        workload = replace(self.workload("gpu"), prompt_tokens=(1, 4096))
+        return drawn(workload, role, device or self.device)
 
     def seconds(self, work: Callable[[], object], times: int = 0) -> float:
         took = []
@@ -166,7 +143,7 @@ def tests(day: Day) -> Found:
 
 
 def decode(day: Day) -> Found:
-    model, sizes = day.actor(), day.sizes
+    model, sizes = day.model("actor"), day.sizes
     costs, served = (each.decoder(day.gpu, transformer(model), 1) for each in (REACHED, Reached()))
     found: dict[str, object] = {}
     for name, spread in (("equal", 0), ("ragged", sizes.prompt // 2)):
@@ -192,7 +169,7 @@ def decode_rows(
 
 
 def launches(day: Day) -> Found:
-    model, sizes = day.actor(), day.sizes
+    model, sizes = day.model("actor"), day.sizes
     contexts, steps = [sizes.prompt] * sizes.rows, max(4, sizes.steps // 8)
     short, long = (counted(day, partial(decode_rows, model, contexts, steps * times)) for times in (1, 2))
     found: dict[str, object] = {name: (long[name] - short[name]) / steps for name in COUNTED}
@@ -221,9 +198,9 @@ def counted(day: Day, work: Callable[[], object]) -> Counter[str]:
 
 
 def agree(day: Day) -> Found:
-    model, sizes = day.actor(), day.sizes
+    model, sizes = day.model("actor"), day.sizes
     with torch.no_grad():
-        model.get_input_embeddings().get_parameter("weight").mul_(6)  # logits as large as those of a trained model
+        model.get_output_embeddings().get_parameter("weight").mul_(6)  # logits as large as those of a trained model
     drawn: list[list[float]] = [[] for _ in range(sizes.rows)]
 
     def deliver(step: DecodeStep) -> None:
@@ -261,53 +238,8 @@ def agree(day: Day) -> Found:
     }
 
 
-def score(day: Day) -> Found:
-    model, sizes = day.reward(), day.sizes
-    passes = REACHED.reader(day.gpu, transformer(model), REACHED.scoring, head=False)
-    took = day.seconds(partial(score_rows, model, sizes))
-    predicted = sizes.rows * passes.reading(0, sizes.read)
-    flops = sizes.rows * transformer(model).passes(1.0).reading(0, sizes.read)
-    return {"seconds": took, "seconds, predicted": predicted, "mfu": flops / took / day.gpu.flops}
-
-
-def score_rows(model: PreTrainedModel, sizes: Sizes) -> None:
-    worker, rows = RewardWorker(model, False), range(sizes.rows)
-    worker.extend(ScorerInput([Prompt(row, row, np.ones(1, np.int32)) for row in rows]))
-    for start in range(0, sizes.read - 1, sizes.chunk):
-        tokens = np.ones(min(sizes.chunk, sizes.read - 1 - start), np.int32)
-        none = np.zeros(len(tokens), np.float32)
-        worker.extend(ScorerInput([Chunk(row, start, tokens, none, tokens) for row in rows]))
-    worker.finish(dict.fromkeys(rows, sizes.read - 1))
-
-
-def overlap(day: Day) -> Found:
-    """Decode as long as a scorer needs alone, then both at once, in threads with a stream each."""
-    actor, judge, sizes = day.actor(), day.reward(), day.sizes
-    contexts = [sizes.prompt] * sizes.rows
-    scoring = partial(score_rows, judge, sizes)
-    alone = day.seconds(scoring, 1)
-    step = day.seconds(partial(decode_rows, actor, contexts, sizes.steps), 1) / sizes.steps
-    decoding = partial(decode_rows, actor, contexts, max(1, round(alone / step)))
-    decoded = day.seconds(decoding, 1)
-
-    def both() -> None:
-        threads = [threading.Thread(target=in_a_stream, args=(day.device, work)) for work in (decoding, scoring)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    together = day.seconds(both, 1)
-    return {"score": alone, "decode": decoded, "together": together, "times as fast": (alone + decoded) / together}
-
-
-def in_a_stream(device: torch.device, work: Callable[[], None]) -> None:
-    use_stream(device)
-    work()
-
-
 def update(day: Day) -> Found:
-    model, sizes = day.actor(), day.sizes
+    model, sizes = day.model("actor"), day.sizes
     load = Load(sizes.trained, sizes.read // 4, sizes.read - sizes.read // 4, sizes.chunk)
     settings = TrainerSettings(epochs=1, micro_batch_tokens=CPU_TOKENS if day.tries else GPU_TOKENS)
     loss = ClippedLoss()
@@ -319,7 +251,7 @@ def update(day: Day) -> Found:
     flops = PASSES * sizes.trained * transformer(model).passes(1.0).reading(0, load.sequence)
     meta, passes = torch.device("meta"), REACHED.update(day.gpu, transformer(model), head=True)
     with planned_on(day.device):
-        estimate = of_trainer(lambda: ActorCritic(day.actor(meta)), load, SAMPLING, settings, loss)
+        estimate = of_trainer(lambda: ActorCritic(day.model("actor", meta)), load, SAMPLING, settings, loss)
     return {
         **memory,
         "seconds": took,

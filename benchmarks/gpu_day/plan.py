@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -47,25 +46,21 @@ class Part:
 
 
 # In their order: what users decide by, then its parts. `vllm` and `nccl` are for machines that have what they need.
-PARTS: Final[Mapping[str, Part]] = MappingProxyType(
-    {
-        "facts": Part(parts.facts, 60, 15),
-        "ladder": Part(partial(steps.ladder, steps.LADDER), 360, 30),
-        "peer": Part(steps.peer, 260, 50),
-        "full": Part(steps.full, 60, 10),
-        "rule": Part(partial(steps.ladder, steps.RULE), 90, 10),
-        "small": Part(partial(steps.ladder, steps.SMALL), 90, 10),
-        "update": Part(parts.update, 30, 6),
-        "decode": Part(parts.decode, 40, 6),
-        "agree": Part(parts.agree, 30, 8),
-        "launches": Part(parts.launches, 40, 12),
-        "score": Part(parts.score, 40, 5),
-        "overlap": Part(parts.overlap, 60, 8),
-        "tests": Part(parts.tests, 120, 60),
-        "vllm": Part(steps.vllm, 600, 240),
-        "nccl": Part(steps.nccl, 300, 60),
-    }
-)
+PARTS: Final[Mapping[str, Part]] = {
+    "facts": Part(parts.facts, 60, 15),
+    "ladder": Part(partial(steps.ladder, steps.LADDER), 360, 30),
+    "peer": Part(steps.peer, 260, 50),
+    "full": Part(steps.full, 60, 10),
+    "rule": Part(partial(steps.ladder, steps.RULE), 90, 10),
+    "small": Part(partial(steps.ladder, steps.SMALL), 90, 10),
+    "update": Part(parts.update, 30, 6),
+    "decode": Part(parts.decode, 40, 6),
+    "agree": Part(parts.agree, 30, 8),
+    "launches": Part(parts.launches, 40, 12),
+    "tests": Part(parts.tests, 120, 60),
+    "vllm": Part(steps.vllm, 600, 240),
+    "nccl": Part(steps.nccl, 300, 60),
+}
 DEFAULT: Final = tuple(name for name in PARTS if name not in {"vllm", "nccl"})
 
 # At least, or at most, of a part's figures
@@ -191,11 +186,9 @@ TAKES: Final = "takes, s"  # a part's own seconds, among its figures
 def alone(gpu: Gpu, day: Day) -> dict[str, dict[str, float]]:
     """Return the seconds and the figures of parts that are no whole steps."""
     sizes, runs, reached = day.sizes, day.sizes.times + 1, parts.REACHED
-    meta = torch.device("meta")
-    actor, judge = transformer(day.actor(meta)), transformer(day.reward(meta))
+    actor = transformer(day.model("actor", torch.device("meta")))
     asked = sizes.rows, sizes.rows * (sizes.prompt + 2 * sizes.steps)
     step, served = (each.decoder(gpu, actor, 1).seconds(*asked) for each in (reached, Reached()))
-    score = sizes.rows * reached.reader(gpu, judge, reached.scoring, head=False).reading(0, sizes.read)
     update = sizes.trained * reached.update(gpu, actor, head=True).reading(0, sizes.read)
     useful = PASSES * sizes.trained * actor.passes(gpu.flops).reading(0, sizes.read)
     return {
@@ -204,8 +197,6 @@ def alone(gpu: Gpu, day: Day) -> dict[str, dict[str, float]]:
             "equal, ms": 1e3 * step,
             "equal / predicted for vLLM": step / served,
         },
-        "score": {TAKES: runs * score, "seconds": score},
-        "overlap": {TAKES: 2 * (2 * score + sizes.steps * step + 2 * score / TOGETHER), "times as fast": TOGETHER},
         "update": {TAKES: runs * update, "seconds": update, "mfu": useful / update},
     }
 
@@ -256,4 +247,5 @@ def shown(value: object) -> str:
         return " to ".join(map(shown, value))
     if isinstance(value, float | int):
         return f"{value / 1e9:.2f}e9" if value >= 1e9 else f"{value:,.4g}"
-    return "-" if value is None else " ".join(str(value).split()).replace("|", "/")[:300]
+    text = "-" if value is None else " ".join(str(value).split()).replace("|", "/")
+    return text if len(text) <= 300 else f"{text[:80]} ... {text[-220:]}"

@@ -287,7 +287,7 @@ async def _updates(ranks: int, day: Day) -> dict[str, float]:
     batch = longest_batch(sizes.trained, Load(sizes.trained, 16, sizes.read - 16, sizes.chunk), critic=False)
     with closing(Ranks("trainer", ranks)) as place:
         trainer = HfTrainer(
-            day.actor(torch.device("cpu")),
+            day.model("actor", torch.device("cpu")),
             sampling=SAMPLING,
             place=place,
             settings=TrainerSettings(epochs=1),

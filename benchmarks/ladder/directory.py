@@ -348,11 +348,11 @@ def _model(role: str, workload: BenchWorkload, cache: Path) -> Path:
 
 
 def untrained(workload: BenchWorkload, role: str) -> PreTrainedModel:
-    """Return a model of random weights from torch's global generator: a teacher, or one with a score."""
+    """Return a model of random weights from torch's global generator; those but actor and teacher have a score."""
     sizes = workload.shape(role), vocabulary_of(workload), workload.positions
     dtype = getattr(torch, workload.models.dtype)
     model: PreTrainedModel
-    if role == "teacher":
+    if role in {"actor", "teacher"}:
         model = AutoModelForCausalLM.from_config(config_of(*sizes), dtype=dtype)
     else:
         model = AutoModelForSequenceClassification.from_config(scalar_config(*sizes), dtype=dtype)
