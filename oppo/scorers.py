@@ -6,15 +6,14 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import anyio
 from numpy.typing import NDArray
 
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
 from oppo.events import NO_COLUMNS, Chunk, Finish, Prompt, Response, TokenColumns, ToolTokens
-from oppo.models import PrioritisedScorer, Scorer, entered
+from oppo.models import PrioritisedScorer, Scorer, Shared, entered
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice, urged
 
 Growth: TypeAlias = Prompt | Chunk | ToolTokens
@@ -33,7 +32,6 @@ class Unscored:
         """Read nothing."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[float]:
-        """Return a 0 for each rollout."""
         return [0.0] * len(finished)
 
     async def forget(self, rollouts: Sequence[int]) -> None:
@@ -58,7 +56,6 @@ class WholeScorer(Generic[T]):
         """Read nothing."""
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
-        """Return the value of each response."""
         values: dict[int, T] = {}
 
         async def ask(each: Finish) -> None:
@@ -149,11 +146,9 @@ class RolloutSession:
 
     @property
     def response(self) -> int:
-        """Tokens of the response that were received."""
         return self.received - self.prompt
 
     def holds(self, response: Response) -> bool:
-        """Whether all of a rollout was received."""
         return self.received == len(response.prompt.tokens) + len(response)
 
 
@@ -254,7 +249,6 @@ class RolloutSessions(dict[int, S], Generic[S]):
         return session
 
     def forget(self, rollouts: Iterable[int]) -> None:
-        """Drop sessions; unknown rollouts are fine."""
         for rollout in rollouts:
             self.pop(rollout, None)
 
@@ -298,7 +292,7 @@ class _InOrder(Generic[T]):
             await self._scorer.forget(rollouts)
 
 
-class ByColumn(Generic[T]):
+class ByColumn(Shared, Generic[T]):
     """Several scorers as one: each rollout is read by the one that a column of its prompt's row names.
 
     Args:
@@ -318,16 +312,9 @@ class ByColumn(Generic[T]):
         self._given = tuple(scorers.values())
         self._scorers = {name: prioritised(each) for name, each in scorers.items()}
         self._of: dict[int, str] = {}
-        self._opened: list[AsyncExitStack] = []
 
-    async def __aenter__(self) -> Self:
-        self._opened.append(await entered(self._given))
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self._opened.pop().__aexit__(kind, error, tb)
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(await entered(self._given))
 
     async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
         """Have each scorer read the events of its rollouts, one after the other.
@@ -348,7 +335,6 @@ class ByColumn(Generic[T]):
             await scorer.extend(part, priority=priority)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
-        """Return the value of each rollout, in order."""
         values: dict[int, T] = {}
         for scorer, part in self._parts(finished):
             found = await scorer.finish(part, priority=priority)
@@ -358,7 +344,6 @@ class ByColumn(Generic[T]):
         return [values[each.rollout] for each in finished]
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
-        """Have the scorers forget the rollouts; unknown ones are fine."""
         for name, scorer in self._scorers.items():
             if part := [each for each in rollouts if self._of.get(each) == name]:
                 await scorer.forget(part, priority=priority)

@@ -85,7 +85,6 @@ class SyncsByReference(ABC):
         await anyio.lowlevel.checkpoint_if_cancelled()
 
     def shares_weights(self, model: SyncedModel) -> bool:
-        """Return whether ``model`` serves the very tensors that are trained."""
         return isinstance(model, ServesByReference) and model.serves(self.weights())
 
 

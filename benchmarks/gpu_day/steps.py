@@ -44,11 +44,11 @@ from oppo.hf.memory import (
     of_trainer,
     planned_on,
 )
+from oppo.hf.serve.decoder import Counters
 from oppo.hf.serve.policy import PREFILL_TOKENS, HfPolicy
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss
-from oppo.observe import Span
 from oppo.placement import Ranks
 from oppo.training import TrainerSettings
 
@@ -138,34 +138,27 @@ Climb: TypeAlias = Callable[[int], Awaitable[list[StepRecord]]]
 async def climbing(files: Files, modes: Sequence[str], device: torch.device) -> AsyncIterator[dict[str, Climb]]:
     """Yield, by schedule, what runs steps of it; one at a time."""
     workload, models = files.workload, load(files, str(device))
-    watches = {name: Watch(workload) for name in modes}
-    running = [next(iter(watches.values()))]
-
-    def heard(span: Span) -> None:
-        running[0].on_work(span)
-
-    setup = partial(use_cores, 1) if device.type == "cpu" else None
-    place = partial(DeviceThread, device=device, listener=heard, setup=setup)
+    place = partial(DeviceThread, device=device, setup=partial(use_cores, 1) if device.type == "cpu" else None)
     async with AsyncExitStack() as stack:
-        acting, scoring, training = (
+        acting, scoring, training = places = [
             stack.enter_context(closing(each))
             for each in (place("actor", first=True), place("scorers"), place("trainer", lends=device.type != "cpu"))
-        )
+        ]
         trainer = trainer_of(workload, models, training, apart=True)
         climbs: dict[str, Climb] = {}
-        for name, watch in watches.items():
-            policy = HfPolicy(models.actor, sampling=sampling_of(workload), place=acting)
+        for name in modes:
+            policy, watch = HfPolicy(models.actor, sampling=sampling_of(workload), place=acting), Watch(workload)
             graph = graph_of(workload, MODES[name], models, policy=policy, trainer=trainer, scoring=scoring)
             opened = graph.open(files.prompts(), observers=[watch], lookahead=MODES[name].lookahead)
-            climbs[name] = partial(_climb, await stack.enter_async_context(opened), policy, watch, running)
+            climbs[name] = partial(_climb, await stack.enter_async_context(opened), policy.counters, watch, places)
         yield climbs
 
 
 async def _climb(
-    run: Run[StepReport], policy: HfPolicy, watch: Watch, running: list[Watch], steps: int
+    run: Run[StepReport], counters: Counters, watch: Watch, places: Sequence[DeviceThread], steps: int
 ) -> list[StepRecord]:
-    running[0] = watch
-    counters = policy.counters
+    for place in places:
+        place.listener = watch.on_work
     return await timed_steps(run, lambda: Progress(counters.decode_steps, counters.tokens), watch, steps)
 
 

@@ -119,7 +119,8 @@ Act: TypeAlias = Callable[[Part], Acting]
 
 def on_transformers(part: Part) -> Acting:
     """Decode with the model that is trained, in a thread."""
-    thread = DeviceThread("actor", part.device, listener=part.listener, setup=part.seat.take, first=True)
+    thread = DeviceThread("actor", part.device, setup=part.seat.take, first=True)
+    thread.listener = part.listener
     policy = HfPolicy(part.actor, sampling=part.sampling, place=thread)
     counters = policy.counters
     return Acting(policy, lambda: Progress(counters.decode_steps, counters.tokens), thread.close)
@@ -216,9 +217,10 @@ def pipeline(
     kind = partial(DeviceThread, device=device)
     apart = mode.trains_apart(workload)
     train = Process if apart and device == "cpu" else kind
-    training = train("trainer", listener=listener, setup=seats.trainer.take)
+    training = train("trainer", setup=seats.trainer.take)
     home = kind if scorers == "thread" else Process
-    scoring = home("scorers", listener=listener, setup=seats.scorers.take)
+    scoring = home("scorers", setup=seats.scorers.take)
+    training.listener = scoring.listener = listener
     sampling = sampling_of(workload)
     acting = ENGINES[engine](Part(files, models.actor, sampling, seats.actor, device, listener))
     trainer = trainer_of(workload, models, training, apart=apart)

@@ -85,7 +85,6 @@ class SlopeAdaptive(AdaptiveOvercommit):
         self._current = replace(self._current, overcommit=min(self.most, max(self.least, moved)))
 
     def state_dict(self) -> dict[str, Json]:
-        """Return ``overcommit`` and the scores in the window."""
         return {"extra": self.overcommit, "scores": list(self._scores)}
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
@@ -157,7 +156,6 @@ class TailAdaptive(AdaptiveOvercommit):
         return self._predicted
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the extra units of the coming step, and its expected seconds."""
         predicted = {} if self._predicted is None else {"deferral/predicted_seconds": self._predicted}
         return {**super().metrics(), **predicted}
 
@@ -182,7 +180,6 @@ class TailAdaptive(AdaptiveOvercommit):
         return pace(self._window, self.batch).seconds(intervals, survival.mean)
 
     def state_dict(self) -> dict[str, Json]:
-        """Return the current decision and the observations in the window."""
         seen: list[Json] = [each.as_json() for each in self._window]
         return {"extra": self.overcommit, "predicted_seconds": self._predicted, "seen": seen}
 

@@ -199,12 +199,10 @@ class Clipped:
 
     @property
     def refers(self) -> bool:
-        """Nothing but a KL penalty needs a reference."""
         return False
 
     @property
     def distills(self) -> bool:
-        """Whether a teacher is needed."""
         return self.distill > 0
 
     @property
@@ -214,12 +212,10 @@ class Clipped:
 
     @property
     def corrects(self) -> bool:
-        """Whether stale tokens are corrected for."""
         return self.correction.needs_proximal
 
     @property
     def correction(self) -> ImportanceCorrection:
-        """The correction of stale tokens."""
         weight, level = KINDS[self.is_correction]
         return ImportanceCorrection(
             ratio_base=self.ratio_base,
@@ -296,12 +292,10 @@ class ClippedAlgorithm(Clipped):
 
     @property
     def refers(self) -> bool:
-        """Whether there is a KL penalty."""
         return self.kl > 0
 
     @property
     def shaping(self) -> ScoreShaping:
-        """The shaping of scores before they are rewards."""
         return ScoreShaping(
             norm=self.score_norm,
             clip=math.inf if self.score_clip is None else self.score_clip,

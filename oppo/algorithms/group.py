@@ -117,7 +117,6 @@ class GroupAlgorithm(ClippedAlgorithm):
         self.advantage(self.shaping)  # which refuses settings that contradict each other
 
     def advantage(self, shaping: ScoreShaping) -> GroupRelative:
-        """Return a new stage that estimates advantages."""
         return GroupRelative(
             self.compared,
             self.reward_kl,
@@ -139,7 +138,6 @@ class GroupAlgorithm(ClippedAlgorithm):
         return self.samples
 
     def selection(self) -> DynamicSampling | None:
-        """Return a new stage that selects the groups to train; ``None``: all of them."""
         return None
 
     def shaping_of(self, roles: Roles) -> ScoreShaping:
@@ -307,7 +305,6 @@ class GSPO(GRPO):
 
     @property
     def correction(self) -> ImportanceCorrection:
-        """The correction of stale responses."""
         found = super().correction
         return replace(found, level="sequence") if found.level == "token" else found
 
@@ -336,7 +333,6 @@ class OnlineDPO:
 
     @property
     def refers(self) -> bool:
-        """The loss compares the policy with the reference."""
         return True
 
     @property

@@ -105,18 +105,13 @@ def wrap(
     results of the other scorers, and without rewards, advantages and returns. The policy replaces the loop's call that
     generates, since a call that returns when all responses have ended cannot be streamed.
 
+    Other arguments are as for :func:`oppo.ppo`.
+
     Args:
         step: trains ``actor`` on a batch, in place, and returns metrics or nothing.
         actor: the module that it trains.
         policy: the actor that decodes, for example :class:`oppo.hf.HfPolicy` on the same module.
-        reward: the score of a finished response, or a ``Drop``.
-        admission: batch size, overcommit and the cut.
-        reference: log-probs of a reference model, float32 [n] for a response of n tokens.
-        critic: values of the states before each response token, float32 [n].
         critic_module: the module behind ``critic``, if the step trains it too.
-        samples: responses to each prompt; ``admission`` then counts prompts.
-        chunks: tokens per chunk; 32 by default.
-        environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
         place: where the step is called; ``None``: on the event loop, where everything else waits for it.
     """
     trainer = FunctionTrainer(step, actor, critic_module, place=place)
@@ -184,7 +179,6 @@ class PPO(_Discounted):
         self.advantage()  # which refuses settings that contradict each other
 
     def advantage(self) -> GAE:
-        """Return a new stage that estimates advantages."""
         return GAE(
             gamma=self.gamma,
             lam=self.lam,

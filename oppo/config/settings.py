@@ -128,7 +128,6 @@ class Settings(BaseModel):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the weights that are trained are those that are served."""
         shares = self.models.share_weights
         alone = not self.step.lookahead and not self.step.stream_updates and self.trains_where_it_serves
         return alone if shares is None else shares
@@ -219,7 +218,6 @@ class Settings(BaseModel):
 
     @property
     def sources(self) -> Sources:
-        """The sources of prompts, by the setting that names each."""
         return {**named("data.prompts", self.data.prompts), **named("eval.prompts", self.eval.prompts)}
 
     @property

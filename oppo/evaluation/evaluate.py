@@ -65,7 +65,6 @@ class Answers:
     measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def by_prompt(self) -> list[list[float]]:
-        """Return the scores of each prompt that has some."""
         groups = groupby(self.rollouts, key=lambda each: each.group)
         return [[each.score for each in group] for _, group in groups]
 
@@ -95,12 +94,10 @@ class Answering:
         require_whole("batch", self.batch, 1)
 
     def builder(self) -> GraphBuilder[Prompt]:
-        """Return the builder of the graph."""
         capacity = max(16, 4 * self.batch * self.samples)
         return GraphBuilder("evaluation", capacity=capacity, merge=merge_chunks, key=rollout_of)
 
     def generate(self, policy: Policy) -> Generate:
-        """Return its first stage."""
         admission = Synchronous(self.batch)
         return Generate(policy, admission, self.chunks, self.samples, environment=self.environment)
 
@@ -463,7 +460,6 @@ class Evaluate:
     _found: dict[int, Evaluated] = field(default_factory=dict, init=False, repr=False)
 
     async def run(self, reports: Receiver[StepReport], /, *, out: Sender[StepReport], step: Step) -> None:
-        """Send the step's report, with held-out scores if they are due."""
         async for report in reports:
             if not self.due(report.index):
                 await out.send(report)
@@ -475,7 +471,6 @@ class Evaluate:
             await out.send(replace(report, metrics={**report.metrics, **found.metrics}))
 
     def observe(self, report: StepReport, step: Step, /) -> Evaluated | None:
-        """Return the evaluation after a step, for the observers of the run."""
         del step
         return self._found.pop(report.index, None)
 

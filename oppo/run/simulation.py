@@ -63,7 +63,6 @@ class Simulation:
     about: str = ""
 
     def run(self, *, steps: int | None = None, seeds: int | None = None, precise: bool = False) -> Study:
-        """Simulate every schedule (:func:`oppo.simulate.study.study`)."""
         found = study(
             self.system,
             self.workload,

@@ -132,9 +132,6 @@ class ScorerWorker(ABC, Generic[T]):
     def forget(self, rollouts: Iterable[int]) -> None:
         self.reader.forget(rollouts)
 
-    def memory(self) -> tuple[int, int]:
-        return self.reader.memory()
-
     def load(self, weights: Mapping[str, object]) -> None:
         # Every worker over the same memory computes with them.
         adopt(self._model, weights)
