@@ -93,15 +93,15 @@ class Card:
     def profile(self, workload: BenchWorkload, engine: EngineSection) -> Profile:
         with torch.device("meta"):
             models: dict[str, PreTrainedModel] = {"actor": counting(workload)}
-        scored = [role for role in workload.roles if role == "critic" or (role, workload.reward) == ("reward", "model")]
-        models |= {role: drawn(workload, role, "meta") for role in scored}
+        judged, valued = workload.reward == "model", "critic" in workload.roles
+        models |= {role: drawn(workload, role, "meta") for role in ["reward"] * judged + ["critic"] * valued}
         law = workload.lengths
         return Profile(
             workload=WorkloadSection(
                 batch=workload.batch // workload.group, samples=workload.group, prompt=workload.prompt_tokens[1]
             ),
             lengths=LengthsSection(cap=law.cap, median=law.median, sigma=law.sigma),
-            models=ModelsSection(actor="actor", **{role: role for role in scored}),
+            models=ModelsSection(actor="actor", reward="reward" if judged else "", critic="critic" if valued else ""),
             layout=LayoutSection(gpu="card", decode=1, corunning=TOGETHER),
             engine=engine,
             gpus={"card": self.gpu},

@@ -31,7 +31,7 @@ def test_each_part_stands_beside_its_prediction_and_one_that_is_cut_or_fails_cos
     parts = json.loads(out.read_text())["parts"]
     assert [*parts] == ["facts", *chosen.split(",")]
     assert parts["facts"]["flops"] > 0
-    assert parts["ladder"]["rounds"] == 1
+    assert parts["ladder"]["rounds"] == 2
     for name, steps in (("ladder", LADDER), ("full", FULL), ("rule", RULE)):
         assert all(parts[name][f"{mode}, tokens a second"] > 0 for mode in steps.modes), name
         assert parts[name]["peak bytes, predicted"] > 0
