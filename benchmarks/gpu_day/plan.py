@@ -47,7 +47,7 @@ class Part:
 
 # In their order: what users decide by, then its parts. `vllm` and `nccl` are for machines that have what they need.
 PARTS: Final[Mapping[str, Part]] = {
-    "facts": Part(parts.facts, 60, 15),
+    "facts": Part(parts.facts, 120, 15),
     "ladder": Part(partial(steps.ladder, steps.LADDER), 360, 30),
     "peer": Part(steps.peer, 260, 50),
     "full": Part(steps.full, 60, 10),
