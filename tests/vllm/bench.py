@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import partial, wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 import anyio
 import numpy as np
@@ -19,19 +18,6 @@ from oppo.vllm import VllmDecode, VllmPolicy
 from oppo.vllm.engine import Engine, WeightSender
 from tests.kit.responses import read_chunk
 from tests.vllm.fakes import FakeAsyncLLM, FakeSender, FakeServer, engine_of, running, server_of
-
-P = ParamSpec("P")
-
-
-def virtually(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
-    """Run an async test in virtual time."""
-
-    @wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        run_virtual(partial(test, *args, **kwargs))
-
-    return run
-
 
 SAMPLING = Sampling(max_new_tokens=20, stop=(2, 3), seed=5)
 WEIGHTS = {"weight": torch.zeros(1)}

@@ -25,7 +25,8 @@ from oppo.testing import FakePolicy, FakeTrainer, check_policy, run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.responses import read_chunk
-from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied, virtually
+from tests.kit.virtual import virtually
+from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, Output, Request, engine_of, running, server_of
 
 on_both = pytest.mark.parametrize("on", ["engine", "server"])

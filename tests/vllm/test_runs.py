@@ -42,8 +42,9 @@ from oppo.weight_sync import sync
 from tests.kit.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.responses import read_chunk
+from tests.kit.virtual import virtually
 from tests.kit.workplace import furnish
-from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied, virtually
+from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fakes import URL, FakeAsyncLLM, FakeSender, FakeServer, engine_of, experts_of, running
 from tests.vllm.test_sync import adapted
 

@@ -41,7 +41,8 @@ from oppo.vllm.sync import (
     plain,
     restored,
 )
-from tests.vllm.bench import WEIGHTS, Bench, varied, virtually
+from tests.kit.virtual import virtually
+from tests.vllm.bench import WEIGHTS, Bench, varied
 from tests.vllm.fakes import FakeAsyncLLM, FakeSender, running
 
 CPU, FIRST, SECOND, THIRD, FOURTH = (torch.device(each) for each in ("cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"))
