@@ -18,8 +18,9 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.placement import Thread
-from oppo.returns import Over, TopLogprobs
-from oppo.stages import GAE, Gather, Generate, Score, Update
+from oppo.returns import Over
+from oppo.scorers import Lesson
+from oppo.stages import GAE, Gather, Generate, Score, Siblings, Update
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.score import synced_models
 from oppo.training import FunctionTrainer, Module, TrainStep
@@ -41,7 +42,8 @@ def ppo(
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None,
+    teacher: Scorer[Lesson | Drop] | None = None,
+    siblings: Siblings | None = None,
     samples: int = 1,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
@@ -65,6 +67,7 @@ def ppo(
         environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
         teacher: log-probs of a teacher, float32 [n], which ``GAE(distill=...)`` adds to the advantages; see
             :func:`oppo.distill`.
+        siblings: for a teacher that is shown a response that passed (:class:`oppo.scorers.BehindPrompt`).
         samples: responses to each prompt, none compared with another; ``admission`` counts prompts.
     """
     capacity = max(16, 4 * admission.batch * samples)  # a busy scorer wakes to the events of all rollouts in flight
@@ -77,10 +80,12 @@ def ppo(
     value = None if values is None else g.add("value", values, rollout)
     recomputed = None if proximal is None else Score(proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
-    taught = None if teacher is None else g.add("teacher_logp", Score(teacher), rollout)
+    reader = None if teacher is None else Score(teacher)
+    read = rollout if siblings is None else g.add("siblings", siblings, rollout, score)
+    taught = None if reader is None else g.add("teacher_logp", reader, read)
     estimator: AdaptiveObjective = advantage or GAE()
     batch = g.add("advantage", estimator, rollout, score, reference=ref, value=value, proximal=again, teacher=taught)
-    update = Update(trainer, synced=synced_models(policy, values, recomputed), after=("generate",))
+    update = Update(trainer, synced=synced_models(policy, values, recomputed, reader), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 
@@ -214,6 +219,7 @@ class PPO(_Discounted):
             chunks=roles.chunks,
             environment=roles.environment,
             teacher=roles.teacher,
+            siblings=roles.siblings,
             samples=self.samples,
         )
 
@@ -251,5 +257,6 @@ class ReinforcePP(_Discounted):
             chunks=roles.chunks,
             environment=roles.environment,
             teacher=roles.teacher,
+            siblings=roles.siblings,
             samples=self.samples,
         )

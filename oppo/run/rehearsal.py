@@ -70,7 +70,6 @@ async def rehearse_code(look: FirstLook) -> list[str]:
 
 
 def decided(session: PreparedRun) -> Iterator[str]:
-    """Yield what a run is, a line for each part of it."""
     for name, text in _decisions(session):
         yield from textwrap.wrap(harmless(text), WIDTH, initial_indent=f"{name:<13} ", subsequent_indent=" " * 14)
 

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 
 from oppo.errors import SessionsLost, as_itself, awaited, noted
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, RolloutEvent, Scored, ToolTokens
-from oppo.graph import Receiver, Sender, Step
+from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import PrioritisedScorer, Scorer, SyncedModel, entered, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
 from oppo.scorers import Extras, Growth, RolloutSession, capabilities_of, prioritised
@@ -74,7 +74,6 @@ class Backlog:
         return self._unread.pop(rollout, [])
 
     def portion(self, tokens: float) -> list[Growth]:
-        """Return the longest-waiting unread events of at most ``tokens`` tokens, and one at least."""
         portion: list[Growth] = []
         for event in chain.from_iterable(self._unread.values()):
             tokens -= len(event.tokens)
@@ -84,7 +83,6 @@ class Backlog:
         return portion
 
     def mark_read(self, portion: Iterable[Growth]) -> None:
-        """Remove the events of a portion; later events of their rollouts wait behind all others."""
         for rollout, count in Counter(event.rollout for event in portion).items():
             if left := self._unread.pop(rollout)[count:]:
                 self._unread[rollout] = left
@@ -113,7 +111,8 @@ class Score(Generic[T]):
 
     A scorer of frozen weights whose calls may overlap is called for rollouts that finish while it still scores others.
 
-    A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained.
+    A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained. One with
+    state between steps (:class:`~oppo.graph.stage.Stateful`) has it restored when a run is resumed.
 
     Attributes:
         scorer: the model.
@@ -147,6 +146,8 @@ class Score(Generic[T]):
         newest = bool(self.after)
         self.synced = ScorerWeights(self.scorer, newest=newest) if isinstance(self.scorer, SyncedModel) else None
         self._concurrent = can.concurrent and self.synced is None
+        if isinstance(self.scorer, Stateful):  # the stage has the state of its scorer
+            self.state_dict, self.load_state_dict = self.scorer.state_dict, self.scorer.load_state_dict
 
     async def __aenter__(self) -> Self:
         self._opened = await entered([self.scorer])

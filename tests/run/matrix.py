@@ -275,6 +275,17 @@ OF_THE_TURNS = {
 }
 
 
+def own_teacher(row: Row) -> list[str]:
+    """Return what makes the policy its own teacher, behind another prompt, in most rows that have one; no axis."""
+    if row["teacher"] == "no" or row["dialogue"] in ("agent", "branches") or row["data"] == "mixed":
+        return []
+    grouped = row["algorithm"] in ("grpo", "rloo", "dr_grpo", "dapo", "gspo")
+    weights = {"0": "live", "1": "average", "2": "frozen" if grouped else "average"}[row["lookahead"]]
+    hint = "{prompt} {sibling}" if grouped and row["kl"] != "default" else "{prompt} {number}"
+    more = ["teacher.threshold=0.3"] * ("sibling" in hint) + ["teacher.rate=0.3"] * (weights == "average")
+    return ["models.teacher=", f"teacher.weights={weights}", f"teacher.template={hint}", *more]
+
+
 def overrides(row: Row) -> list[str]:
     """Return what a row sets, ``section.key=value`` each."""
     dialogue, given = row["dialogue"], dict(row)
@@ -284,7 +295,7 @@ def overrides(row: Row) -> list[str]:
         del given["rewards"]
     elif dialogue in ("function", "class") and row["rewards"] in OF_THE_TURNS:
         more.append(OF_THE_TURNS[given.pop("rewards")])
-    return [*(each for axis, value in given.items() for each in AXES[axis][value]), *more]
+    return [*(each for axis, value in given.items() for each in AXES[axis][value]), *more, *own_teacher(row)]
 
 
 class Killer(Observer):
