@@ -36,17 +36,10 @@ from oppo.stages import Generate
 if TYPE_CHECKING:
     from oppo.hf.tokenizer import HfTokenizer
 
-LONGEST: Final = 32
-"""Tokens that are sampled at most."""
-
-WIDTH: Final = 100
-"""Characters of a line of text."""
-
-SAID: Final = "I do not know."
-"""Every turn of the policy before there is one."""
-
-TURNS: Final = 4
-"""Turns of a conversation before there is a policy, at most."""
+LONGEST: Final = 32  # tokens that are sampled at most
+WIDTH: Final = 100  # characters of a line of text
+SAID: Final = "I do not know."  # every turn of the policy before there is one
+TURNS: Final = 4  # turns of a conversation before there is a policy, at most
 
 
 async def rehearse_code(look: FirstLook) -> list[str]:
