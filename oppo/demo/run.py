@@ -66,7 +66,6 @@ class Findings:
     directory: Path
     actor: Path  # directory of the trained policy
     assets: Path  # directory of the models and prompts that the demo made
-    steps: int
     seconds: float
     others: float = 0.0  # share of the cores that other processes took meanwhile
 
@@ -200,7 +199,6 @@ def demo(
         directory=settings.run_directory,
         actor=settings.run_directory / FINAL / "actor",
         assets=assets.directory,
-        steps=plan.steps,
         seconds=narrator.seconds,
         others=narrator.others(),
     )
