@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
     from oppo.hf.tokenizer import HfTokenizer
 
-CONTEXT: Final = 40
-"""Characters before the first difference of two texts that are shown."""
+CONTEXT: Final = 40  # characters before the first difference of two texts that are shown
 
 
 def plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,12 +290,8 @@ def _logprobs(turn: Sequence[int], logprobs: Sequence[float], tokenizer: HfToken
     return [(tokenizer.decode_whole([token]), logprob) for token, logprob in zip(turn, logprobs, strict=True)]
 
 
-MOST: Final = 64
-"""Conversations that an agent may hold."""
-
-BRANCHES: Final = 2**20
-"""Above their numbers."""
-
+MOST: Final = 64  # conversations that an agent may hold
+BRANCHES: Final = 2**20  # above their numbers
 ENDED: Final = Refusal("the rollout of this key has ended", code="rollout_ended")
 
 

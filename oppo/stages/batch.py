@@ -18,11 +18,8 @@ from oppo.returns import NamedScores, TokenRewards, TopLogprobs
 from oppo.scorers import Lesson, Untaught
 
 LARGEST = float(np.finfo(np.float32).max)
-NONFINITE = "nonfinite"
-"""Prefix of the reason of a drop for a number that is not finite."""
-
-UNSAMPLED = "nothing was sampled"
-"""Reason of a drop for a response without a sampled token: none has earned the score."""
+NONFINITE = "nonfinite"  # prefix of the reason of a drop for a number that is not finite
+UNSAMPLED = "nothing was sampled"  # reason of a drop for a response without a sampled token: none has earned the score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
