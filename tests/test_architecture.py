@@ -106,7 +106,7 @@ BUDGETS = {
     "rewards": 1_802,
     "run": 5_756,
     "simulate": 2_479,
-    "stages": 4_063,
+    "stages": 4_069,
     "testing": 2_543,
     "vllm": 4_213,
 }
