@@ -63,7 +63,7 @@ class ChatCompletions(Api):
 
     def whole(self, request: Request, said: Said) -> Json:
         calls = _calls(said)
-        message = {"role": "assistant", "content": said.content or (None if calls else "")}
+        message: Json = {"role": "assistant", "content": said.content or (None if calls else "")}
         message |= {"tool_calls": calls} if calls else {}
         message |= {"reasoning_content": said.reasoning} if said.reasoning else {}
         choice = {"index": 0, "message": message, "finish_reason": said.reason, **_shown(request, said)}

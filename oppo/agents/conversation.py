@@ -28,13 +28,13 @@ from oppo.agents.requests import (
 from oppo.environments import EnvironmentFailure
 from oppo.errors import ConfigError, OppoError, one_line, shown
 from oppo.events import Drop
+from oppo.observe import WorkContext
 
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
     from oppo.hf.tokenizer import HfTokenizer
 
-CONTEXT: Final = 40
-"""Characters before the first difference of two texts that are shown."""
+CONTEXT: Final = 40  # characters before the first difference of two texts that are shown
 
 
 def plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,12 +290,8 @@ def _logprobs(turn: Sequence[int], logprobs: Sequence[float], tokenizer: HfToken
     return [(tokenizer.decode_whole([token]), logprob) for token, logprob in zip(turn, logprobs, strict=True)]
 
 
-MOST: Final = 64
-"""Conversations that an agent may hold."""
-
-BRANCHES: Final = 2**20
-"""Above their numbers."""
-
+MOST: Final = 64  # conversations that an agent may hold
+BRANCHES: Final = 2**20  # above their numbers
 ENDED: Final = Refusal("the rollout of this key has ended", code="rollout_ended")
 
 
@@ -313,10 +309,10 @@ class Session:
         single: str,
         expected: set[int],
         longest: float,
-        evaluated: bool,
+        evaluation: WorkContext | None,
     ) -> None:
         self.columns = columns
-        self.evaluated = evaluated
+        self.evaluation = evaluation
         self.scope = anyio.CancelScope()
         self.outcome: float | Drop | OppoError | None = None  # of an agent that has ended
         self.failure = failure

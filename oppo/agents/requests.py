@@ -25,17 +25,10 @@ T = TypeVar("T")
 
 Json: TypeAlias = dict[str, Any]
 
-MODEL: Final = "policy"
-"""The name of the model that agents are served; they may ask for any."""
-
-FORMATS: Final = 64
-"""Sets of tools whose chat formats are kept."""
-
-BODY: Final = 8 * 2**20
-"""The most bytes of a request."""
-
-LONG: Final = 20_000
-"""Bytes or characters above which they are processed in a thread."""
+MODEL: Final = "policy"  # the name of the model that agents are served; they may ask for any
+FORMATS: Final = 64  # sets of tools whose chat formats are kept
+BODY: Final = 8 * 2**20  # the most bytes of a request
+LONG: Final = 20_000  # bytes or characters above which they are processed in a thread
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to an agent

@@ -21,6 +21,7 @@ from oppo.agents.requests import BODY, MODEL, Api, Refusal, Request, Stream, apa
 from oppo.agents.responses import Responses
 from oppo.errors import ConfigError, as_itself, shortened
 from oppo.log import logger
+from oppo.observe import WorkContext
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -33,17 +34,12 @@ APIS: Final[Mapping[str, Api]] = {each.path: each for each in (ChatCompletions()
 
 PATHS: Final = ", ".join(each.removeprefix("/v1") for each in APIS)
 
-BACKLOG: Final = 2048
-"""Connections that may wait to be accepted."""
-
+BACKLOG: Final = 2048  # connections that may wait to be accepted
 FOREVER: Final = 10**9
 """Seconds for which an idle connection is kept: its client may be about to send, and closes idle ones itself."""
 
-FILES: Final = 65_536
-"""The most open files that are asked of the system."""
-
-RESERVED: Final = 64
-"""Open files that are left for other things, at least."""
+FILES: Final = 65_536  # the most open files that are asked of the system
+RESERVED: Final = 64  # open files that are left for other things, at least
 
 
 class AgentServer:
@@ -55,7 +51,7 @@ class AgentServer:
         *,
         sessions: Callable[[], Mapping[str, Session]],
         asked: Callable[[], None],
-        noted: Callable[[bool, Mapping[str, float]], None],
+        noted: Callable[[WorkContext | None, Mapping[str, float]], None],
     ) -> None:
         self.url = "http://agents/v1"  # on a loop of virtual time, where an agent asks the application itself
         self._address = (host, port)
@@ -152,10 +148,10 @@ class AgentServer:
     async def _complete(self, http: HttpRequest, api: Api) -> HttpResponse:
         from starlette.responses import JSONResponse, StreamingResponse  # noqa: PLC0415 - an extra
 
-        refused, repeated, evaluated = False, False, False
+        refused, repeated, evaluation = False, False, None
         try:
             session = self._session(http)
-            evaluated = session.evaluated
+            evaluation = session.evaluation
             body = await _read(http)
             again = http.headers.get("x-stainless-retry-count", "0") != "0"
             key = http.headers.get("idempotency-key", "")
@@ -169,7 +165,7 @@ class AgentServer:
             refused = True
             raise
         finally:
-            self._noted(evaluated, {"agents/refused": float(refused), "agents/repeated": float(repeated)})
+            self._noted(evaluation, {"agents/refused": float(refused), "agents/repeated": float(repeated)})
 
     def _models(self, http: HttpRequest) -> HttpResponse:
         from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra

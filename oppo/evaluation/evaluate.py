@@ -225,12 +225,11 @@ class _Counting(Observer):
 PREFIX: Final = "eval/"
 """Prefix of a reward's or environment's metric of held-out responses, before its name in training."""
 
-Z: Final = 1.96
-"""Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
+Z: Final = 1.96  # standard deviations on either side of the mean that hold 95% of a normal distribution
 
 
 def half_width(means: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of a mean over prompts; NaN for fewer than two.
+    """Return half the width of the 95% confidence interval of a mean over prompts; NaN for fewer than two.
 
     The standard error is computed from the prompts' own means, since the responses to one prompt are no independent
     draws (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640, section 2.2), and the interval assumes a normal
@@ -317,7 +316,7 @@ class Comparison:
         before, after: mean scores.
         spread: standard deviation of the scores before.
         gain: mean of the paired differences, after minus before.
-        half_width: of the 95 % confidence interval of the gain (normal approximation).
+        half_width: of the 95% confidence interval of the gain (normal approximation).
     """
 
     before: float
@@ -351,8 +350,7 @@ def compare(before: FloatArray, after: FloatArray) -> Comparison:
 FIRST: Final = 10**12
 """The number of the first held-out prompt: above the prompts of training, so that scorers and noise tell them apart."""
 
-BEFORE: Final = -1
-"""The step of an evaluation before the first."""
+BEFORE: Final = -1  # the step of an evaluation before the first
 
 
 @dataclass(frozen=True, slots=True, eq=False)

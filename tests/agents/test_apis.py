@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -76,12 +76,12 @@ async def counting(to: Speaker, row: dict[str, object], seen: list[Reply]) -> fl
     return float(str(row["gold"]) in seen[-1].text)
 
 
-async def in_parts(rollout: Rollout, text: str, sizes: Sequence[int] = (5,), end: str = END) -> Answer | Drop | None:
+async def in_parts(rollout: Rollout, text: str, sizes: tuple[int, ...] = (5,), end: str = END) -> Answer | Drop | None:
     """Say a turn of which the endpoint hears so many tokens at a time."""
     tokens, at = tokenizer().encode_whole(text + end), 0
     for size in sizes * (1 + len(tokens)):
         at += size
-        rollout.agents.follow(rollout.prompt, rollout.number, partial(tokens.__getitem__, slice(at)))
+        rollout.agents.follow(rollout.prompt, rollout.number, lambda at=at: tokens[:at])
         await anyio.lowlevel.checkpoint()
         if at > len(tokens):
             break
@@ -291,8 +291,9 @@ def test_what_cannot_be_trained_is_refused_in_the_form_of_its_api(api: str, body
         asked |= {"max_tokens": 9} if api == "messages" else {}
         with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as refused:
             await to.client.post(path, body={**asked, **body}, cast_to=object)
-        assert words in refused.value.message
-        found: Any = refused.value.response.json()
+        error: Any = refused.value
+        assert words in error.message
+        found: Any = error.response.json()
         inner = found["error"]
         assert inner["type"] == "invalid_request_error"
         assert inner.keys() == ({"type", "message", "code"} if api == "messages" else {*inner, "param", "code"})

@@ -395,17 +395,13 @@ def _weights(run: Path) -> Iterator[bytes]:
                 yield tensor.contiguous().numpy().tobytes()
 
 
-AT_A_CUT = "step", "answered"
-
-
 def _records(run: Path, name: str) -> list[bytes]:
     """Return the lines of a file without what they say of the clock, in an order of their own."""
     lines = read_lines(run / name) if (run / name).exists() else []
     # an agent ends, and its last request is refused, before this evaluation is measured or before the next one is
     timed = "at", "seconds", *(f"agents/{name}" for name in ("refused", "repeated", "conversations", "history_changed"))
     kept = [
-        # a turn that ends at the cut is answered in its step, or when the next one begins
-        {key: value for key, value in line.items() if not key.endswith(timed) and (key, line.get("event")) != AT_A_CUT}
+        {key: value for key, value in line.items() if not key.endswith(timed)}
         for line in lines
         if line.get("event") != "observed"
     ]
