@@ -54,7 +54,7 @@ from oppo.run.loading import (
 )
 from oppo.run.memory import fitted
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
-from oppo.run.teachers import check_columns, loaded_teachers, served_teacher
+from oppo.run.teachers import check_columns, loaded_teachers, privileged, served_teacher
 from oppo.scorers import Lesson, capabilities_of
 from oppo.turns import Environment
 from oppo.vllm.scorers import VllmScorer
@@ -201,7 +201,7 @@ def assemble(
         known = [*columns]
         for names in known:
             code.check_columns(names)
-        check_columns(settings, code.environment, tokenizer, known)
+        check_columns(settings.models, privileged(settings.teacher, settings.data, code.environment, tokenizer), known)
 
         def started(request: ServeRequest) -> Serving:
             serving = serve(replace(request, log=engine_log))

@@ -117,13 +117,13 @@ def test_a_row_without_what_the_prompt_is_made_of_is_an_error(
 def test_columns_are_checked_before_anything_is_read() -> None:
     known = {"prompt", "solution", "sibling"}
     with pytest.raises(ConfigError, match=r"teacher.template names 'soluton', which is no column .* \(did"):
-        made(template="{prompt}{soluton}").require_columns(known)
+        made(template="{prompt}{soluton}").check_columns(known)
     with pytest.raises(ConfigError, match=r"teacher.column names 'hint', .* are prompt, sibling, sol"):
-        made(column="hint").require_columns(known)
+        made(column="hint").check_columns(known)
     with pytest.raises(ConfigError, match=r"data.prompts has a column of that name: give the column another one"):
-        made(template="{sibling}").require_columns(known)
-    made(template="{prompt}{solution}").require_columns(known)
-    made(template="{prompt}{sibling}", prompt_column="solution").require_columns({"solution"})
+        made(template="{sibling}").check_columns(known)
+    made(template="{prompt}{solution}").check_columns(known)
+    made(template="{prompt}{sibling}", prompt_column="solution").check_columns({"solution"})
 
 
 @pytest.mark.parametrize("template", ["{}", "{0}", "{a.b}", "{a!r}", "{a:3}", "{", "}", "{a b}"])
