@@ -25,8 +25,9 @@ from oppo.algorithms.group import grpo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch, Chunk, ChunkState, Prompt, Response
 from oppo.hf.serve.decoder import Decoder
+from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.sampling import draw, gumbel
+from oppo.hf.serve.sampling import draw
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss
 from oppo.models import Policy, Sampling, Trained, Weights
