@@ -401,7 +401,7 @@ more. None grows with the layers or the rows.
 KERNELS_OF_A_LAYER = 3
 """Of ours in a decode step, beside those of the model's own layers: the new keys, the new values, attention."""
 KERNELS_OF_AN_END = 8  # launched because a row has ended in the decode step before, with any number of layers
-DRAWING = {"decode": 12, "decode, large vocabulary": 38, "decode, drawn by Triton": 3}
+DRAWING = {"decode": 12, "decode, large vocabulary": 106, "decode, drawn by Triton": 4}
 """Kernels that a decode step launches to draw its tokens: of a small table noise is made ahead; Triton adds two."""
 
 

@@ -228,7 +228,8 @@ class Slab(Slots):
         self._places.update(source._places)
         self._allocate()
         for kind, blocks in source._stacks.items():
-            for new, old in _overlaps(self._stacks[kind], blocks):
+            others = list(blocks)
+            for new, old in chain.from_iterable(_parts(block, others) for block in self._stacks[kind]):
                 for to, of in pairs:
                     new[:, to, :, :longest] = old[:, of, :, :longest]
         source.remove(rows)
@@ -283,35 +284,26 @@ class Slab(Slots):
         self._layers.clear()  # or all would be in memory twice
         if not capacity:
             self._stacks.clear()
-        for kind, old in self._stacks.items():
-            blocks = self._blocks(kind, sum(map(len, old)))
-            self._stacks[kind] = [_filled(block, old, len(self.rows)) for block in blocks]
+        live = len(self.rows)
+        for kind, others in self._stacks.items():
+            kept, self._stacks[kind] = min(columns, others[0].shape[3]), []
+            for block in self._blocks(kind, sum(map(len, others))):
+                for new, old in _parts(block, others):
+                    new[:, :live, :, :kept] = old[:, :live, :, :kept]
+                self._stacks[kind].append(block)
         if self._stacks:
             self._allocate()
 
 
-def _filled(block: Tensor, old: list[Tensor], live: int) -> Tensor:
-    # With the first stores of the old blocks, which are dropped when they are empty.
-    at, kept = 0, min(block.shape[3], old[0].shape[3])
+def _parts(block: Tensor, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the stores of a block with the same ones of another stack, which lacks them afterwards."""
+    at = 0
     while at < len(block):
-        part = old[0][: len(block) - at]
-        block[at : at + len(part), :live, :, :kept] = part[:, :live, :, :kept]
-        at, old[0] = at + len(part), old[0][len(part) :]
-        if not len(old[0]):
-            del old[0]
-    return block
-
-
-def _overlaps(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same stores of two stacks, as many at a time as are one block in both."""
-    mine, theirs = list(ones), list(others)
-    while mine and theirs:
-        count = min(len(mine[0]), len(theirs[0]))
-        yield mine[0][:count], theirs[0][:count]
-        for stack in (mine, theirs):
-            stack[0] = stack[0][count:]
-            if not len(stack[0]):
-                del stack[0]
+        part, others[0] = others[0].tensor_split((len(block) - at,))
+        yield block[at : at + len(part)], part
+        at += len(part)
+        if not len(others[0]):
+            del others[0]
 
 
 def _aligned(columns: int) -> int:

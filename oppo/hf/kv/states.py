@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from oppo.errors import ModelRefused
-from oppo.hf.kv.cache import BLOCK_BYTES, SLACK, KVView, SlabLayer, Slots, as_slice, sent
+from oppo.hf.kv.cache import SLACK, KVView, SlabLayer, Slots, as_slice, sent
 
 NEUTRAL: Final = -1e4
 """The input of gates at padding: its softplus and sigmoid are exactly 0 in every dtype; infinity times 0 is NaN."""
@@ -127,17 +127,10 @@ class StateSlots(Slots):
 
     def _resize(self, capacity: int) -> None:
         self._capacity, live = capacity, len(self.rows)
-        keys = list(self._states)
-        while keys:  # a part, which is in memory twice, in three launches
-            size, count = 0, 0
-            while count < len(keys) and size <= BLOCK_BYTES:
-                size, count = size + self._states[keys[count]].nbytes, count + 1
-            part, keys = keys[:count], keys[count:]
-            old = [self._states[key] for key in part]
-            new = [store.new_empty(capacity, *store.shape[1:]) for store in old]
-            torch._foreach_zero_(new)
-            torch._foreach_copy_([store[:live] for store in new], [store[:live] for store in old])
-            self._states.update(zip(part, new, strict=True))
+        for key, store in self._states.items():  # one by one, so that only one is in memory twice
+            new = store.new_zeros(capacity, *store.shape[1:])
+            new[:live] = store[:live]
+            self._states[key] = new
 
     def _tensors(self) -> Iterable[Tensor]:
         return self._states.values()

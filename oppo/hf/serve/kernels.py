@@ -24,15 +24,6 @@ _LAST_BITS: Final = tl.constexpr((1 << WITHIN) - 1)
 _CELLS: Final = tl.constexpr(CELLS)
 
 
-def noise(keys: Tensor, vocabulary: int, table: Tensor) -> Tensor:
-    """Return what :func:`oppo.hf.serve.noise.noise_of` returns, in one launch."""
-    made = torch.empty(len(keys), vocabulary, device=keys.device)
-    grid = (len(keys), triton.cdiv(vocabulary, BLOCK))
-    with torch.cuda.device_of(made):
-        _write_noise[grid](made, keys, table, vocabulary, block=BLOCK, enable_fp_fusion=False)
-    return made
-
-
 def draw(
     logits: Tensor, keys: Tensor, table: Tensor, *, temperature: float, ends: Tensor, least: int
 ) -> tuple[Tensor, Tensor]:
@@ -75,13 +66,6 @@ def _noise_of(row, columns, keys, table):
     cell = (bits >> _WITHIN).to(tl.int32)
     within = (bits & _LAST_BITS).to(tl.int32).to(tl.float32)
     return within * tl.load(table + _CELLS + cell) + tl.load(table + cell)
-
-
-@triton.jit
-def _write_noise(made, keys, table, vocabulary, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block + tl.arange(0, block)
-    tl.store(made + row * vocabulary + columns, _noise_of(row, columns, keys, table), mask=columns < vocabulary)
 
 
 @triton.jit

@@ -64,7 +64,7 @@ def quantiles() -> Tensor:
 def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """Return standard Gumbel noise, float32 [n, vocabulary], that depends only on the arguments of its row."""
     keys = keys_at(seed, torch.stack((admission, sample, position), -1))
-    return noise_of(keys, vocabulary, quantiles().to(keys.device))
+    return noise_of(keys, torch.arange(vocabulary, device=keys.device), quantiles().to(keys.device))
 
 
 def keys_at(seed: int, places: Tensor) -> Tensor:
@@ -78,12 +78,10 @@ def keys_at(seed: int, places: Tensor) -> Tensor:
     return torch.stack((low, key >> 32, places[:, 2]), 1).to(torch.int32)
 
 
-def noise_of(keys: Tensor, vocabulary: int, table: Tensor) -> Tensor:
-    """Return the noise of ``keys``, int32 [n, 3], by the ``table`` of :func:`quantiles`: float32 [n, vocabulary]."""
-    # A longer row begins with the shorter one.
-    low, high, _ = keys.unbind(1)
-    tokens = torch.arange(vocabulary, dtype=torch.int32, device=keys.device) * signed(GOLDEN32, 32)
-    word = _hash32(tokens ^ low.unsqueeze(1), high.unsqueeze(1))
+def noise_of(keys: Tensor, ids: Tensor, table: Tensor) -> Tensor:
+    """Return the noise of ``ids``, [V] or [n, k], for keys int32 [n, 3], by a table of quantiles: float32 [n, ...]."""
+    low, high, _ = keys[:, :, None].unbind(1)
+    word = _hash32((ids.to(torch.int32) * signed(GOLDEN32, 32)) ^ low, high)
     bits = word.bitwise_left_shift_(1).to(torch.float32).add_(1).view(torch.int32)  # an odd number
     cells = (bits >> WITHIN).bitwise_and_(CELLS - 1).flatten()
     within = bits.bitwise_and_((1 << WITHIN) - 1).to(torch.float32).flatten()
@@ -91,55 +89,40 @@ def noise_of(keys: Tensor, vocabulary: int, table: Tensor) -> Tensor:
 
 
 class Noise:
-    """Returns the noise of :func:`gumbel`, bit for bit; keys, and noise of small tables, are made ahead."""
+    """Returns keys of tokens, or their noise, bit for bit as :func:`gumbel`, made for several positions ahead."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.table = quantiles().to(device)
         self._seed = seed
-        self._columns: dict[tuple[int, int], int] = {}  # where each row is in keys and block
-        self._starts: list[int] = []  # the position of each row at which the keys begin
+        self._columns: dict[tuple[int, int], int] = {}  # where each row is in the block
+        self._starts: list[int] = []  # the position of each row at which the block begins
         self._places = torch.empty(0, 3)  # [rows, 3]: admission number, sample and that position
-        self._keys = torch.empty(0, 0, 3)  # [positions, rows, 3]
-        self._block = torch.empty(0, 0, 0)  # [positions, rows, V], the first of them ``_first`` positions after
-        self._first = 0
+        self._block = torch.empty(0, 0, 0)  # [positions, rows, V or 3]
 
-    def keys(self, rows: Sequence[tuple[int, int]], positions: Sequence[int]) -> Tensor:
-        """Return the keys, int32 [n, 3], of the next token of each row (admission number, sample)."""
-        offset, columns = self._at(rows, positions)
-        return take(self._keys[offset], columns)
+    def __call__(self, rows: Sequence[tuple[int, int]], positions: Sequence[int], vocabulary: int = 0) -> Tensor:
+        """Of the next token of each row (admission number, sample), not to be written to: noise float32 [n, V].
 
-    def __call__(self, rows: Sequence[tuple[int, int]], positions: Sequence[int], vocabulary: int) -> Tensor:
-        """The noise of the next token of each row: float32 [n, vocabulary], not to be written to."""
-        offset, columns = self._at(rows, positions)
-        if not 0 <= offset - self._first < len(self._block) or self._block.shape[2] != vocabulary:
-            if len(columns) < len(self._starts):  # others make no noise any more
-                self._starts, self._places = [self._starts[at] for at in columns], take(self._places, columns)
-                self._keys = take(self._keys.transpose(0, 1), columns).transpose(0, 1)
-                columns = [*range(len(rows))]
-                self._columns = dict(zip(rows, columns, strict=True))
-            count = max(1, min(AHEAD - offset, ENTRIES // (len(rows) * vocabulary)))
-            keys = self._keys[offset : offset + count].flatten(0, 1)
-            self._block, self._first = noise_of(keys, vocabulary, self.table).view(count, -1, vocabulary), offset
-        return take(self._block[offset - self._first], columns)
-
-    def _at(self, rows: Sequence[tuple[int, int]], positions: Sequence[int]) -> tuple[int, list[int]]:
-        columns = [self._columns.get(row, -1) for row in rows]
+        Without a vocabulary its key, int32 [n, 3].
+        """
+        columns, device = [self._columns.get(row, -1) for row in rows], self.table.device
         offsets = {at - self._starts[column] for at, column in zip(positions, columns, strict=True) if column >= 0}
         if -1 in columns or len(offsets) > 1:
-            device = self.table.device
-            places = torch.tensor([(*row, at) for row, at in zip(rows, positions, strict=True)], device=device)
+            self._places = torch.tensor([(*row, at) for row, at in zip(rows, positions, strict=True)], device=device)
         else:
             (offset,) = offsets
-            if 0 <= offset < AHEAD:
-                return offset, columns
-            places = take(self._places, columns).clone()  # nothing crosses to the device
-            places[:, 2] += offset
+            if 0 <= offset < len(self._block) and self._block.shape[2] == (vocabulary or 3):
+                return take(self._block[offset], columns)
+            self._places = take(self._places, columns).clone()  # nothing crosses to the device
+            self._places[:, 2] += offset
+        count = max(1, min(AHEAD, ENTRIES // (len(rows) * max(1, vocabulary))))
+        ahead = self._places.repeat(count, 1)
+        ahead[:, 2] += torch.arange(count, device=device).repeat_interleave(len(rows))
+        made = keys_at(self._seed, ahead)
+        if vocabulary:
+            made = noise_of(made, torch.arange(vocabulary, device=device), self.table)
         self._columns, self._starts = {row: at for at, row in enumerate(rows)}, list(positions)
-        self._places, self._block = places, self._block[:0]
-        ahead = places.repeat(AHEAD, 1)
-        ahead[:, 2] += torch.arange(AHEAD, device=places.device).repeat_interleave(len(rows))
-        self._keys = keys_at(self._seed, ahead).view(AHEAD, -1, 3)
-        return 0, [*range(len(rows))]
+        self._block = made.view(count, len(rows), -1)
+        return self._block[0]
 
 
 def _shifted(word: Tensor, by: int, bits: int) -> Tensor:

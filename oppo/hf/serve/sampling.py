@@ -9,10 +9,10 @@ a token's admission number, sample and position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -61,18 +61,20 @@ class Drawing:
 
     def __call__(self, logits: Tensor, rows: Sequence[tuple[int, int]], positions: Sequence[int]) -> Drawn:
         """Return the token at a position of each row (admission number, sample), sampled from ``logits`` [n, V]."""
-        sampling, vocabulary, noise = self._sampling, logits.shape[-1], None
+        sampling, vocabulary, table = self._sampling, logits.shape[-1], self._noise.table
         too_short = [at for at, position in enumerate(positions) if position < sampling.min_new_tokens]
-        if self._kernels is None:
-            if sampling.temperature > 0:
-                noise = self._noise(rows, positions, vocabulary)
-            return draw(logits, noise, sampling, too_short)
-        keys, table = self._noise.keys(rows, positions), self._noise.table
         if _truncates(sampling, vocabulary):
-            return draw(logits, self._kernels.noise(keys, vocabulary, table), sampling, too_short)
-        ends = self._ends if too_short else self._ends[:0]
-        options = {"temperature": sampling.temperature, "ends": ends, "least": sampling.min_new_tokens}
-        tokens, logprobs = self._kernels.draw(logits, keys, table, **options)
+            keys = self._noise(rows, positions)
+            return draw(logits, lambda ids: noise_of(keys, ids, table), sampling, too_short)
+        if self._kernels is None:
+            noise = self._noise(rows, positions, vocabulary) if sampling.temperature > 0 else None
+            return draw(logits, noise, sampling, too_short)
+        tokens, logprobs = self._kernels.draw(
+            *(logits, self._noise(rows, positions), table),
+            temperature=sampling.temperature,
+            ends=self._ends if too_short else self._ends[:0],
+            least=sampling.min_new_tokens,
+        )
         return Drawn(tokens, logprobs, None, _barred(sampling, logits.shape, too_short))
 
 
@@ -81,7 +83,7 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
     # None: they do not run here, or give other tokens than a CPU.
     sampling, keys, table = Sampling(temperature=0.7), keys_at(0, torch.arange(12).view(4, 3)), quantiles()
     logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
-    expected = draw(logits, noise_of(keys, 5000, table), sampling).tokens
+    expected = draw(logits, noise_of(keys, torch.arange(5000), table), sampling).tokens
     ends = torch.empty(0, dtype=torch.int32)
     try:
         from oppo.hf.serve import kernels  # noqa: PLC0415 - Triton is not installed everywhere
@@ -97,8 +99,16 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
     return None
 
 
-def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Sequence[int] = ()) -> Drawn:
-    """Return tokens sampled from ``logits`` [n, V] with ``noise``, their log-probs and their support, in float32."""
+def draw(
+    logits: Tensor,
+    noise: Tensor | Callable[[Tensor], Tensor] | None,
+    sampling: Sampling,
+    too_short: Sequence[int] = (),
+) -> Drawn:
+    """Return tokens sampled from ``logits`` [n, V], their log-probs and their support, in float32.
+
+    ``noise``: float32 [n, V]; where ids are left out, it may be a function of the others, int64 [n, k].
+    """
     # A log-prob is of the distribution that the token was sampled from: at the sampling temperature (1 when greedy),
     # then top_k, then top_p, as in transformers' generate(). Rows that are too short get no token of sampling.stop.
     logits = logits.float()
@@ -112,12 +122,13 @@ def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Se
     if too_short:
         logits = _without_stop(logits, too_short, sampling.stop)
     kept, ids = _kept(logits, sampling), None
-    if noise is None or kept is None:
-        tokens = (logits if noise is None else logits + noise).argmax(-1, keepdim=True)
+    if kept is None:
+        tokens = (logits if noise is None else logits + cast("Tensor", noise)).argmax(-1, keepdim=True)
         normaliser = logits.logsumexp(-1, keepdim=True)
     else:
         best, ids, normaliser = kept
-        tokens = ids.gather(1, (best + noise.gather(1, ids)).argmax(-1, keepdim=True))
+        of_ids = noise(ids) if callable(noise) else cast("Tensor", noise).gather(1, ids)
+        tokens = ids.gather(1, (best + of_ids).argmax(-1, keepdim=True))
         ids = ids.where(best > -torch.inf, -1)
     logprobs = (logits.gather(1, tokens) - normaliser).clamp_(max=0)  # rounding can leave it above 0
     return Drawn(tokens.squeeze(1), logprobs.squeeze(1), ids, barred)
