@@ -110,8 +110,10 @@ def test_scores_of_16_bits_are_in_float32_whoever_reads_them(read_by: str) -> No
     model = (tiny.steps(labels=3) if read_by == "steps" else tiny.scalar()).bfloat16()
     seen = list[tuple[Tensor, Tensor]]()
     score = model.get_submodule("score")
-    score.register_forward_hook(lambda module, given, output: seen.append((given[0].detach(), output.detach())))
+    score.register_forward_hook(lambda module, given, output: seen.append((given[0].detach().clone(), output)))
     if read_by == "trained":
+        with torch.no_grad():
+            model.get_input_embeddings().get_parameter("weight")[0] = 1.0
         core = HfTrainerCore(
             ActorCritic(tiny.causal(), model), SAMPLING, TrainerSettings(epochs=1), PPOLoss(), TrainerCounts.new()
         )
@@ -122,9 +124,10 @@ def test_scores_of_16_bits_are_in_float32_whoever_reads_them(read_by: str) -> No
         worker = workers[read_by](model, False, *([(5,), 0, 0.0] if read_by == "steps" else []))
         worker.extend(ScorerInput([Prompt(0, 0, np.arange(60, dtype=np.int32))]))
         before = score.get_parameter("weight")
-    hidden, output = seen[0]
-    expected = hidden.double() @ before.double().t()
-    narrow = torch.nn.functional.linear(hidden, before)
+    (hidden, output), *_ = seen
+    with torch.inference_mode():
+        expected = hidden.double() @ before.double().t()
+        narrow = torch.nn.functional.linear(hidden, before)
     assert output.dtype == torch.float32
     assert (output - expected).abs().max() < 1e-3 * (narrow - expected).abs().max()
 

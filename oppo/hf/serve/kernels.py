@@ -32,25 +32,24 @@ def draw(
     Args:
         logits: float [n, V], adjacent in each row.
         keys: of the rows' noise, int32 [n, 3].
-        table: :func:`oppo.hf.serve.noise.quantiles`.
+        table: :func:`oppo.hf.serve.noise.table_on`.
         temperature: divides the logits; 0 is greedy.
         ends: ids, int32 [m], that no row draws whose position is below ``least``.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, BLOCK)
-    found = torch.empty(rows, parts, 4, device=logits.device)
-    ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    found = torch.empty(rows, parts, 5, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, device=logits.device)
     with torch.cuda.device_of(logits):
         _draw_parts[(rows, parts)](
-            *(found, ids, logits, keys, table, ends, logits.stride(0), vocabulary, temperature or 1.0, least),
+            *(found, logits, keys, table, ends, logits.stride(0), vocabulary, temperature or 1.0, least),
             barred=len(ends),
             sampled=temperature > 0,
             block=BLOCK,
             enable_fp_fusion=False,
         )
-        _join_parts[(rows,)](tokens, logprobs, found, ids, parts, width=triton.next_power_of_2(parts))
+        _join_parts[(rows,)](tokens, logprobs, found, parts, width=triton.next_power_of_2(parts))
     return tokens, logprobs
 
 
@@ -71,7 +70,6 @@ def _noise_of(row, columns, keys, table):
 @triton.jit
 def _draw_parts(  # noqa: PLR0917 - a kernel's
     found,
-    ids,
     logits,
     keys,
     table,
@@ -84,8 +82,8 @@ def _draw_parts(  # noqa: PLR0917 - a kernel's
     sampled: tl.constexpr,
     block: tl.constexpr,
 ):
-    # Of each part of a row: its best perturbed logit, the logit and the id of that token, the largest logit, and the
-    # sum of exponentials relative to it. Of equal ones the first is best.
+    # Of each part of a row: its best perturbed logit, the logit of that token, the largest logit, the sum of
+    # exponentials relative to it, and the token. Of equal ones the first is best.
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * block + tl.arange(0, block)
     scaled = tl.load(logits + row * stride + columns, mask=columns < vocabulary, other=-float("inf")).to(tl.float32)
@@ -102,24 +100,25 @@ def _draw_parts(  # noqa: PLR0917 - a kernel's
     token = tl.min(tl.where(score == best, columns, vocabulary - 1), 0)
     largest = tl.max(scaled, 0)
     largest = tl.where(largest == -float("inf"), 0.0, largest)
-    into = row * tl.num_programs(1) + part
-    tl.store(ids + into, token)
-    tl.store(found + into * 4, best)
-    tl.store(found + into * 4 + 1, tl.sum(tl.where(columns == token, scaled, 0.0), 0))
-    tl.store(found + into * 4 + 2, largest)
-    tl.store(found + into * 4 + 3, tl.sum(tl.exp(scaled - largest), 0))
+    found += (row * tl.num_programs(1) + part) * 5
+    tl.store(found, best)
+    tl.store(found + 1, tl.sum(tl.where(columns == token, scaled, 0.0), 0))
+    tl.store(found + 2, largest)
+    tl.store(found + 3, tl.sum(tl.exp(scaled - largest), 0))
+    tl.store(found + 4, token.to(tl.float32))  # exact below 2**24
 
 
 @triton.jit
-def _join_parts(tokens, logprobs, found, ids, parts, width: tl.constexpr):  # noqa: PLR0917 - a kernel's
+def _join_parts(tokens, logprobs, found, parts, width: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, width)
-    there, at = part < parts, (row * parts + part) * 4
+    found += row * parts * 5
+    there, at = part < parts, part * 5
     best = tl.load(found + at, mask=there, other=-float("inf"))
     largest = tl.load(found + at + 2, mask=there, other=-float("inf"))
     sums = tl.load(found + at + 3, mask=there, other=0.0)
     first = tl.min(tl.where(there & (best == tl.max(best, 0)), part, parts - 1), 0)
     top = tl.max(largest, 0)
     normaliser = top + tl.log(tl.sum(tl.where(there, sums * tl.exp(largest - top), 0.0), 0))
-    logprob = tl.load(found + (row * parts + first) * 4 + 1) - normaliser
+    logprob = tl.load(found + first * 5 + 1) - normaliser
     tl.store(logprobs + row, tl.where(logprob > 0, 0.0, logprob))  # a minimum could lose what is no number
-    tl.store(tokens + row, tl.load(ids + row * parts + first).to(tl.int64))
+    tl.store(tokens + row, tl.load(found + first * 5 + 4).to(tl.int64))

@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from oppo.hf.kv.cache import take
@@ -41,30 +42,35 @@ CELLS = 2 ** (32 - WITHIN)
 
 
 @cache
-def quantiles() -> Tensor:
+def quantiles() -> NDArray[np.float32]:
     """Return the standard Gumbel distribution's quantiles as lines, float32 [2, CELLS]: values, then slopes.
 
     A cell holds the numbers ``x`` whose float32 has the same first bits. The quantile at ``x / 2**32``, or from above
-    if ``x`` is negative, is the cell's value plus its slope times the last bits: within 1e-6. A slope has so few bits
+    if ``x`` is negative, is the cell's value plus its slope times the last bits: within 2e-6. A slope has so few bits
     that this product is exact. So the sum has the same bits wherever it is computed, fused to one operation or not;
     the logarithms of a CPU, a GPU and a compiler differ in the last one.
     """
     found = np.zeros((2, 2, CELLS // 2))
     for exponent in range(32):
-        edges = np.minimum((1 + np.linspace(0, 1, 2 ** (23 - WITHIN) + 1)) * 2.0 ** (exponent - 32), 0.5)
+        edges = np.minimum(np.linspace(1, 2, 2 ** (23 - WITHIN) + 1) * 2.0 ** (exponent - 32), 0.5)
         first = (127 + exponent) << (23 - WITHIN)
         for side, exponential in enumerate((-np.log1p(-edges), -np.log(edges))):
             values = -np.log(exponential)
             found[:, side, first : first + len(values) - 1] = values[:-1], np.diff(values) / 2**WITHIN
-    table = torch.from_numpy(found.reshape(2, CELLS).astype(np.float32))
-    table[1].view(torch.int32).add_(1 << (WITHIN - 1)).bitwise_and_(-1 << WITHIN)
+    table = found.reshape(2, CELLS).astype(np.float32)
+    bits = table[1].view(np.int32)
+    bits[:] = (bits + (1 << (WITHIN - 1))) & (-1 << WITHIN)
     return table
+
+
+def table_on(device: torch.device) -> Tensor:
+    return torch.from_numpy(quantiles()).to(device)
 
 
 def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """Return standard Gumbel noise, float32 [n, vocabulary], that depends only on the arguments of its row."""
     keys = keys_at(seed, torch.stack((admission, sample, position), -1))
-    return noise_of(keys, torch.arange(vocabulary, device=keys.device), quantiles().to(keys.device))
+    return noise_of(keys, torch.arange(vocabulary, device=keys.device), table_on(keys.device))
 
 
 def keys_at(seed: int, places: Tensor) -> Tensor:
@@ -92,7 +98,7 @@ class Noise:
     """Returns keys of tokens, or their noise, bit for bit as :func:`gumbel`, made for several positions ahead."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.table = quantiles().to(device)
+        self.table = table_on(device)
         self._seed = seed
         self._columns: dict[tuple[int, int], int] = {}  # where each row is in the block
         self._starts: list[int] = []  # the position of each row at which the block begins

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from oppo.errors import one_line
 from oppo.events import Support
+from oppo.hf.devices import CPU
 from oppo.hf.kv.cache import runs
-from oppo.hf.serve.noise import Noise, keys_at, noise_of, quantiles
+from oppo.hf.serve.noise import Noise, keys_at, noise_of, table_on
 from oppo.log import logger
 from oppo.models import Sampling
 
@@ -81,7 +82,7 @@ class Drawing:
 @cache
 def _kernels_on(device: torch.device) -> ModuleType | None:
     # None: they do not run here, or give other tokens than a CPU.
-    sampling, keys, table = Sampling(temperature=0.7), keys_at(0, torch.arange(12).view(4, 3)), quantiles()
+    sampling, keys, table = Sampling(temperature=0.7), keys_at(0, torch.arange(12).view(4, 3)), table_on(CPU)
     logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
     expected = draw(logits, noise_of(keys, torch.arange(5000), table), sampling).tokens
     ends = torch.empty(0, dtype=torch.int32)
