@@ -174,7 +174,6 @@ class TrainerSettings:
 
     @property
     def warm_up(self) -> int:
-        """The updates over which the learning rate grows."""
         if self.warmup_steps >= 1 or not self.total_steps:
             return int(self.warmup_steps)
         return min(math.ceil(self.warmup_steps * self.total_steps), self.total_steps - 1)

@@ -101,7 +101,6 @@ class Bottleneck:
 
     @property
     def largest(self) -> StepPart:
-        """The largest part."""
         return max(PARTS, key=lambda part: self.shares[part])
 
     @property
@@ -119,7 +118,6 @@ class Bottleneck:
 
     @property
     def message(self) -> str:
-        """The bottleneck, what to try next, and the largest speed-up."""
         if self.next_schedule is None:
             faster = {"score": "faster scoring", "train": "a faster update"}.get(self.largest, "a faster decode step")
             return (
@@ -174,7 +172,6 @@ class Bottleneck:
 
     @classmethod
     def of_metrics(cls, metrics: Mapping[str, float | None], seconds: float) -> Bottleneck | None:
-        """Return the bottleneck whose :meth:`as_metrics` is in ``metrics``, or ``None``."""
         needed = (*(PREFIX + name for name in (*PARTS, *NUMBERS)), *LIMITS.values())
         if any(metrics.get(name) is None for name in needed):
             return None
@@ -184,7 +181,6 @@ class Bottleneck:
         return cls(seconds, shares, limits=limits, **{name: known[PREFIX + name] for name in NUMBERS})
 
     def as_json(self) -> dict[str, object]:
-        """Return this as JSON values, with the message."""
         return {
             "bottleneck": self.largest,
             "message": self.message,

@@ -39,8 +39,8 @@ def check_file(path: Path, *, or_directory: bool = False) -> None:
     raise DataError(f"there is no prompt file {path}{instead}")
 
 
-def rows_of_program(rows: Iterable[object], first: int = 1) -> Iterator[Located]:
-    for number, row in enumerate(rows, first):
+def rows_of_program(rows: Iterable[object]) -> Iterator[Located]:
+    for number, row in enumerate(rows, 1):
         yield located(row, number, of_columns=is_dataset(rows))
 
 

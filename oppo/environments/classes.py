@@ -29,11 +29,11 @@ from oppo.environments.functions import (
 )
 from oppo.errors import ConfigError, DataError, contained, one_line, shortened, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
-from oppo.models import Scorer
+from oppo.models import Scorer, Shared
 from oppo.rewards.function import DOES_NOT_APPLY
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Turn
-from oppo.user_code import Shared, UserCalls, UserFunction
+from oppo.user_code import UserCalls, UserFunction
 
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat

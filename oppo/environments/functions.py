@@ -17,11 +17,11 @@ import numpy as np
 
 from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, Finish, IntArray, Prompt
-from oppo.models import Scorer, entered
+from oppo.models import Scorer, Shared, entered
 from oppo.returns import TokenRewards
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
-from oppo.user_code import CallsFunction, CheckedFunction, Shared, UserCalls, UserFunction
+from oppo.user_code import CallsFunction, CheckedFunction, UserCalls, UserFunction
 
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat

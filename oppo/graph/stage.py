@@ -195,7 +195,6 @@ class Step:
         return replace(self, stage=stage)
 
     def record(self, measure: object) -> None:
-        """Record a measurement of the stage under its class."""
         self.runtime.records.setdefault(type(measure), []).append((self.stage, measure))
 
     def recorded(self, kind: type[M]) -> list[tuple[str, M]]:
@@ -244,7 +243,6 @@ class Step:
         return self.runtime.gauges
 
     def channels(self) -> ChannelCounters:
-        """Return the counters of each channel in this step so far."""
         return self.runtime.channels()
 
     @property

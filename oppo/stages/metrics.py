@@ -123,6 +123,8 @@ class ScorerAnswer:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
+    """What a stage of training measured in a step; no evaluation reports it, though its stages record it too."""
+
     values: Mapping[str, float]
 
     def __post_init__(self) -> None:
