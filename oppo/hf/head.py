@@ -56,11 +56,14 @@ WIDE: Final = frozenset({"cuda"})
 """Devices that multiply 16 bits to float32 as fast as to 16. A CPU takes up to 1.5 times as long for a decode step."""
 
 
+SCORE_HEADS: Final = ("score", "classifier")
+
 NARROW: Final = 64  # the most numbers of a token that are computed in float32 on every device: scores, not logits
 
 
 def widen_head(model: PreTrainedModel) -> None:
-    for head in (model.get_output_embeddings(), *(getattr(model, name, None) for name in ("score", "classifier"))):
+    heads: list[object] = [model.get_output_embeddings(), *(getattr(model, each, None) for each in SCORE_HEADS)]
+    for head in heads:
         if type(head) is nn.Linear and head.weight.dtype.itemsize == 2 and not isinstance(head.forward, partial):
             head.forward = partial(_wide, head)  # type: ignore[method-assign] # deep copies of it read their own weights
 

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -120,7 +120,7 @@ def test_scores_of_16_bits_are_in_float32_whoever_reads_them(read_by: str) -> No
         core.update(longest_batch(4, Load(4, 8, 16, 8), critic=True))
         before = tiny.scalar().bfloat16().get_submodule("score").get_parameter("weight")
     else:
-        workers = {"reward": RewardWorker, "critic": ValueWorker, "steps": ProcessRewardWorker}
+        workers: dict[str, Any] = {"reward": RewardWorker, "critic": ValueWorker, "steps": ProcessRewardWorker}
         worker = workers[read_by](model, False, *([(5,), 0, 0.0] if read_by == "steps" else []))
         worker.extend(ScorerInput([Prompt(0, 0, np.arange(60, dtype=np.int32))]))
         before = score.get_parameter("weight")

@@ -8,15 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-UPDATED = 6e12  # parameters times tokens of an update that an H100 computes while the host launches its kernels
 
-
-def overhead_on(device: torch.device, trained: int = 0) -> int:
-    """Return the fixed cost of a pass in tokens; of a pass of an update that trains so many parameters."""
+def overhead_on(device: torch.device) -> int:
     # Fitted to small models on a CPU, 29 to 60 for updates and 30 to 80 for forward passes; larger models compute more
-    # per token, so it is lower. Elsewhere kernel launches cost more tokens; of forward passes 1024 is an estimate, of
-    # updates of 0.5B and 7B it is 10,000 and 1,000.
-    return 64 if device.type == "cpu" else round(UPDATED / trained) if trained else 1024
+    # per token, so it is lower. Elsewhere kernel launches cost more tokens; 1024 is an estimate.
+    return 64 if device.type == "cpu" else 1024
 
 
 def packed_row_on(device: torch.device) -> int:

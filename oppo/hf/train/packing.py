@@ -97,13 +97,7 @@ def longest_read(batch: Batch) -> int:
 
 
 def micro_batches(
-    batch: Batch,
-    units: Sequence[list[int]],
-    device: torch.device,
-    budget: int | None,
-    *,
-    packed: bool = False,
-    trained: int = 0,
+    batch: Batch, units: Sequence[list[int]], device: torch.device, budget: int | None, *, packed: bool = False
 ) -> Iterator[list[int]]:
     """Yield the rows of ``units`` in groups, each of them one forward pass on ``device``, the longest first."""
     # A pass has at most `budget` tokens, padding included, None: as many as suit the device; a longer unit has its own.
@@ -116,7 +110,7 @@ def micro_batches(
             yield list(chain.from_iterable(units[each] for each in group))
         return
     longest, counts = [max(_read(batch, row) for row in unit) for unit in units], [len(unit) for unit in units]
-    overhead = overhead_on(device, trained)
+    overhead = overhead_on(device)
     for group in cheapest_groups(longest, range(len(units)), overhead=overhead, budget=budget, counts=counts):
         yield list(chain.from_iterable(units[each] for each in group))
 

@@ -358,8 +358,7 @@ class HfTrainerCore:
 
     def _shared(self, batch: Batch, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
         device, budget, packed = self._models.actor.device, self.settings.micro_batch_tokens, self._packs(batch)
-        trained = sum(parameter.numel() for parameter in self._whole.parameters())
-        groups = list(micro_batches(batch, minibatch, device, budget, packed=packed, trained=trained))
+        groups = list(micro_batches(batch, minibatch, device, budget, packed=packed))
         for mine in self._team.share([tokens_read(batch, group, packed=packed) for group in groups]):
             if mine is None:
                 self._idle(batch, groups[-1][:1])

@@ -125,16 +125,6 @@ def test_micro_batches_never_part_a_unit_and_keep_its_order(budget: int) -> None
     assert parts == ([[1, 0, 2]] if budget == 10_000 else [[1], [0, 2]])
 
 
-def test_on_a_gpu_a_small_model_is_updated_in_fewer_passes_and_a_cpu_does_as_it_did() -> None:
-    rows = [[row] for row in range(3)]
-
-    def passes(device: str, trained: int) -> int:
-        return len(list(micro_batches(batch(), rows, torch.device(device), 10_000, trained=trained)))
-
-    assert passes("cuda", 10**9) == 1 < passes("cuda", 2 * 10**12)
-    assert passes("cpu", 10**9) == passes("cpu", 2 * 10**12)
-
-
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
 def test_packed_micro_batches_fill_the_budget_and_never_part_a_unit(budget: int) -> None:
     whole = [[0, 2], [1]]
