@@ -400,7 +400,10 @@ class Session:
         if self.single:
             return self.first  # which refuses it, and says why
         if len(self.conversations) == MOST:
-            raise Refusal(f"an agent may hold {MOST} conversations: continue one of them")
+            raise Refusal(
+                f"an agent may hold {MOST} conversations, all of which are trained: continue one of them, or return; of "
+                "this one nothing is sampled"
+            )
         return Conversation(self._requests, self.rollout)
 
     def _begin(self, talk: Conversation, request: Request) -> None:

@@ -204,13 +204,9 @@ class Api(ABC):
     def stream(self, request: Request) -> Stream: ...
 
     @staticmethod
-    @abstractmethod
-    def error(refusal: Refusal) -> Json: ...
-
-
-def openai_error(refusal: Refusal) -> Json:
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": shortened(str(refusal)), "type": kind, "param": None, "code": refusal.code}}
+    def error(refusal: Refusal) -> Json:
+        kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+        return {"error": {"message": shortened(str(refusal)), "type": kind, "param": None, "code": refusal.code}}
 
 
 class ChatRequests:
