@@ -149,28 +149,18 @@ class Request:
         self.news.set()
         self.news = anyio.Event()
 
-    async def begun(self) -> None:
-        """Wait for the first of an answer."""
+    async def result(self) -> Said | None:
+        """Wait for the answer, or the first of one that is streamed."""
         self.waiting += 1
         try:
             while self.reply is None and not self.deltas:
                 await self.news.wait()
+            self.heard = not self.wanted.stream
         finally:
             self.waiting -= 1
         if isinstance(self.reply, Refusal) and not self.deltas:
             raise self.reply.again()
-
-    async def result(self) -> Said:
-        self.waiting += 1
-        try:
-            while self.reply is None:
-                await self.news.wait()
-            self.heard = True
-        finally:
-            self.waiting -= 1
-        if isinstance(self.reply, Refusal):
-            raise self.reply.again()
-        return self.reply
+        return None if self.wanted.stream or isinstance(self.reply, Refusal) else self.reply
 
 
 class Stream(ABC):
