@@ -142,28 +142,18 @@ class Request:
         self.news.set()
         self.news = anyio.Event()
 
-    async def begun(self) -> None:
-        """Wait for the first of an answer."""
+    async def result(self) -> Said | None:
+        """Wait for the answer, or the first of one that is streamed."""
         self.waiting += 1
         try:
             while self.reply is None and not self.deltas:
                 await self.news.wait()
+            self.heard = not self.wanted.stream
         finally:
             self.waiting -= 1
         if isinstance(self.reply, Refusal) and not self.deltas:
             raise self.reply.again()
-
-    async def result(self) -> Said:
-        self.waiting += 1
-        try:
-            while self.reply is None:
-                await self.news.wait()
-            self.heard = True
-        finally:
-            self.waiting -= 1
-        if isinstance(self.reply, Refusal):
-            raise self.reply.again()
-        return self.reply
+        return None if self.wanted.stream or isinstance(self.reply, Refusal) else self.reply
 
 
 class Stream(ABC):
@@ -197,13 +187,9 @@ class Api(ABC):
     def stream(self, request: Request) -> Stream: ...
 
     @staticmethod
-    @abstractmethod
-    def error(refusal: Refusal) -> Json: ...
-
-
-def openai_error(refusal: Refusal) -> Json:
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": shortened(str(refusal)), "type": kind, "param": None, "code": refusal.code}}
+    def error(refusal: Refusal) -> Json:
+        kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+        return {"error": {"message": shortened(str(refusal)), "type": kind, "param": None, "code": refusal.code}}
 
 
 class ChatRequests:
