@@ -89,7 +89,7 @@ MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
     "admission": 1_359,
-    "agents": 2_399,
+    "agents": 2_373,
     "algorithms": 1_089,
     "config": 4_050,
     "data": 963,
@@ -100,7 +100,7 @@ BUDGETS = {
     "hf": 11_883,
     "liveness": 611,
     "losses": 1_102,
-    "oppo": 6_340,
+    "oppo": 6_329,
     "placement": 3_722,
     "report": 3_241,
     "rewards": 1_802,
