@@ -81,7 +81,8 @@ async def in_parts(rollout: Rollout, text: str, sizes: tuple[int, ...] = (5,), e
     tokens, at = tokenizer().encode_whole(text + end), 0
     for size in sizes * (1 + len(tokens)):
         at += size
-        rollout.agents.follow(rollout.prompt, rollout.number, lambda at=at: tokens[:at])
+        heard = tokens[:at]
+        rollout.agents.follow(rollout.prompt, rollout.number, heard.copy)
         await anyio.lowlevel.checkpoint()
         if at > len(tokens):
             break
