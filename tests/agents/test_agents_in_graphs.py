@@ -279,7 +279,7 @@ def test_the_next_turn_is_limited_by_the_request_and_by_what_the_response_has_le
 def test_the_tokens_that_end_thinking_are_not_trained_and_the_turn_is_one_after_a_resume_too(
     seconds: Mapping[tuple[int, int], float], killed: int
 ) -> None:
-    # Rollouts decode at different speeds, so that some are deferred before their thinking was ended, some after it.
+    # Rollouts decode at different speeds, so that some are deferred within their turns.
     paced = {"length": lambda _: 8, "turns": lambda _: (), "pace": lambda prompt: 1 + prompt.admission % 3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.agents.conftest.Numbers.thinking", (-1, 99_999, [98, 99_999]))
