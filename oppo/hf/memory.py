@@ -227,7 +227,7 @@ T = TypeVar("T")
 class Bytes:
     """Memory of one model.
 
-    ``optimizer``: AdamW's moments, and float32 copies of 16-bit weights. ``keys_values``: of all rollouts in flight at
+    ``optimizer``: its moments, and float32 copies of 16-bit weights. ``keys_values``: of all rollouts in flight at
     their longest, states included. ``activations``: everything else that is alive at the worst moment.
     """
 
@@ -406,9 +406,10 @@ def of_trainer(
             return _micro_batch(models, stacks, shape, sampling=sampling, settings=settings, loss=loss)
 
         found = _extrapolated(whole, peaks, every)
-        weights, copies, gradients = (found.pop(name) for name in ("weights", "copies", "gradients"))
+        names = ("weights", "copies", "gradients", "states")
+        weights, copies, gradients, states = (found.pop(name) for name in names)
         activations = max(found.values()) - weights - copies - gradients
-        return Bytes(weights, copies + 2 * gradients, gradients, activations=activations)
+        return Bytes(weights, copies + states, gradients, activations=activations)
 
     return max(map(trained, shapes), key=lambda each: each.total)
 
@@ -444,7 +445,8 @@ def _micro_batch(
         core.backward(part, core.outputs(part), Whole.of(batch, minibatch, sampling.max_new_tokens))
         peaks.enter("after")
     gradients = sum(weight.nbytes for weight in trained)
-    return {"weights": weights, "copies": copies, "gradients": gradients, **peaks.of}
+    states = core.optimisation.state_bytes
+    return {"weights": weights, "copies": copies, "gradients": gradients, "states": states, **peaks.of}
 
 
 class _Peaks:

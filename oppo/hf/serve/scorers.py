@@ -368,7 +368,7 @@ class Following(StreamedScorer[T]):
 
     async def copied(self, weights: Weights) -> Weights:
         own = await anyio.to_thread.run_sync(copies, getattr(weights, self._part))
-        return Weights(weights.version, **{self._part: own})
+        return Weights(weights.version, actor=own) if self._part == "actor" else Weights(weights.version, critic=own)
 
     async def load(self, weights: Weights) -> None:
         """Serve its part of ``weights`` from the next call on; tensors that are the model's own are not copied.
