@@ -97,7 +97,7 @@ BUDGETS = {
     "environments": 1_348,
     "evaluation": 541,
     "graph": 2_347,
-    "hf": 11_883,
+    "hf": 12_214,
     "liveness": 611,
     "losses": 1_102,
     "oppo": 6_329,
