@@ -19,7 +19,6 @@ from oppo.agents.requests import (
     Wanted,
     asked,
     called,
-    openai_error,
     text_of,
     with_calls,
 )
@@ -73,8 +72,6 @@ class ChatCompletions(Api):
     def stream(self, request: Request) -> Stream:
         return _Chunks(request)
 
-    error = staticmethod(openai_error)
-
 
 class _Chunks(Stream):
     def __init__(self, request: Request) -> None:
@@ -104,7 +101,7 @@ class _Chunks(Stream):
         yield "data: [DONE]\n\n"
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        yield _event(openai_error(refusal))
+        yield _event(Api.error(refusal))
 
 
 def _event(data: Json) -> str:

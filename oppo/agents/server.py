@@ -157,9 +157,8 @@ class AgentServer:
             key = http.headers.get("idempotency-key", "")
             request, repeated = await session.ask(api, body, again=again, key=key)
             self._asked()
-            if not request.wanted.stream:
-                return JSONResponse(api.whole(request, await _while_connected(http, request.result)))
-            await _while_connected(http, request.begun)
+            if (said := await _while_connected(http, request.result)) is not None:
+                return JSONResponse(api.whole(request, said))
             return StreamingResponse(_events(http, request, api.stream(request)), media_type="text/event-stream")
         except Refusal:
             refused = True

@@ -37,7 +37,7 @@ from oppo.hf.kv.states import RowCache
 from oppo.hf.model_parts import FAILURES, backbone, longest, require_pieces, set_only_whole
 from oppo.hf.servable import known_reason
 from oppo.hf.serve.decoder import ChunkedPrefill, DecodeRow, Signals
-from oppo.hf.serve.sampling import Noise, draw
+from oppo.hf.serve.sampling import Drawing
 from oppo.hf.serve.scorers import (
     ProcessRewardWorker,
     ReferenceWorker,
@@ -308,11 +308,7 @@ def of_policy(
             while prefill:
                 prefill.read(signals)
         logits = reader.step([row.key for row in rows], torch.zeros(len(rows), dtype=torch.int64))
-        noise = None
-        if sampling.temperature > 0:
-            places, at = [(row.key, 0) for row in rows], [load.response] * len(rows)
-            noise = Noise(sampling.seed)(places, at, logits.shape[-1], logits.device)
-        draw(logits, noise, sampling)
+        Drawing(sampling, logits.device)(logits, [(row.key, 0) for row in rows], [load.response] * len(rows))
         return _serving(live, weights, reader.layer_bytes(), resting, layers)
 
 

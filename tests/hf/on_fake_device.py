@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from oppo.events import Batch, Chunk, Prompt, Support, TokenColumns
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, ModuleT, WithoutData, longest_batch
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
-from oppo.hf.serve.sampling import draw
+from oppo.hf.serve.sampling import Drawing, draw
 from oppo.hf.serve.scorers import (
     ProcessRewardWorker,
     ReferenceWorker,
@@ -64,7 +65,16 @@ def bare(make: Make) -> PreTrainedModel:
         return make()
 
 
-def decode(make: Make = causal, *, temperature: float = 1.0) -> Counts:
+class TritonKernels(ModuleType):
+    """In place of :mod:`oppo.hf.serve.kernels`, whose launches are counted where it is interpreted."""
+
+    @staticmethod
+    def draw(logits: Tensor, *given: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        rows = len(logits)
+        return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+
+
+def decode(make: Make = causal, *, temperature: float = 1.0, kernels: ModuleType | None = None) -> Counts:
     """Rows of many lengths, one of which ends early; then all are read again with new weights."""
     model, found = bare(make), Counts()
     with watched() as watch:
@@ -72,6 +82,8 @@ def decode(make: Make = causal, *, temperature: float = 1.0) -> Counts:
         core = PolicyCore(
             Decoder(moved(model), sampling=sampling, deterministic=False, prefill_tokens=4096), recompute=True
         )
+        if kernels is not None:
+            core._decoder._drawing = Drawing(sampling, torch.device("gpu", 0), kernels)
         rows = [DecodeRow(k, Prompt(k, k, np.arange(8 + 40 * k, dtype=np.int32)), 6 if k else 3) for k in range(8)]
         given = dict.fromkeys((row.key for row in rows), ((), (UNLIMITED, 0)))
         names = ["prefill", "first step", "step", "after an end", "last"]
@@ -271,6 +283,7 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "decode, greedy": partial(decode, temperature=0.0),
     "decode, six layers": partial(decode, partial(sized, num_hidden_layers=6)),
     "decode, large vocabulary": partial(decode, partial(sized, vocab_size=2**17)),
+    "decode, drawn by Triton": partial(decode, partial(sized, vocab_size=2**17), kernels=TritonKernels("kernels")),
     "truncated sampling": truncated,
     **SCORED,
     **{f"{name}, 16 rows": partial(work, rows=16) for name, work in SCORED.items()},

@@ -33,13 +33,12 @@ from oppo.run.engines import require_engines
 from oppo.run.memory import Expected, at_worst, crowded, expected
 from oppo.stages import GAE, Generate, Update
 from oppo.testing import FakeCritic, FakeScorer, FakeTrainer, check_policy, fake_scalar, run_virtual
-from oppo.turns import turns_answered
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.arguments import engine_arguments
 from oppo.vllm.processes import ServerProcess
 from oppo.vllm.sync import HostedFiles
 from oppo.weight_sync import sync
-from tests.kit.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue
+from tests.kit.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue, turns_answered
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.responses import read_chunk
 from tests.kit.virtual import virtually

@@ -39,7 +39,7 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.hf.devices import synchronised
-from oppo.hf.head import Measure, OwnHead, separable_head
+from oppo.hf.head import Measure, OwnHead, separable_head, widen_head
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import Loadable, ModelRecipe, worker_maker
@@ -273,6 +273,7 @@ class ValueWorker(ScorerWorker[FloatArray]):
 
 def score_reader(model: PreTrainedModel) -> Reader:
     head = score_head(model)
+    widen_head(model)
     model.train(mode=False)
     return reader_of(backbone(model), head=head)
 
@@ -464,6 +465,7 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
             raise ConfigError(f"{type(model).__name__} has {labels} labels, and none with the index {label}")
         self._label = label
         self._baseline = baseline
+        widen_head(model)
         super().__init__(model, reader_of(backbone(model), head=token_head(model)), deterministic=deterministic)
         self._separators = torch.tensor(separators, dtype=torch.int64)
 
