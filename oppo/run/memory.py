@@ -21,7 +21,7 @@ from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.hf.as_text.whole import transformer_of
 from oppo.hf.devices import CPU, Devices, Hardware, memory_of
 from oppo.hf.loading import outline
-from oppo.hf.lora import add_lora, load_lora, quantise_base
+from oppo.hf.lora import load_lora, outline_lora, quantise_base
 from oppo.hf.memory import (
     Adapt,
     Bytes,
@@ -133,7 +133,7 @@ class Outlines:
         if models.quantization != "none":
             quantise_base(actor, models.quantization, actor.device)
         if models.lora_rank:
-            add_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts, more=models.lora)
+            outline_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts, more=models.lora)
         if models.adapter:
             load_lora(actor, adapter_of(models), weights=False)
         return actor
