@@ -13,7 +13,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, chain, groupby, zip_longest
@@ -622,6 +622,12 @@ def _shortened(whole: ModuleT, stacks: Sequence[_Stack]) -> tuple[ModuleT, Seque
         for stack in stacks:
             for name, layers in zip(stack.names, stack.layers, strict=True):
                 setattr(stack.owner, name, layers)
+    for stack in stacks:
+        if stack.stands and (config := getattr(copies[id(stack.owner)], "config", None)) is not None:
+            config.num_hidden_layers = len(stack.kept)  # of a head's own trunk too, which is made of it
+            if types := getattr(config, "layer_types", None):
+                with suppress(AttributeError):  # one that is computed
+                    config.layer_types = [types[number] for number in stack.kept]
     return few, [
         replace(stack, layers=[copies[id(layers)] for layers in each]) for stack, each in zip(stacks, kept, strict=True)
     ]

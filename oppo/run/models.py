@@ -49,6 +49,7 @@ from oppo.returns import TopLogprobs
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
+from oppo.run.fit import fitted
 from oppo.run.loading import (
     RewardModels,
     RoleLoader,
@@ -56,7 +57,6 @@ from oppo.run.loading import (
     adapter_of,
     critic_source,
 )
-from oppo.run.memory import fitted
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
 from oppo.scorers import ByColumn, capabilities_of
 from oppo.turns import Environment
