@@ -15,8 +15,7 @@ from oppo.hf.memory import Load
 from oppo.log import logger, routed
 from oppo.run.deployment import Deployment
 from oppo.run.engines import require_engines
-from oppo.run.memory import CACHE, SHARE, Expected, Known, crowded, expected, with_micro_batches
-from oppo.vllm.arguments import gpus_of, placed
+from oppo.run.memory import Expected, Known, crowded, expected, with_micro_batches, with_share
 
 Changes: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Settings by section and key."""
@@ -66,30 +65,7 @@ def fitted(deployment: Deployment) -> Deployment:
         logger.info("counting memory, for trainer.micro_batch_tokens")
     with routed(), suppress(ConfigError, ModelError):  # loading reports the error
         deployment = with_micro_batches(deployment, replace(load, chunk=load.response))
-    return _with_share(deployment, load)
-
-
-def _with_share(deployment: Deployment, load: Load) -> Deployment:
-    settings, devices = deployment.settings, deployment.devices
-    # vLLM's own default is most of an empty GPU, which is refused where others have a part.
-    if (
-        not deployment.has_engine
-        or settings.on_server
-        or devices.policy.type == "cpu"
-        or "policy" in devices.remote
-        or settings.vllm.keys() & {SHARE, CACHE}
-    ):
-        return deployment
-    gpus = gpus_of(placed(settings.vllm, devices.policy))
-    if not any(device.type == "cuda" and device.index in gpus for device in devices.distinct()):
-        return deployment
-    with routed():
-        needs = expected(deployment, load)
-    if faults := crowded([need for need in needs if need.device.type == "cuda" and need.device.index in gpus]):
-        raise ConfigError(
-            f"{'; '.join(faults)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
-        )
-    return replace(deployment, share=next(need.share for need in needs if need.share is not None))
+    return with_share(deployment, load)
 
 
 def _require_memory(deployment: Deployment) -> None:

@@ -592,3 +592,26 @@ def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bo
         if sum(need.bytes.total for need in models) > assumed.bytes:
             held = ", ".join(map(str, models))
             yield f"a GPU of the cluster has {decimal(assumed.bytes)}, and an actor would hold {held}"
+
+
+def with_share(deployment: Deployment, load: Load) -> Deployment:
+    settings, devices = deployment.settings, deployment.devices
+    # vLLM's own default is most of an empty GPU, which is refused where others have a part.
+    if (
+        not deployment.has_engine
+        or settings.on_server
+        or devices.policy.type == "cpu"
+        or "policy" in devices.remote
+        or settings.vllm.keys() & {SHARE, CACHE}
+    ):
+        return deployment
+    gpus = gpus_of(placed(settings.vllm, devices.policy))
+    if not any(device.type == "cuda" and device.index in gpus for device in devices.distinct()):
+        return deployment
+    with routed():
+        needs = expected(deployment, load)
+    if faults := crowded([need for need in needs if need.device.type == "cuda" and need.device.index in gpus]):
+        raise ConfigError(
+            f"{'; '.join(faults)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
+        )
+    return replace(deployment, share=next(need.share for need in needs if need.share is not None))
