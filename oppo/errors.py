@@ -1,25 +1,4 @@
-"""Every error that oppo raises on purpose.
-
-::
-
-    OppoError
-    ├── GraphError        a graph is wired wrong: raised while it is built, never while it runs
-    ├── DeadlockError     every task waits and nothing can wake one: carries the channel table
-    ├── HangError         nothing moved for too long in real time: lists what waits for what
-    ├── ProtocolError     a model or a stage broke the contract of its seam
-    ├── AdmissionError    an admission policy asks for the impossible
-    ├── ConfigError       a setting is unknown, missing or out of range
-    ├── DataError         a prompt file or a prompt cannot be used
-    ├── RewardError       a reward function failed or returned something that is no score
-    ├── CheckpointError   a checkpoint cannot be written, is damaged, or does not fit the run
-    ├── RunComplete       a run that is resumed has made all its steps
-    ├── NothingTrained    step after step, or a whole run, trained no rollout: counts the drops by reason
-    └── ModelError
-        ├── ModelRefused  a model cannot be served exactly: raised at load, names the reason
-        ├── ModelDiverged update after update was not finite: names the rollouts and the saved batch
-        ├── ModelLost     a model's thread or process is gone
-        └── SessionsLost  a scorer's process was replaced: what it had read must be sent again
-"""
+"""Every error that oppo raises on purpose, and what becomes of the errors of user code."""
 
 from __future__ import annotations
 
@@ -222,12 +201,7 @@ class errors_only(_Boundary):  # noqa: N801 - likewise
 
 
 class noted(errors_only):  # noqa: N801 - likewise
-    """Add ``message`` as a note to an error of the body, after :class:`errors_only`.
-
-    Raises:
-        ProtocolError: the body raised a ``BaseException`` that is no ``Exception``, or a cancellation, though neither
-            its scopes nor its task were cancelled.
-    """
+    """Add ``message`` as a note to an error of the body, after :class:`errors_only`."""
 
     __slots__ = ("_message",)
 

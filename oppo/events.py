@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from oppo.declared import require_metrics
 from oppo.errors import ProtocolError, shown
+from oppo.limits import UNLIMITED, TurnLimit
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -80,7 +81,6 @@ class TokenColumn:
 
     @property
     def empty(self) -> bool:
-        """Whether no token has any."""
         return not len(self.ids)
 
     def slice(self, start: int, stop: int | None) -> Self:
@@ -89,7 +89,6 @@ class TokenColumn:
         return type(self)(self.ids[first:last], self.counts[start:stop])
 
     def split(self) -> Sequence[Self]:
-        """Return the ids of each token by itself, as views."""
         bounds = [0, *np.cumsum(np.abs(self.counts)).tolist()]
         kind = type(self)
         return [kind(self.ids[first:last], self.counts[n : n + 1]) for n, (first, last) in enumerate(pairwise(bounds))]
@@ -118,20 +117,17 @@ class TokenColumns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[tuple[TokenColumns, int]]) -> TokenColumns:
-        """Return the columns of all parts' tokens, end to end; each part comes with its number of tokens."""
         parts = list(parts)
         kinds = dict.fromkeys(type(column) for part, _ in parts if part is not NO_COLUMNS for column in part)
         return cls(*(kind.concatenate((part[kind], n) for part, n in parts) for kind in kinds)) if kinds else NO_COLUMNS
 
     def slice(self, start: int, stop: int | None) -> TokenColumns:
-        """Return the columns of tokens ``start .. stop``, as views."""
         return TokenColumns(*(column.slice(start, stop) for column in self)) if self._columns else self
 
     def only(self, kinds: Sequence[type[TokenColumn]]) -> TokenColumns:
         return TokenColumns(*(self[kind] for kind in kinds)) if self._columns else self
 
     def split(self, count: int) -> Sequence[TokenColumns]:
-        """Return the columns of each of the ``count`` tokens by itself, as views."""
         if not self._columns:
             return [self] * count
         return [TokenColumns(*one) for one in zip(*(column.split() for column in self), strict=True)]
@@ -224,6 +220,7 @@ class Prompt:
         group: the ``admission`` of the prompt, shared by the rollouts that are compared with one another.
         columns: the other columns of the prompt's row, for reward functions.
         branch: 0, but for a further conversation of the same sample, as of a subagent: then a number below 2**20.
+        limit: of the first turn.
 
     Example:
         >>> Prompt(rollout=7, admission=7, tokens=np.array([1, 2], np.int32)).tokens.tolist()
@@ -237,6 +234,7 @@ class Prompt:
     group: int = 0
     columns: Mapping[str, object] = field(default_factory=dict)
     branch: int = 0
+    limit: TurnLimit = UNLIMITED
 
     def samples(self, count: int) -> tuple[Prompt, ...]:
         """Return ``count`` rollouts to be generated for this prompt, as one group."""
@@ -303,7 +301,6 @@ class Chunk:
         )
 
     def part(self, start: int, stop: int | None = None) -> Chunk:
-        """Return its tokens ``start .. stop``, counted from its first, as views."""
         s, state = slice(start, stop), self.state if stop is None else "live"
         columns = self.tokens[s], self.logprobs[s], self.versions[s], self.extra.slice(start, stop)
         return Chunk(self.rollout, self.start + start, *columns, state)
@@ -323,7 +320,6 @@ class ToolTokens:
     state: ChunkState = "live"
 
     def part(self, start: int, stop: int | None = None) -> ToolTokens:
-        """Return its tokens ``start .. stop``, counted from its first, as a view."""
         state = self.state if stop is None else "live"
         return ToolTokens(self.rollout, self.start + start, self.tokens[start:stop], state)
 
@@ -349,13 +345,11 @@ class Response:
 
     @classmethod
     def empty(cls, prompt: Prompt) -> Response:
-        """Return the response of a rollout without tokens."""
         ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
         return cls(prompt, ints, floats, ints, np.zeros(0, np.bool_))
 
     @classmethod
     def of(cls, prompt: Prompt, pieces: Iterable[Chunk | ToolTokens]) -> Response:
-        """Return the response that consists of these pieces, in order."""
         chunks, sampled = list[Chunk](), list[bool]()
         for piece in pieces:
             sampled.append(isinstance(piece, Chunk))
@@ -371,7 +365,6 @@ class Response:
         return cls(prompt, whole.tokens, whole.logprobs, whole.versions, mask, whole.extra)
 
     def then(self, piece: Chunk | ToolTokens) -> Response:
-        """Return this response with ``piece`` appended."""
         return Response.of(self.prompt, [*self.pieces(), piece])
 
     def chunk(self, start: int = 0, stop: int | None = None) -> Chunk:
@@ -407,8 +400,7 @@ class AnsweredTurn:
 class Finish:
     """The response is complete and belongs to this step's batch.
 
-    It carries the whole response, so that a stage that lost its state (a session of an older version, a resumed run)
-    can restore it from this event alone.
+    It carries the whole response: a stage that lost its state (an older session, a resumed run) restores it from that.
 
     Attributes:
         answered: its answered turns, in order. The one that ended the response is there only if the environment gave it
@@ -440,8 +432,7 @@ class Drop:
     """The rollout ends here and will not be trained.
 
     Attributes:
-        reason: why, for the record.
-            At most 4000 characters are kept, escaped for UTF-8.
+        reason: why, for the record; at most 4000 characters are kept, escaped for UTF-8.
         nonfinite: whether the reason is a number that is not finite.
 
     Raises:
@@ -540,7 +531,8 @@ class Batch:
         proximal: float32 [T], log-probs under the weights that are about to be updated, equal to the behaviour's for
             tokens that those weights made; ``None`` unless they were computed.
         reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
-        teacher: float32 [T], log-probs of the teacher of a distillation, likewise; ``None`` without a teacher.
+        teacher: float32 [T], log-probs of the teacher of a distillation, likewise, NaN in rows of which it says
+            nothing; ``None`` without a teacher.
         teacher_ids: int32 [T, k], the teacher's likeliest ids at each token, the likeliest first; ``None`` unless it
             gives them.
         teacher_top: float32 [T, k + 1], their log-probs, and one of all other ids together; over the whole vocabulary.
@@ -631,7 +623,6 @@ class Batch:
 
     @property
     def rollouts(self) -> tuple[int, ...]:
-        """The rollouts of this batch, in admission order."""
         return tuple(response.prompt.rollout for response in self.responses)
 
     @property

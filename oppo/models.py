@@ -6,13 +6,17 @@ third-party backend should pass, are in :mod:`oppo.testing`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import isroutine
 from pathlib import Path
-from typing import Annotated, Final, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from types import TracebackType
+from typing import Annotated, Final, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
+import anyio
 import numpy as np
 from annotated_types import Gt, Le
 from numpy.typing import NDArray
@@ -245,7 +249,6 @@ class FixedDecoding:
         """Do nothing: the engine has the cut only."""
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        """Refuse."""
         raise ProtocolError(
             f"{self.engine} decodes what it was given until that ends or is cut, so none of {len(decodes)} rollouts "
             "joins meanwhile: ask for its capabilities.adds_while_decoding first"
@@ -451,8 +454,10 @@ class Passes:
         return Passes(token=self.token + other.token, pair=self.pair + other.pair)
 
     def reading(self, start: float, stop: float) -> float:
-        """Return the seconds for positions ``start .. stop`` of a row."""
-        return (self.token + self.pair * (start + stop) / 2) * (stop - start)
+        return self.seconds(stop - start, (stop**2 - start**2) / 2)
+
+    def seconds(self, tokens: float, pairs: float) -> float:
+        return self.token * tokens + self.pair * pairs
 
     def whole(self, rows: NDArray[np.float64], *, padded: bool = False) -> float:
         """Return the seconds for whole rows, of which ``rows`` has the tokens, padded to the longest or not."""
@@ -472,6 +477,36 @@ async def entered(models: Iterable[object]) -> AsyncExitStack:
             if isinstance(each, AbstractAsyncContextManager):
                 await stack.enter_async_context(each)
         return stack.pop_all()
+
+
+class Shared(ABC):
+    """A context manager that several users enter: the first opens it, the last to leave closes it."""
+
+    _users = 0
+    _entered: AsyncExitStack
+
+    @cached_property
+    def _opening(self) -> anyio.Lock:
+        return anyio.Lock()
+
+    async def __aenter__(self) -> Self:
+        async with self._opening:
+            if not self._users:
+                async with AsyncExitStack() as stack:
+                    await self._open(stack)
+                    self._entered = stack.pop_all()
+            self._users += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self._users -= 1
+        if not self._users:
+            await self._entered.__aexit__(kind, error, tb)
+
+    @abstractmethod
+    async def _open(self, stack: AsyncExitStack) -> None: ...
 
 
 def require_model(model: object, kind: str, members: Sequence[str]) -> None:

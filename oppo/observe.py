@@ -89,14 +89,14 @@ class Reporter:
 
     Args:
         track: of its spans.
-        listener: called with the span of each piece of work when it ends.
 
     Attributes:
-        listener: as given; may be replaced at any time.
+        listener: called with the span of each piece of work when it ends.
 
     Example:
         >>> spans: list[Span] = []
-        >>> policy = Reporter("policy", spans.append)
+        >>> policy = Reporter("policy")
+        >>> policy.listener = spans.append
         >>> with policy.reported("decode"), policy.reported("load"):
         ...     policy.at_work
         'policy: load'
@@ -104,10 +104,10 @@ class Reporter:
         ['load', 'decode']
     """
 
-    def __init__(self, track: str, listener: SpanListener = silent) -> None:
+    def __init__(self, track: str) -> None:
         self._track = track
         self._labels: list[str] = []
-        self.listener = listener
+        self.listener: SpanListener = silent
 
     @property
     def at_work(self) -> str:
@@ -117,7 +117,6 @@ class Reporter:
 
     @contextmanager
     def reported(self, label: str) -> Iterator[None]:
-        """Report the body as work in progress, and afterwards its span to the listener."""
         start = now()
         self._labels.append(label)
         try:

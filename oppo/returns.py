@@ -265,7 +265,6 @@ class FixedKL:
     coefficient: NonNegative
 
     def after(self, kl: float, samples: int) -> FixedKL:
-        """Return this coefficient."""
         del kl, samples
         return self
 
@@ -294,7 +293,6 @@ class AdaptiveKL:
 
     @property
     def coefficient(self) -> float:
-        """The weight of the penalty in the next step."""
         return self.initial
 
     def after(self, kl: float, samples: int) -> AdaptiveKL:
@@ -498,7 +496,6 @@ class RunningMoments:
         return deviation if deviation >= _LEAST_DEVIATION else 1.0
 
     def after(self, scores: FloatArray) -> RunningMoments:
-        """Return the moments with a batch of scores, float32 [n], included."""
         if not len(scores):
             return self
         batch = scores.astype(np.float64)
@@ -544,7 +541,6 @@ class ScoreShaping:
             )
 
     def after(self, scores: FloatArray) -> ScoreShaping:
-        """Return this shaping with a batch's scores, float32 [n], in its moments."""
         return replace(self, moments=self.moments.after(scores)) if self.norm else self
 
     @property
@@ -667,7 +663,6 @@ class ImportanceCorrection:
 
     @property
     def weighs(self) -> bool:
-        """Whether tokens have weights other than 1."""
         return self.weight != "none" or self.k3 is not None
 
     @property

@@ -12,12 +12,14 @@ there applies it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from oppo.declared import AtLeastOne, Positive, validated
 
@@ -26,20 +28,10 @@ class Preempted(Exception):  # noqa: N818 - it says what happened
     """A preemptible call was not made, and had no effect, since its caller has something better to do."""
 
 
-class Holdable(Protocol):
-    """A queue of calls that can be kept for urgent ones."""
-
-    def hold(self, holder: object) -> None:
-        """Keep calls that are not urgent until ``holder`` releases the queue; idempotent."""
-
-    def release(self, holder: object) -> None:
-        """End the hold of ``holder``."""
-
-
 class Priority:
     """The priority of calls that are made in the order of arrival; inside :func:`urged`, that of its caller."""
 
-    def claim(self, queue: Holdable) -> bool:
+    def claim(self, queue: CallQueue) -> bool:
         """Return whether a call that is about to join ``queue`` is urgent, and hold the queue if so."""
         urgent = _urgent.get()
         return urgent is not None and urgent.claim(queue)
@@ -64,9 +56,9 @@ class Urgent(Priority):
 
     def __init__(self) -> None:
         self._entered = False
-        self._held: set[Holdable] = set()
+        self._held: set[CallQueue] = set()
 
-    def claim(self, queue: Holdable) -> bool:
+    def claim(self, queue: CallQueue) -> bool:
         """Inside the context, hold ``queue`` until its end; return whether the context is open."""
         if self._entered:
             self._held.add(queue)
@@ -142,3 +134,69 @@ GPU_TIME_SLICE: Final = TimeSlice(0.05)
 
 def _never() -> bool:
     return False
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A queued call; ``withdraw`` reports to the caller that it was preempted."""
+
+    urgent: bool
+    begin: Callable[[], None]
+    is_preempted: Callable[[], bool]
+    withdraw: Callable[[], None]
+    withdrawn: bool = False
+
+
+class CallQueue:
+    """Calls in the order of arrival, urgent ones first.
+
+    While a holder holds the queue, only urgent calls leave it. Preempted calls are withdrawn whenever a call may leave.
+    Any number of threads put and hold; one thread takes, once for each call put.
+    """
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._pending: list[tuple[bool, int, _Pending]] = []
+        self._arrived = 0
+        self._holders: set[object] = set()
+        self._may_be_held = True
+
+    def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> _Pending:
+        """Queue a call, which holds the queue if it is urgent; if it is preempted, ``withdraw`` is called instead."""
+        call = _Pending(priority.claim(self), begin, priority.preemption(), withdraw)
+        with self._change:
+            heappush(self._pending, (not call.urgent, self._arrived, call))
+            self._arrived += 1
+            self._change.notify()
+        return call
+
+    def take(self) -> Callable[[], None] | None:
+        with self._change:
+            self._change.wait_for(self._may_leave)
+            call = heappop(self._pending)[-1]
+            return None if call.withdrawn else call.begin
+
+    def hold(self, holder: object) -> None:
+        """Keep calls that are not urgent until ``holder`` releases the queue; idempotent."""
+        with self._change:
+            self._holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        with self._change:
+            self._holders.discard(holder)
+            self._change.notify()
+
+    def close(self) -> None:
+        with self._change:
+            self._may_be_held = False
+            self._change.notify()
+
+    def _may_leave(self) -> bool:
+        for _, _, call in self._pending:
+            if not call.withdrawn and call.is_preempted():
+                call.withdrawn = True
+                call.withdraw()
+        if not self._pending:
+            return False
+        _, _, first = self._pending[0]
+        return first.urgent or first.withdrawn or not (self._holders and self._may_be_held)

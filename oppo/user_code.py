@@ -22,11 +22,11 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
-from typing import ClassVar, Final, Generic, Self, TypeVar
+from types import CodeType, ModuleType
+from typing import ClassVar, Final, Generic, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -34,6 +34,7 @@ import anyio.lowlevel
 from oppo.declared import require_real, require_whole
 from oppo.errors import ConfigError, ModelError, OppoError, awaited, contained, running_loop, shown
 from oppo.log import logger
+from oppo.models import Shared
 from oppo.placement.place import in_thread, run_detached
 from oppo.placement.process import DisposableProcess
 
@@ -257,36 +258,6 @@ class CheckedFunction(ABC, Generic[G, W, R]):
 
     def _contained(self, where: W) -> AbstractContextManager[None]:
         return contained(lambda words: self.failure(f"raised {words}", where), passing=self.error)
-
-
-class Shared(ABC):
-    """A context manager that several users enter: the first opens it, the last to leave closes it."""
-
-    _users = 0
-    _entered: AsyncExitStack
-
-    @cached_property
-    def _opening(self) -> anyio.Lock:
-        return anyio.Lock()
-
-    async def __aenter__(self) -> Self:
-        async with self._opening:
-            if not self._users:
-                async with AsyncExitStack() as stack:
-                    await self._open(stack)
-                    self._entered = stack.pop_all()
-            self._users += 1
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._users -= 1
-        if not self._users:
-            await self._entered.__aexit__(kind, error, tb)
-
-    @abstractmethod
-    async def _open(self, stack: AsyncExitStack) -> None: ...
 
 
 class UserCalls(Shared, Generic[G, W, R]):

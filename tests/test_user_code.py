@@ -23,9 +23,10 @@ from oppo.environments import EnvironmentFailure
 from oppo.environments.classes import CalledReset
 from oppo.errors import ConfigError, RewardError, worded
 from oppo.events import Drop, Finish
+from oppo.models import Shared
 from oppo.rewards import FunctionReward, load_function as load_reward_function
 from oppo.testing.virtual_time import run_virtual
-from oppo.user_code import Shared, UserFunction, load_function, load_object, spec_of
+from oppo.user_code import UserFunction, load_function, load_object, spec_of
 from tests.kit.responses import ended
 from tests.rewards.test_function import TWO, decode, module
 

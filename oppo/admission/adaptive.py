@@ -85,7 +85,6 @@ class SlopeAdaptive(AdaptiveOvercommit):
         self._current = replace(self._current, overcommit=min(self.most, max(self.least, moved)))
 
     def state_dict(self) -> dict[str, Json]:
-        """Return ``overcommit`` and the scores in the window."""
         return {"extra": self.overcommit, "scores": list(self._scores)}
 
     def load_state_dict(self, state: Mapping[str, Json]) -> None:
@@ -93,11 +92,8 @@ class SlopeAdaptive(AdaptiveOvercommit):
         self._scores = list(cast("list[float]", state["scores"]))
 
 
-MARGIN = 0.0115
-"""Costs within this share of the lowest count as equal: the precision of the estimates."""
-
-RISE = 4
-"""``overcommit`` at most doubles in a step, but may always rise by this many units."""
+MARGIN = 0.0115  # costs within this share of the lowest count as equal: the precision of the estimates
+RISE = 4  # `overcommit` at most doubles in a step, but may always rise by this many units
 
 
 @dataclass
@@ -113,7 +109,7 @@ class TailAdaptive(AdaptiveOvercommit):
         cost(Delta) = seconds(Delta) * (1 + price * brake * Delta / B)
         brake       = max(1, mismatch KL / kl_target, ess_target / effective sample size)
 
-    It takes the least Delta whose cost is within 1.15 % of the lowest: at once if that is below the current one, at
+    It takes the least Delta whose cost is within 1.15% of the lowest: at once if that is below the current one, at
     most doubling if above. The first step defers nothing, and alone decides on the second. The search covers the whole
     curve, so a plateau before a gain (many responses at the cap) does not stop it; where a scorer or the update takes
     the time, deferral gains nothing and Delta is 0.
@@ -157,7 +153,6 @@ class TailAdaptive(AdaptiveOvercommit):
         return self._predicted
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the extra units of the coming step, and its expected seconds."""
         predicted = {} if self._predicted is None else {"deferral/predicted_seconds": self._predicted}
         return {**super().metrics(), **predicted}
 
@@ -182,7 +177,6 @@ class TailAdaptive(AdaptiveOvercommit):
         return pace(self._window, self.batch).seconds(intervals, survival.mean)
 
     def state_dict(self) -> dict[str, Json]:
-        """Return the current decision and the observations in the window."""
         seen: list[Json] = [each.as_json() for each in self._window]
         return {"extra": self.overcommit, "predicted_seconds": self._predicted, "seen": seen}
 

@@ -44,32 +44,20 @@ from oppo.admission.protocol import Observation, Scoring
 StepPart: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
 """A part of a step's time."""
 
-PARTS: tuple[StepPart, ...] = get_args(StepPart)
-"""All parts; of equal ones the first is the largest."""
+PARTS: tuple[StepPart, ...] = get_args(StepPart)  # all parts; of equal ones the first is the largest
 
 Schedule: TypeAlias = Literal["stream", "defer", "lookahead"]
 """A kind of schedule that shortens a step; those with less staleness first."""
 
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-"""All kinds."""
-
-NUMBERS = ("limit", "scoring", "capped", "finished")
-"""The other fields of a bottleneck that are metrics."""
-
-PREFIX = "bottleneck/"
-"""Prefix of its metrics' names."""
-
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)  # all kinds
+NUMBERS = ("limit", "scoring", "capped", "finished")  # the other fields of a bottleneck that are metrics
+PREFIX = "bottleneck/"  # prefix of its metrics' names
 LIMITS = {schedule: f"{PREFIX}limit_{schedule}" for schedule in SCHEDULES}
 """The metric of the limit of each kind of schedule."""
 
-RESERVE = 2
-"""Units to defer beyond the mean number that end at the cap: a step may have more."""
-
-WORTHWHILE = 1.05
-"""A schedule that promises less is not recommended."""
-
-ALIKE = 0.85
-"""Of schedules that promise so much of what the best does, the one with the least staleness is recommended."""
+RESERVE = 2  # units to defer beyond the mean number that end at the cap: a step may have more
+WORTHWHILE = 1.05  # a schedule that promises less is not recommended
+ALIKE = 0.85  # of schedules that promise so much of what the best does, the one with the least staleness is recommended
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +89,6 @@ class Bottleneck:
 
     @property
     def largest(self) -> StepPart:
-        """The largest part."""
         return max(PARTS, key=lambda part: self.shares[part])
 
     @property
@@ -119,7 +106,6 @@ class Bottleneck:
 
     @property
     def message(self) -> str:
-        """The bottleneck, what to try next, and the largest speed-up."""
         if self.next_schedule is None:
             faster = {"score": "faster scoring", "train": "a faster update"}.get(self.largest, "a faster decode step")
             return (
@@ -174,7 +160,6 @@ class Bottleneck:
 
     @classmethod
     def of_metrics(cls, metrics: Mapping[str, float | None], seconds: float) -> Bottleneck | None:
-        """Return the bottleneck whose :meth:`as_metrics` is in ``metrics``, or ``None``."""
         needed = (*(PREFIX + name for name in (*PARTS, *NUMBERS)), *LIMITS.values())
         if any(metrics.get(name) is None for name in needed):
             return None
@@ -184,7 +169,6 @@ class Bottleneck:
         return cls(seconds, shares, limits=limits, **{name: known[PREFIX + name] for name in NUMBERS})
 
     def as_json(self) -> dict[str, object]:
-        """Return this as JSON values, with the message."""
         return {
             "bottleneck": self.largest,
             "message": self.message,

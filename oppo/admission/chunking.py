@@ -43,7 +43,6 @@ class WholeRollout(ChunkSize):
     """One chunk for each response: scoring begins when the response is complete, as without overlap."""
 
     def size(self) -> int:
-        """Return more tokens than any response has."""
         return sys.maxsize
 
 
@@ -93,7 +92,6 @@ class Tuned(ChunkSize):
 
     @property
     def candidates(self) -> tuple[int, ...]:
-        """The candidate sizes, ascending."""
         return tuple(sorted({max(1, round(part * self.cap)) for part in self.parts}))
 
     def size(self) -> int:
@@ -101,7 +99,6 @@ class Tuned(ChunkSize):
         return self._size if self._trial is None else self.candidates[self._trial % len(self.candidates)]
 
     def observe(self, seen: Observation) -> None:
-        """Record a step, unless it decoded nothing."""
         if not seen.tokens:
             return
         asked = self._step - seen.lookahead
@@ -119,7 +116,6 @@ class Tuned(ChunkSize):
         return {"overlap/chunk": float(self.size())}
 
     def state_dict(self) -> dict[str, Json]:
-        """Return the fastest size, and the progress of a probe."""
         seconds: dict[str, Json] = {str(size): value for size, value in self._seconds.items()}
         tokens: dict[str, Json] = {str(size): value for size, value in self._tokens.items()}
         return {"size": self._size, "step": self._step, "seconds": seconds, "tokens": tokens}

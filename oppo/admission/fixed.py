@@ -62,14 +62,12 @@ class AdaptiveOvercommit:
 
     @property
     def overcommit(self) -> int:
-        """Delta of the coming step."""
         return self._current.overcommit
 
     def admit(self, view: AdmitView) -> int:
         return self._current.admit(view)
 
     def cut(self, view: CutView) -> bool:
-        """Stop once the batch is full and no overdue unit is decoding."""
         return self._current.cut(view)
 
     def metrics(self) -> Mapping[str, float]:
@@ -118,11 +116,9 @@ class TailBatched:
 
     @property
     def restarts(self) -> Literal[True]:
-        """True: discarded units fill long rounds, and rounds with too few new units."""
         return True
 
     def cut(self, view: CutView) -> bool:
-        """Stop once the batch is full."""
         return view.placed >= self.batch
 
     def observe(self, seen: Observation) -> None:

@@ -38,7 +38,6 @@ class Scoring:
 
     @property
     def busy(self) -> float:
-        """Busy seconds in all."""
         return self.before + self.after
 
 
@@ -126,7 +125,6 @@ class Observation:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
-        """Return the observation of which :meth:`as_json` returned ``value``."""
         late = {"lookahead": 0, "chunk": 0, "stretches": (), "accumulate_seconds": 0.0}  # absent from older journals
         late["deferred"] = value.get("parked")  # as older journals call it
         given = {each.name: cast("Any", {**late, **value}[each.name]) for each in fields(cls)}

@@ -1,4 +1,4 @@
-"""Agents that talk to the policy as to an OpenAI-compatible server: the prompts, turns and rewards of its rollouts.
+"""Agents that talk to the policy as to OpenAI's or Anthropic's server: the prompts, turns and rewards of its rollouts.
 
 ::
 
@@ -31,20 +31,21 @@ from anyio.abc import TaskGroup
 
 from oppo.agents.conversation import Conversation, Session
 from oppo.agents.requests import ChatRequests, Refusal, Request
-from oppo.agents.server import PATH, AgentServer
+from oppo.agents.server import PATHS, AgentServer
 from oppo.declared import require_real
 from oppo.environments.functions import EnvironmentFailure, is_finite
 from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, running_loop, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
-from oppo.models import SamplingSettings, Scorer
-from oppo.observe import work_context
+from oppo.models import SamplingSettings, Scorer, Shared
+from oppo.observe import WorkContext, work_context
 from oppo.returns import TokenRewards
 from oppo.rewards.function import ByTurn
 from oppo.scorers import WholeScorer
-from oppo.turns import Answer, Branching, Turn
-from oppo.user_code import CheckedFunction, Shared, UserFunction
+from oppo.turns import Answer, Branching, Turn, turns_of
+from oppo.user_code import CheckedFunction, UserFunction
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -54,11 +55,8 @@ if TYPE_CHECKING:
 AgentFunction: TypeAlias = Callable[[dict[str, object], str, str], object]
 """``f(row, base_url, api_key)``: returns the reward of its conversation, or a ``ByTurn`` or a ``Drop``."""
 
-AHEAD: Final = 16
-"""Agents that are started before their prompts are asked for, so that they start side by side."""
-
-FAILURES: Final = 100
-"""Rows in a row that give no prompt, after which the run ends."""
+AHEAD: Final = 16  # agents that are started before their prompts are asked for, so that they start side by side
+FAILURES: Final = 100  # rows in a row that give no prompt, after which the run ends
 
 _Said: TypeAlias = Callable[[], Awaitable[Sequence[Chunk]]]
 
@@ -115,7 +113,7 @@ class RunningAgents(Shared):
         self._begun = anyio.Event()
         self._single: dict[bool, str] = {}
         self._said = False
-        self._samples = defaultdict[bool, dict[str, list[float]]](dict)
+        self._samples = defaultdict[WorkContext | None, dict[str, list[float]]](dict)
         self._server = AgentServer(
             host, port, public_url, sessions=lambda: self._keys, asked=self._notify, noted=self._noted
         )
@@ -134,8 +132,14 @@ class RunningAgents(Shared):
         self._single[is_evaluated()] = why
 
     def samples(self) -> Mapping[str, Sequence[float]]:
-        # Whether each request since the last call was refused, and was sent again; an evaluation's apart.
-        return self._samples.pop(is_evaluated(), {})
+        # Whether each request since the last call was refused, and was sent again; an evaluation's apart. What comes
+        # after an evaluation was measured counts for none.
+        asking = evaluation()
+        found = self._samples.pop(asking, {})
+        if asking is not None:
+            for late in self._samples.keys() - {None}:
+                del self._samples[late]
+        return found
 
     async def _open(self, stack: AsyncExitStack) -> None:
         listening = None if getattr(running_loop(), "virtual", False) else self._server.listening()
@@ -174,7 +178,7 @@ class RunningAgents(Shared):
             single=self.single,
             expected=self._expected[key],
             longest=self.longest,
-            evaluated=is_evaluated(),
+            evaluation=evaluation(),
         )
         visit = _Visit(prompt.columns, self._server.url, f"oppo-{secrets.token_hex(16)}")
         self._sessions[key] = self._keys[visit.key] = session
@@ -209,7 +213,7 @@ class RunningAgents(Shared):
         if not session.first.told:  # it was begun ahead
             return
         conversations, changed = float(len(session.conversations)), float(session.changes)
-        self._noted(session.evaluated, {"agents/conversations": conversations, "agents/history_changed": changed})
+        self._noted(session.evaluation, {"agents/conversations": conversations, "agents/history_changed": changed})
         if session.changes and not self._said:
             self._said = True
             logger.warning(
@@ -234,17 +238,23 @@ class RunningAgents(Shared):
         self._begun.set()
         self._begun = anyio.Event()
 
-    def _noted(self, evaluated: bool, metrics: Mapping[str, float]) -> None:
+    def _noted(self, of: WorkContext | None, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._samples[evaluated].setdefault(name, []).append(value)
+            self._samples[of].setdefault(name, []).append(value)
 
 
 def key_of(prompt: Prompt) -> tuple[int, int]:
     return prompt.admission, prompt.sample
 
 
+def evaluation() -> WorkContext | None:
+    """The evaluation that the current task works for; ``None`` for training."""
+    context = work_context()
+    return context if context.role == "evaluate" else None
+
+
 def is_evaluated() -> bool:
-    return work_context().role == "evaluate"
+    return evaluation() is not None
 
 
 class Agents(RunningAgents, Branching):
@@ -331,9 +341,9 @@ class Agents(RunningAgents, Branching):
                 if session.first.told and session.unopened and holds(admission):
                     talk = session.unopened.pop(0)
                     assert talk.request is not None  # noqa: S101 - its first
-                    return Prompt(
-                        0, admission, talk.request.tokens, sample, columns=session.columns, branch=talk.branch
-                    )
+                    asked = talk.request
+                    columns, branch = session.columns, talk.branch
+                    return Prompt(0, admission, asked.tokens, sample, columns=columns, branch=branch, limit=asked.limit)
             await begun.wait()
 
     def refuse(self, branch: Prompt) -> None:
@@ -378,15 +388,19 @@ class Agents(RunningAgents, Branching):
             for at, turn in enumerate(await said() if talk.told < number else ()):
                 if talk.told <= at < number:
                     await self._asked_in(session, talk, prompt)
-                    self._tell(
-                        session, talk, turn.tokens.tolist(), turn.logprobs.tolist(), whole=not cut or at < number - 1
-                    )
+                    last = at == number - 1
+                    self._tell(session, talk, turn.tokens.tolist(), turn.logprobs.tolist(), cut=cut and last)
         return talk
 
     async def _asked_in(self, session: Session, talk: Conversation, prompt: Prompt) -> None:
         request = await self.heard(session, talk)
         if request is None:
             raise _Astray(f"the agent of rollout {prompt.rollout} ended earlier than before the run was resumed")
+        if not talk.told and request.limit != prompt.limit:
+            raise _Astray(
+                f"the agent of rollout {prompt.rollout} began with another limit of its turn, {request.limit}, than "
+                f"{prompt.limit}: expected the same of each response to a row, and after a resume"
+            )
         if not talk.told and not np.array_equal(request.tokens, prompt.tokens):
             raise _Astray(
                 f"the agent of rollout {prompt.rollout} began with {_difference(request.tokens, prompt.tokens)}: "
@@ -400,9 +414,9 @@ class Agents(RunningAgents, Branching):
         turn: Sequence[int],
         logprobs: Sequence[float],
         *,
-        whole: bool = True,
+        cut: bool = False,
     ) -> None:
-        talk.tell(turn, logprobs, whole=whole)
+        talk.tell(turn, logprobs, cut=cut)
         session.notify()
         self._notify()
 
@@ -422,18 +436,27 @@ class Agents(RunningAgents, Branching):
                     f"the agent of rollout {turn.prompt.rollout} said something else than before the run was resumed, "
                     "after the same turns"
                 )
-            shows = talk.request is not None and talk.request.shows_logprobs
+            if ending := talk.interruption(turn.tokens.tolist()):
+                return Answer(np.array(ending, np.int32), turn.state, within=True)
+            shows = talk.request is not None and talk.request.wanted.shows_logprobs
             logprobs = (await turn.said())[turn.number].logprobs.tolist() if shows else ()
             self._tell(session, talk, turn.tokens.tolist(), logprobs)
             request = await self.heard(session, talk)
         except EnvironmentFailure as failure:
             return self._dropped(session, turn.prompt, failure)
         if request is not None:
-            return Answer(request.tokens, {"given": talk.given}, calls=request.answers)
+            return Answer(request.tokens, {"given": talk.given}, calls=request.answers, limit=request.limit)
         if not isinstance(session.outcome, Drop):
             return None
         self.close(turn.prompt)
         return replace(session.outcome, rollout=turn.prompt.rollout)
+
+    def follow(self, prompt: Prompt, number: int, turn: Callable[[], Sequence[int]]) -> None:
+        """Show the tokens of a rollout's turn of this number, so far, to a request that streams them."""
+        session = self._sessions.get(key_of(prompt))
+        talk = None if session is None else session.conversations.get(prompt.branch)
+        if talk is not None and talk.told == number and talk.streams:
+            talk.follow(turn())
 
     def _dropped(self, session: Session, prompt: Prompt, failure: OppoError) -> Drop:
         if session.outcome is None:
@@ -446,7 +469,7 @@ class Agents(RunningAgents, Branching):
     async def _finished(self, session: Session, finish: Finish) -> Conversation:
         # The conversation of a complete response, in which the agent was told the end of it.
         prompt, cut = finish.response.prompt, finish.reason == "length"
-        turns = [each for each in finish.response.pieces() if isinstance(each, Chunk)]
+        turns = turns_of(finish.response, finish.answered)
 
         async def said() -> list[Chunk]:
             return turns
@@ -544,7 +567,7 @@ class Rehearsed:
     refused: str
 
 
-_WANTED: Final = f"expected it to POST to {PATH.removeprefix('/v1')} of its base URL at least once, with its key"
+_WANTED: Final = f"expected it to POST to {PATHS} of its base URL at least once, with its key"
 
 _FULL: Final = Refusal(
     "the response has reached the run's sampling.max_new_tokens, so nothing follows: return a reward for what there is",
@@ -581,6 +604,11 @@ class AgentPrompts(AsyncIterator[Prompt]):
         found: Callable[[int], Mapping[str, object]] | None = getattr(self._source, "columns", None)
         return found
 
+    def at(self, number: int) -> Prompt:
+        """Return a row, before its agent has asked, of a source that has it."""
+        found: Prompt = self._source.at(number)
+        return found
+
     def _position(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self._source.state_dict() if hasattr(self._source, "state_dict") else {}
         return found
@@ -600,9 +628,9 @@ class AgentPrompts(AsyncIterator[Prompt]):
             if not self._begun:
                 raise StopAsyncIteration
             prompt, session, self._state = self._begun.popleft()
-            tokens, fault = await self._first(prompt, session)
+            tokens, limit, fault = await self._first(prompt, session)
             if not fault:
-                return replace(prompt, tokens=tokens)
+                return replace(prompt, tokens=tokens, limit=limit)
             self._agents.close(prompt)
             logger.warning(f"{fault}: the row is left out")
         raise EnvironmentFailure(f"{FAILURES} rows in a row gave no prompt; the last: {fault}")
@@ -616,16 +644,17 @@ class AgentPrompts(AsyncIterator[Prompt]):
                 return
             self._begun.append((prompt, self._agents.start(prompt), self._position()))
 
-    async def _first(self, prompt: Prompt, session: Session) -> tuple[IntArray, str]:
+    async def _first(self, prompt: Prompt, session: Session) -> tuple[IntArray, TurnLimit, str]:
         try:
-            tokens = (await self._agents.asked(session)).tokens
+            request = await self._agents.asked(session)
         except EnvironmentFailure as failure:
             if not self._agents.drops:
                 raise
-            return prompt.tokens, str(failure)
+            return prompt.tokens, UNLIMITED, str(failure)
+        tokens = request.tokens
         if len(tokens) <= self.longest:
-            return tokens, ""
+            return tokens, request.limit, ""
         fault = f"the first request of rollout {prompt.admission} has {len(tokens)} tokens, more than {self.longest}"
         if self._refuses:
             raise DataError(f"{fault}: shorten its messages, or raise max_prompt_tokens")
-        return tokens, fault
+        return tokens, UNLIMITED, fault

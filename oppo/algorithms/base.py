@@ -33,8 +33,9 @@ from oppo.returns import (
     RatioBase,
     ScoreShaping,
     TokenWeight,
-    TopLogprobs,
 )
+from oppo.scorers import Lesson
+from oppo.stages.siblings import Siblings
 from oppo.training import Aggregation, Surrogate, SurrogateKind
 from oppo.turns import Environment
 
@@ -48,7 +49,8 @@ class Roles:
 
     The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
     for one that corrects nothing, and ``reference`` for one that refers to none, unless settings name a model for it,
-    to measure the KL. ``teacher`` is the model of ``models.teacher``. ``max_new_tokens`` is the cap of a response. An
+    to measure the KL. ``teacher`` is the model of ``models.teacher`` or ``[teacher]``, and ``siblings`` chooses what it
+    is shown, if that is a response. ``max_new_tokens`` is the cap of a response. An
     ``environment`` also joins a graph that was made without it.
     """
 
@@ -61,7 +63,8 @@ class Roles:
     admission: Admission
     chunks: ChunkSize
     max_new_tokens: int
-    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None
+    teacher: Scorer[Lesson | Drop] | None = None
+    siblings: Siblings | None = None
     environment: Environment | None = None
 
 
@@ -199,12 +202,10 @@ class Clipped:
 
     @property
     def refers(self) -> bool:
-        """Nothing but a KL penalty needs a reference."""
         return False
 
     @property
     def distills(self) -> bool:
-        """Whether a teacher is needed."""
         return self.distill > 0
 
     @property
@@ -214,12 +215,10 @@ class Clipped:
 
     @property
     def corrects(self) -> bool:
-        """Whether stale tokens are corrected for."""
         return self.correction.needs_proximal
 
     @property
     def correction(self) -> ImportanceCorrection:
-        """The correction of stale tokens."""
         weight, level = KINDS[self.is_correction]
         return ImportanceCorrection(
             ratio_base=self.ratio_base,
@@ -296,12 +295,10 @@ class ClippedAlgorithm(Clipped):
 
     @property
     def refers(self) -> bool:
-        """Whether there is a KL penalty."""
         return self.kl > 0
 
     @property
     def shaping(self) -> ScoreShaping:
-        """The shaping of scores before they are rewards."""
         return ScoreShaping(
             norm=self.score_norm,
             clip=math.inf if self.score_clip is None else self.score_clip,

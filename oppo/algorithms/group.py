@@ -27,8 +27,9 @@ from oppo.errors import ConfigError, in_toml
 from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import Credit, GroupAdvantage, ImportanceCorrection, KLEstimator, ScoreShaping, TopLogprobs
-from oppo.stages import DynamicSampling, Generate, GroupRelative, Score, Update
+from oppo.returns import Credit, GroupAdvantage, ImportanceCorrection, KLEstimator, ScoreShaping
+from oppo.scorers import Lesson
+from oppo.stages import DynamicSampling, Generate, GroupRelative, Score, Siblings, Update
 from oppo.stages.score import synced_models
 from oppo.training import Aggregation
 from oppo.turns import Environment
@@ -50,7 +51,8 @@ def grpo(
     select: DynamicSampling | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None,
+    teacher: Scorer[Lesson | Drop] | None = None,
+    siblings: Siblings | None = None,
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 
@@ -73,6 +75,7 @@ def grpo(
             default.
         teacher: log-probs of a teacher, float32 [n], which ``GroupRelative(distill=...)`` adds to the advantages; see
             :func:`oppo.distill`.
+        siblings: for a teacher that is shown a response that passed (:class:`oppo.scorers.BehindPrompt`).
 
     Raises:
         ConfigError: there are fewer than two samples, or a KL penalty has no reference.
@@ -92,9 +95,11 @@ def grpo(
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
     recomputed = None if proximal is None else Score(proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
-    taught = None if teacher is None else g.add("teacher_logp", Score(teacher), rollout)
+    reader = None if teacher is None else Score(teacher)
+    read = rollout if siblings is None else g.add("siblings", siblings, rollout, score)
+    taught = None if reader is None else g.add("teacher_logp", reader, read)
     batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again, teacher=taught)
-    update = Update(trainer, synced=synced_models(policy, recomputed), after=("generate",))
+    update = Update(trainer, synced=synced_models(policy, recomputed, reader), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 
@@ -117,7 +122,6 @@ class GroupAlgorithm(ClippedAlgorithm):
         self.advantage(self.shaping)  # which refuses settings that contradict each other
 
     def advantage(self, shaping: ScoreShaping) -> GroupRelative:
-        """Return a new stage that estimates advantages."""
         return GroupRelative(
             self.compared,
             self.reward_kl,
@@ -131,7 +135,6 @@ class GroupAlgorithm(ClippedAlgorithm):
 
     @property
     def compared(self) -> GroupAdvantage | Literal["each_reward"]:
-        """The estimator; see :class:`oppo.GroupRelative`."""
         return "leave_one_out"
 
     @property
@@ -139,7 +142,6 @@ class GroupAlgorithm(ClippedAlgorithm):
         return self.samples
 
     def selection(self) -> DynamicSampling | None:
-        """Return a new stage that selects the groups to train; ``None``: all of them."""
         return None
 
     def shaping_of(self, roles: Roles) -> ScoreShaping:
@@ -161,6 +163,7 @@ class GroupAlgorithm(ClippedAlgorithm):
             chunks=roles.chunks,
             environment=roles.environment,
             teacher=roles.teacher,
+            siblings=roles.siblings,
         )
 
 
@@ -307,7 +310,6 @@ class GSPO(GRPO):
 
     @property
     def correction(self) -> ImportanceCorrection:
-        """The correction of stale responses."""
         found = super().correction
         return replace(found, level="sequence") if found.level == "token" else found
 
@@ -336,7 +338,6 @@ class OnlineDPO:
 
     @property
     def refers(self) -> bool:
-        """The loss compares the policy with the reference."""
         return True
 
     @property

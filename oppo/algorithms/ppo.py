@@ -18,8 +18,9 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.placement import Thread
-from oppo.returns import Over, TopLogprobs
-from oppo.stages import GAE, Gather, Generate, Score, Update
+from oppo.returns import Over
+from oppo.scorers import Lesson
+from oppo.stages import GAE, Gather, Generate, Score, Siblings, Update
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.score import synced_models
 from oppo.training import FunctionTrainer, Module, TrainStep
@@ -41,7 +42,8 @@ def ppo(
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None,
+    teacher: Scorer[Lesson | Drop] | None = None,
+    siblings: Siblings | None = None,
     samples: int = 1,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
@@ -65,6 +67,7 @@ def ppo(
         environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
         teacher: log-probs of a teacher, float32 [n], which ``GAE(distill=...)`` adds to the advantages; see
             :func:`oppo.distill`.
+        siblings: for a teacher that is shown a response that passed (:class:`oppo.scorers.BehindPrompt`).
         samples: responses to each prompt, none compared with another; ``admission`` counts prompts.
     """
     capacity = max(16, 4 * admission.batch * samples)  # a busy scorer wakes to the events of all rollouts in flight
@@ -77,10 +80,12 @@ def ppo(
     value = None if values is None else g.add("value", values, rollout)
     recomputed = None if proximal is None else Score(proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
-    taught = None if teacher is None else g.add("teacher_logp", Score(teacher), rollout)
+    reader = None if teacher is None else Score(teacher)
+    read = rollout if siblings is None else g.add("siblings", siblings, rollout, score)
+    taught = None if reader is None else g.add("teacher_logp", reader, read)
     estimator: AdaptiveObjective = advantage or GAE()
     batch = g.add("advantage", estimator, rollout, score, reference=ref, value=value, proximal=again, teacher=taught)
-    update = Update(trainer, synced=synced_models(policy, values, recomputed), after=("generate",))
+    update = Update(trainer, synced=synced_models(policy, values, recomputed, reader), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 
@@ -105,18 +110,13 @@ def wrap(
     results of the other scorers, and without rewards, advantages and returns. The policy replaces the loop's call that
     generates, since a call that returns when all responses have ended cannot be streamed.
 
+    Other arguments are as for :func:`oppo.ppo`.
+
     Args:
         step: trains ``actor`` on a batch, in place, and returns metrics or nothing.
         actor: the module that it trains.
         policy: the actor that decodes, for example :class:`oppo.hf.HfPolicy` on the same module.
-        reward: the score of a finished response, or a ``Drop``.
-        admission: batch size, overcommit and the cut.
-        reference: log-probs of a reference model, float32 [n] for a response of n tokens.
-        critic: values of the states before each response token, float32 [n].
         critic_module: the module behind ``critic``, if the step trains it too.
-        samples: responses to each prompt; ``admission`` then counts prompts.
-        chunks: tokens per chunk; 32 by default.
-        environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
         place: where the step is called; ``None``: on the event loop, where everything else waits for it.
     """
     trainer = FunctionTrainer(step, actor, critic_module, place=place)
@@ -184,7 +184,6 @@ class PPO(_Discounted):
         self.advantage()  # which refuses settings that contradict each other
 
     def advantage(self) -> GAE:
-        """Return a new stage that estimates advantages."""
         return GAE(
             gamma=self.gamma,
             lam=self.lam,
@@ -220,6 +219,7 @@ class PPO(_Discounted):
             chunks=roles.chunks,
             environment=roles.environment,
             teacher=roles.teacher,
+            siblings=roles.siblings,
             samples=self.samples,
         )
 
@@ -257,5 +257,6 @@ class ReinforcePP(_Discounted):
             chunks=roles.chunks,
             environment=roles.environment,
             teacher=roles.teacher,
+            siblings=roles.siblings,
             samples=self.samples,
         )

@@ -45,12 +45,10 @@ def _tables() -> dict[str, Any]:
 
 
 def foreign_fields() -> Mapping[str, Rows]:
-    """Return the rows of ``foreign.toml``, by configuration and field."""
     return {name: table for name, table in _tables().items() if name != "earlier"}
 
 
 def rows_of(kind: Kind) -> Rows:
-    """Return the rows of every field that a configuration of this kind may have."""
     tables = {"ppo": ["PPOConfig"], "grpo": ["GRPOConfig"], "rloo": ["GRPOConfig", "RLOOConfig"]}
     chosen = [*tables[kind], "TrainingArguments", "scripts"] if kind in tables else [WHOSE[kind]]
     return {name: row for table in chosen for name, row in foreign_fields()[table].items()}
@@ -495,7 +493,6 @@ class Draft:
             self.lost.setdefault(reason, []).extend(names)
 
     def same(self, rows: Rows) -> None:
-        """Carry over every field that alone says what a setting is."""
         for name, (key, _, *more) in rows.items():
             if not more:
                 continue

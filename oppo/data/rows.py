@@ -39,8 +39,8 @@ def check_file(path: Path, *, or_directory: bool = False) -> None:
     raise DataError(f"there is no prompt file {path}{instead}")
 
 
-def rows_of_program(rows: Iterable[object], first: int = 1) -> Iterator[Located]:
-    for number, row in enumerate(rows, first):
+def rows_of_program(rows: Iterable[object]) -> Iterator[Located]:
+    for number, row in enumerate(rows, 1):
         yield located(row, number, of_columns=is_dataset(rows))
 
 
@@ -169,9 +169,7 @@ READERS: Final[Mapping[str, Callable[[Path], Iterator[Located]]]] = {
 """The reader of a file, by its suffix."""
 
 
-HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""A dataset's name at a hub: owner and name."""
-
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # a dataset's name at a hub: owner and name
 WRITTEN: Final = ("dataset_info.json", "dataset_dict.json")
 """Files of which ``save_to_disk`` writes one: of a dataset, or of several splits."""
 

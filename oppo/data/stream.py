@@ -27,8 +27,7 @@ from oppo.events import IntArray, Prompt
 from oppo.log import logger
 from oppo.placement.place import run_detached
 
-LONGEST_CYCLE: Final = 10_000
-"""The largest sum of weights as whole numbers without a common divisor."""
+LONGEST_CYCLE: Final = 10_000  # the largest sum of weights as whole numbers without a common divisor
 
 
 class PromptStream(Iterator[Prompt]):
@@ -40,7 +39,6 @@ class PromptStream(Iterator[Prompt]):
         prompts: at least one.
         seed: of the order; streams with the same seed and prompts yield the same order.
         epochs: passes over the prompts, after which the stream ends; 0 never ends.
-        position: how many prompts were taken already.
         multiple: of each epoch, as many prompts as a multiple of this; the others wait for the next epoch's order.
 
     Raises:
@@ -52,16 +50,14 @@ class PromptStream(Iterator[Prompt]):
         [(0, [2]), (1, [1]), (2, [0])]
     """
 
-    def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int = 0, epochs: int = 0, position: int = 0, multiple: int = 1
-    ) -> None:
-        for name, number in (("seed", seed), ("epochs", epochs), ("position", position), ("multiple", multiple)):
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, epochs: int = 0, multiple: int = 1) -> None:
+        for name, number in (("seed", seed), ("epochs", epochs), ("multiple", multiple)):
             require_whole(name, number, 1 if name == "multiple" else 0)
         self._sources = [_Shuffled(prompts, seed, 0, multiple)]
         self._cycle = Cycle([1])
         self._seed = seed
         self._epochs = epochs
-        self.position = position
+        self.position = 0
 
     @classmethod
     def mixed(cls, sources: Sequence[tuple[float, Sequence[Prompt]]], *, seed: int = 0, epochs: int = 0) -> Self:
@@ -97,8 +93,11 @@ class PromptStream(Iterator[Prompt]):
 
     @property
     def longest(self) -> int:
-        """Tokens in the longest prompt."""
-        return max(len(prompt.tokens) for source in self._sources for prompt in source.prompts)
+        return max(len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def prompts(self) -> Iterator[Prompt]:
+        return (prompt for source in self._sources for prompt in source.prompts)
 
     def __len__(self) -> int:
         """Return how many prompts the whole stream holds; an endless one raises a ``TypeError``."""
@@ -121,14 +120,12 @@ class PromptStream(Iterator[Prompt]):
         return replace(self._sources[source].at(ordinal), rollout=number, admission=number, group=number)
 
     def columns(self, number: int) -> Mapping[str, object]:
-        """Return the columns of the prompt with this admission number."""
         return self.at(number).columns
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position of another stream over the same prompts."""
         require_whole("position", state["position"], 0)
         self.position = state["position"]
 
@@ -259,7 +256,6 @@ class RowStream(AsyncIterator[Prompt]):
 
     @property
     def longest(self) -> int:
-        """The most tokens that a prompt may have."""
         return self._encoding.max_prompt_tokens
 
     def __aiter__(self) -> Self:
@@ -279,13 +275,11 @@ class RowStream(AsyncIterator[Prompt]):
                 return Prompt(rollout=number, admission=number, tokens=fitted, group=number, columns=dict(row))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows and prompts were taken, and the digest of the rows."""
         if self._resumed is not None:
             return {"rows": self._resumed[0], "prompts": self._served, "digest": self._resumed[1]}
         return {"rows": self._taken, "prompts": self._served, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another stream over the same rows was."""
         for name in ("prompts", "rows"):
             require_whole(name, state[name], 0)
         self._served = state["prompts"]

@@ -29,11 +29,11 @@ from oppo.environments.functions import (
 )
 from oppo.errors import ConfigError, DataError, contained, one_line, shortened, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
-from oppo.models import Scorer
+from oppo.models import Scorer, Shared
 from oppo.rewards.function import DOES_NOT_APPLY
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Turn
-from oppo.user_code import Shared, UserCalls, UserFunction
+from oppo.user_code import UserCalls, UserFunction
 
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
@@ -89,8 +89,7 @@ class _Life:
 BEGUN: Final = 4096
 """Instances that are kept of rows that were read, each until the first response to its row; others are made again."""
 
-ROUTE = "environment"
-"""The column that names the environment of a row, where there are several."""
+ROUTE = "environment"  # the column that names the environment of a row, where there are several
 
 
 TURN_REWARD: Final = "get_turn_reward"

@@ -17,18 +17,17 @@ import numpy as np
 
 from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, Finish, IntArray, Prompt
-from oppo.models import Scorer, entered
+from oppo.models import Scorer, Shared, entered
 from oppo.returns import TokenRewards
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Environment, EnvironmentState, Turn
-from oppo.user_code import CallsFunction, CheckedFunction, Shared, UserCalls, UserFunction
+from oppo.user_code import CallsFunction, CheckedFunction, UserCalls, UserFunction
 
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
     from oppo.hf.tool_calls import ToolCall
 
-LONGEST = 250_000
-"""Characters of an answer, which the event loop tokenises: more than a response has room for."""
+LONGEST = 250_000  # characters of an answer, which the event loop tokenises: more than a response has room for
 
 
 class EnvironmentFailure(OppoError):  # noqa: N818 - it says what happened
@@ -220,8 +219,7 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         return tokens
 
 
-OWNER: Final = object()
-"""Stands for the instance in a method of a class that has none yet."""
+OWNER: Final = object()  # stands for the instance in a method of a class that has none yet
 
 
 def by_position(

@@ -65,7 +65,6 @@ class Answers:
     measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def by_prompt(self) -> list[list[float]]:
-        """Return the scores of each prompt that has some."""
         groups = groupby(self.rollouts, key=lambda each: each.group)
         return [[each.score for each in group] for _, group in groups]
 
@@ -95,12 +94,10 @@ class Answering:
         require_whole("batch", self.batch, 1)
 
     def builder(self) -> GraphBuilder[Prompt]:
-        """Return the builder of the graph."""
         capacity = max(16, 4 * self.batch * self.samples)
         return GraphBuilder("evaluation", capacity=capacity, merge=merge_chunks, key=rollout_of)
 
     def generate(self, policy: Policy) -> Generate:
-        """Return its first stage."""
         admission = Synchronous(self.batch)
         return Generate(policy, admission, self.chunks, self.samples, environment=self.environment)
 
@@ -228,12 +225,11 @@ class _Counting(Observer):
 PREFIX: Final = "eval/"
 """Prefix of a reward's or environment's metric of held-out responses, before its name in training."""
 
-Z: Final = 1.96
-"""Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
+Z: Final = 1.96  # standard deviations on either side of the mean that hold 95% of a normal distribution
 
 
 def half_width(means: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of a mean over prompts; NaN for fewer than two.
+    """Return half the width of the 95% confidence interval of a mean over prompts; NaN for fewer than two.
 
     The standard error is computed from the prompts' own means, since the responses to one prompt are no independent
     draws (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640, section 2.2), and the interval assumes a normal
@@ -320,7 +316,7 @@ class Comparison:
         before, after: mean scores.
         spread: standard deviation of the scores before.
         gain: mean of the paired differences, after minus before.
-        half_width: of the 95 % confidence interval of the gain (normal approximation).
+        half_width: of the 95% confidence interval of the gain (normal approximation).
     """
 
     before: float
@@ -354,8 +350,7 @@ def compare(before: FloatArray, after: FloatArray) -> Comparison:
 FIRST: Final = 10**12
 """The number of the first held-out prompt: above the prompts of training, so that scorers and noise tell them apart."""
 
-BEFORE: Final = -1
-"""The step of an evaluation before the first."""
+BEFORE: Final = -1  # the step of an evaluation before the first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -463,7 +458,6 @@ class Evaluate:
     _found: dict[int, Evaluated] = field(default_factory=dict, init=False, repr=False)
 
     async def run(self, reports: Receiver[StepReport], /, *, out: Sender[StepReport], step: Step) -> None:
-        """Send the step's report, with held-out scores if they are due."""
         async for report in reports:
             if not self.due(report.index):
                 await out.send(report)
@@ -475,7 +469,6 @@ class Evaluate:
             await out.send(replace(report, metrics={**report.metrics, **found.metrics}))
 
     def observe(self, report: StepReport, step: Step, /) -> Evaluated | None:
-        """Return the evaluation after a step, for the observers of the run."""
         del step
         return self._found.pop(report.index, None)
 

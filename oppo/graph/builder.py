@@ -30,7 +30,6 @@ class Graph(Generic[O]):
 
     @property
     def name(self) -> str:
-        """The graph's name."""
         return self.topology.name
 
     @property
@@ -52,7 +51,6 @@ class Graph(Generic[O]):
         return node.stage
 
     def mermaid(self) -> str:
-        """Return the graph as a Mermaid flowchart."""
         lines = ["flowchart LR", f"    {SOURCE}([{SOURCE}])"]
         lines += [f'    {node.name}["{node.name}<br/>{type(node.stage).__name__}"]' for node in self.topology.nodes]
         lines += [f"    {name} --> {node.name}" for node in self.topology.nodes for name in node.reads]

@@ -288,7 +288,6 @@ class Channel(Generic[T]):
         return items
 
     async def drain(self) -> Sequence[T]:
-        """Wait for at least one item and return everything queued; empty only when the channel has ended."""
         await self._readable()
         return self.drain_nowait()
 
@@ -323,11 +322,9 @@ class Channel(Generic[T]):
         return self._closed and not self._queue
 
     def watch(self, event: anyio.Event) -> None:
-        """Set ``event`` at the next item or at the end."""
         self._watchers.append(event)
 
     def unwatch(self, event: anyio.Event) -> None:
-        """Forget ``event``, watched or not."""
         if event in self._watchers:
             self._watchers.remove(event)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import anyio
 
@@ -107,7 +107,6 @@ class Source:
         raise StopAsyncIteration
 
     def drain_nowait(self) -> Sequence[object]:
-        """Raise ``ProtocolError``: taking an item may have to wait."""
         raise ProtocolError(f"{SOURCE!r} is read with `async for` or `drain()`; put a stage between it and a join")
 
     @property
@@ -132,14 +131,6 @@ class Source:
 
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class ReportsDeadlocks(Protocol):
-    """An event loop that detects deadlocks: no task can ever go on."""
-
-    def on_deadlock(self, describe: Callable[[], str]) -> Callable[[], None]:
-        """Add ``describe()`` to the error of a deadlock; return the function that undoes this."""
 
 
 class FanOut(Generic[T]):
@@ -290,8 +281,8 @@ class Execution(Generic[T]):
 
     @contextmanager
     def _deadlocks_described(self) -> Iterator[None]:
-        loop = running_loop()
-        undo = loop.on_deadlock(self._deadlock) if isinstance(loop, ReportsDeadlocks) else None
+        report: Callable[[Callable[[], str]], Callable[[], None]] | None = getattr(running_loop(), "on_deadlock", None)
+        undo = None if report is None else report(self._deadlock)  # virtual time notices that no task can go on
         try:
             yield
         finally:

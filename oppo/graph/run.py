@@ -160,7 +160,6 @@ class Pipeline(Generic[O]):
                     each.scope.cancel()
 
     def drain(self) -> None:
-        """Begin no step until all that are alive have ended."""
         if self._alive:
             self._draining = True
             self._alive[-1].link.followed.set()
@@ -338,7 +337,6 @@ class Run(Generic[O]):
         return self.pipeline.snapshots()
 
     def close(self) -> None:
-        """Refuse further steps."""
         self._refusal = "its run is closed"
 
 

@@ -109,8 +109,7 @@ class StepLink:
 
 M = TypeVar("M")
 
-UNKNOWN: Final = sys.maxsize
-"""Remaining steps of a run without a known end."""
+UNKNOWN: Final = sys.maxsize  # remaining steps of a run without a known end
 
 
 ChannelCounters: TypeAlias = Mapping[str, Mapping[str, int]]
@@ -195,7 +194,6 @@ class Step:
         return replace(self, stage=stage)
 
     def record(self, measure: object) -> None:
-        """Record a measurement of the stage under its class."""
         self.runtime.records.setdefault(type(measure), []).append((self.stage, measure))
 
     def recorded(self, kind: type[M]) -> list[tuple[str, M]]:
@@ -244,7 +242,6 @@ class Step:
         return self.runtime.gauges
 
     def channels(self) -> ChannelCounters:
-        """Return the counters of each channel in this step so far."""
         return self.runtime.channels()
 
     @property

@@ -28,9 +28,8 @@ import torch
 from oppo import observe
 from oppo.errors import ConfigError, ModelError
 from oppo.log import logger, with_route
-from oppo.observe import SpanListener, silent
 from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
-from oppo.scheduling import DEFAULT_TIME_SLICE, GPU_TIME_SLICE, Priority, TimeSlice
+from oppo.scheduling import DEFAULT_TIME_SLICE, GPU_TIME_SLICE, Priority
 from oppo.simulate.costs import GPUS, Gpu, gpu_named
 
 
@@ -148,7 +147,7 @@ class DeviceThread(Thread):
     the model, and a call ends, with its span, when the device has done its work. On a CPU it is a :class:`Thread`.
 
     Args:
-        name, listener, setup, time_slice: see :class:`~oppo.placement.Thread`.
+        name, setup: see :class:`~oppo.placement.Thread`.
         device: of the models, such as ``"cuda:1"``; ``"cuda"`` is the current device.
         lends: after each call the GPU gets back the memory that is free: other streams cannot take what one has cached.
         first: its kernels start before those that wait in other streams.
@@ -159,9 +158,7 @@ class DeviceThread(Thread):
         name: str,
         device: torch.device | str,
         *,
-        listener: SpanListener = silent,
         setup: Callable[[], None] | None = None,
-        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         lends: bool = False,
         first: bool = False,
     ) -> None:
@@ -173,7 +170,7 @@ class DeviceThread(Thread):
                 setup()
             use_stream(self.device, first=first)
 
-        super().__init__(name, listener=listener, setup=set_up, time_slice=time_slice)
+        super().__init__(name, setup=set_up)
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
         hosted = super().host(make, track=track)
@@ -350,14 +347,18 @@ class DeviceLayout:
         _require_cpu("policy", policy, [] if "policy" in devices.apart else [devices.actor])
         _require_cpu("trainer", trainer, devices.trainer)
 
+        def sliced(made: Place, device: torch.device) -> Place:
+            made.time_slice = DEFAULT_TIME_SLICE if device.type == "cpu" else GPU_TIME_SLICE
+            return made
+
         def place(name: str, home: Home, share: int, device: torch.device, restarts: int = 0) -> Place:
-            setup, slice_ = partial(use_cores, share), DEFAULT_TIME_SLICE if device.type == "cpu" else GPU_TIME_SLICE
+            setup = partial(use_cores, share)
             if home == "thread":
                 lends = name == "trainer" and device in (devices.actor, *devices.scoring().values())
                 first = name == "actor"
-                return DeviceThread(name, device, setup=setup, time_slice=slice_, lends=lends, first=first)
+                return sliced(DeviceThread(name, device, setup=setup, lends=lends, first=first), device)
             logger.info(f"starting the process of the {name}")
-            return Process(name, setup=setup, time_slice=slice_, restarts=restarts)
+            return sliced(Process(name, setup=setup, restarts=restarts), device)
 
         def replica(number: int) -> Place:
             if replicas == 1:
@@ -365,8 +366,7 @@ class DeviceLayout:
             logger.info(f"starting the process of the policy's replica {number}")
             device = devices.policies[number]
             setup = partial(use_device, max(1, acting_share(cores) // replicas), device)
-            slice_ = DEFAULT_TIME_SLICE if device.type == "cpu" else GPU_TIME_SLICE
-            return Process(f"policy {number}", setup=setup, time_slice=slice_)
+            return sliced(Process(f"policy {number}", setup=setup), device)
 
         def home(model: str, device: torch.device) -> Home:
             if device.type == "cuda":  # a model that reads the actor's own weights is on the actor's device

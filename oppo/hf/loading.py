@@ -391,14 +391,8 @@ def require_finite(model: PreTrainedModel, path: str | Path) -> None:
 
 @quiet()
 def outline(
-    kind: Kind,
-    path: str | Path,
-    *,
-    dtype: str = "float32",
-    quantization: Quantization = "none",
-    trust_remote_code: bool = False,
+    kind: Kind, path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Return the model of a directory or hub name without its weights."""
     with routed():  # loading the weights later logs the messages
         directory = located(path, weights=False, trust_remote_code=trust_remote_code)
         adapter = require_adapter(directory, allow_pickle=True)
@@ -423,8 +417,6 @@ def outline(
             f"{directory / 'config.json'} describes {numbers} numbers, but the weights have {there} bytes: expected "
             "the weights of that model"
         )
-    if quantization != "none":
-        quantise_base(model, quantization, model.device)
     return model
 
 
@@ -483,20 +475,10 @@ class ModelRecipe:
     adapter: str = ""
 
     def load(self) -> PreTrainedModel:
-        load = LOADERS[self.kind]
-        if self.new_head:
-            load = partial(load, new_head=True)
+        given: dict[str, Any] = {name: getattr(self, name) for name in LoadOptions.__annotations__}
+        head = {"new_head": True} if self.new_head else {}
         with routed():  # each place that loads it would say the same
-            model = load(
-                self.path,
-                dtype=self.dtype,
-                device=device_of(self.device),
-                trust_remote_code=self.trust_remote_code,
-                allow_pickle=self.allow_pickle,
-                ignore_unused=self.ignore_unused,
-                attention=self.attention,
-                quantization=self.quantization,
-            )
+            model = LOADERS[self.kind](self.path, **{**given, "device": device_of(self.device)}, **head)
         require_supported(model.dtype, model.device)
         if self.lora_rank:
             rank, alpha, seed, experts = self.lora_rank, self.lora_alpha, self.lora_seed, self.lora_experts

@@ -49,6 +49,7 @@ from oppo.hf.serve.scorers import (
     ValueWorker,
 )
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.muon import matrices
 from oppo.hf.train.packing import CPU_TOKENS, pack, units
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import Loss, Whole
@@ -225,7 +226,6 @@ def _attention(  # noqa: PLR0917 - torch's own
 
 @contextmanager
 def planned_on(device: torch.device) -> Iterator[None]:
-    """Count passes inside the body as on a device: with its chunks of logits."""
     token = planned_device.set(device)
     try:
         yield
@@ -251,7 +251,7 @@ T = TypeVar("T")
 class Bytes:
     """Memory of one model.
 
-    ``optimizer``: AdamW's moments, and float32 copies of 16-bit weights. ``keys_values``: of all rollouts in flight at
+    ``optimizer``: its moments, and float32 copies of 16-bit weights. ``keys_values``: of all rollouts in flight at
     their longest, states included. ``activations``: everything else that is alive at the worst moment.
     """
 
@@ -292,16 +292,18 @@ def same(model: ModuleT) -> ModuleT:
     return model
 
 
-def at_rest(make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same) -> Bytes:
+def at_rest(
+    make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same, optimizer: str = "adamw"
+) -> Bytes:
     """Return the memory of an idle model: weights and, if some are trained, gradients and optimizer states."""
     whole = _bare(make)
     if adapt is same:
-        return _resting(whole, ())
+        return _resting(whole, (), optimizer)
     few, stacks = _shortened(whole, [stack.standing() for stack in _stacks(whole)])
-    return _resting(adapt(few), stacks)
+    return _resting(adapt(few), stacks, optimizer)
 
 
-def _resting(model: nn.Module, stacks: Sequence[_Stack]) -> Bytes:
+def _resting(model: nn.Module, stacks: Sequence[_Stack], optimizer: str) -> Bytes:
     # A layer that stands for others counts as many times.
     times = {
         id(each): stack.stands.count(number // stack.every)
@@ -315,7 +317,11 @@ def _resting(model: nn.Module, stacks: Sequence[_Stack]) -> Bytes:
     trained = [(each, count) for each, count in counted if each.requires_grad]
     steps_on = sum(count * each.numel() * max(4, each.element_size()) for each, count in trained)
     copies = sum(count * each.numel() * 4 for each, count in trained if each.element_size() < 4)
-    return Bytes(sum(count * each.nbytes for each, count in counted), copies + 2 * steps_on, steps_on)
+    once = {*map(id, matrices(cast("ActorCritic", model).pretrained))} if optimizer == "muon" else set[int]()
+    states = sum(  # Muon keeps one number of each weight, AdamW two
+        count * each.numel() * max(4, each.element_size()) * (1 if id(each) in once else 2) for each, count in trained
+    )
+    return Bytes(sum(count * each.nbytes for each, count in counted), copies + states, steps_on)
 
 
 def of_policy(
@@ -448,7 +454,7 @@ def of_trainer(
     for shape in (load, replace(load, prompt=1)):
         most = activations(shape, stacks)
         found.append(activations(shape, ()) or 0 if most is None else most)
-    return replace(at_rest(lambda: whole, adapt), activations=max(found))
+    return replace(at_rest(lambda: whole, adapt, settings.optimizer), activations=max(found))
 
 
 def _micro_batch(
@@ -625,7 +631,7 @@ def _shortened(whole: ModuleT, stacks: Sequence[_Stack]) -> tuple[ModuleT, Seque
     for stack in stacks:
         if stack.stands and (config := getattr(copies[id(stack.owner)], "config", None)) is not None:
             config.num_hidden_layers = len(stack.kept)  # of a head's own trunk too, which is made of it
-            if types := getattr(config, "layer_types", None):
+            if types := getattr(cast("PreTrainedModel", stack.owner).config, "layer_types", None):
                 with suppress(AttributeError):  # one that is computed
                     config.layer_types = [types[number] for number in stack.kept]
     return few, [

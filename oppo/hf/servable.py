@@ -89,7 +89,7 @@ Way: TypeAlias = AttentionKind | Literal["whole"]
 
 
 @full_precision()
-def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: Choice = "auto") -> Way:
+def probe(model: PreTrainedModel, *, attention: Choice = "auto") -> Way:
     """Return how ``model`` agrees with its own one-shot forward pass; it is served so from now on.
 
     Rows are read beside one another and compared by logits or, for a model without a language model's head, by the last
@@ -98,7 +98,6 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
 
     Args:
         model: any model with a causal backbone.
-        tolerance: replaces the one of the model's dtype in :data:`TOLERANCES`.
         attention: the only kind to try; ``auto``: the fastest that agrees (:mod:`oppo.hf.kv.attention`), and whole
             sequences if none does.
 
@@ -106,8 +105,8 @@ def probe(model: PreTrainedModel, *, tolerance: float | None = None, attention: 
         ModelRefused: names the model, and the difference found or the reason why it was not tried.
     """
     served = model if model.get_output_embeddings() is not None else backbone(model)
-    limit = TOLERANCES.get(model.dtype, 1e-4) if tolerance is None else tolerance
-    if has_experts(model) and tolerance is None and model.dtype.itemsize == 2:
+    limit = TOLERANCES.get(model.dtype, 1e-4)
+    if has_experts(model) and model.dtype.itemsize == 2:
         limit = max(limit, ROUTED_TOLERANCE)
     set_only_whole(served.train(mode=False), None)
     with _refusing(f"{_name(served)} cannot be served"):

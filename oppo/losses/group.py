@@ -98,7 +98,6 @@ class PairwiseLoss:
 
     @property
     def reads(self) -> frozenset[Input]:
-        """Log-probs of policy and reference, and the scores."""
         return frozenset({"logprobs", "reference", "scores"})
 
     @property

@@ -84,7 +84,6 @@ class ClippedLoss:
 
     @property
     def reads(self) -> frozenset[Input]:
-        """The inputs of the terms with a weight."""
         reads: set[Input] = {"logprobs", "advantages", self.correction.ratio_base}
         if self.correction.weighs:
             reads |= {"behaviour", "proximal"}
@@ -178,7 +177,6 @@ class PPOLoss(ClippedLoss):
 
     @property
     def reads(self) -> frozenset[Input]:
-        """The inputs of the policy loss and of the value loss."""
         return super().reads | OF_A_CRITIC
 
     def __call__(self, inputs: Inputs) -> LossValue:

@@ -126,9 +126,15 @@ def divergences(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
     Args:
         logprobs: float32 [T, K], of the policy, of K events that exclude each other, with gradient.
-        teacher: float32 [T, K], of the teacher.
+        teacher: float32 [T, K], of the teacher; NaN where it says nothing: the divergence is 0, without gradient.
         beta: 0 .. 1.
     """
+    taught = ~teacher.isnan().any(-1)
+    teacher = torch.where(taught[:, None], teacher, logprobs.detach())
+    return torch.where(taught, _divergence(logprobs, teacher, beta), 0.0)
+
+
+def _divergence(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
     if beta == 0:
         return _kl(teacher, logprobs)
     if beta == 1:
@@ -195,7 +201,7 @@ class PolicyLosses(NamedTuple):
     clipped: Tensor
     ratio: Tensor
 
-    def term(self, loss: Tensor, mask: Tensor, total: float | None = None) -> PolicyTerm:
+    def term(self, loss: Tensor, mask: Tensor, total: float) -> PolicyTerm:
         """Return ``loss``, a scalar that was made of the tokens' losses, with the means of their metrics."""
         clipped = self.clipped.to(self.ratio.dtype)
         metrics = [masked_mean(each, mask, total) for each in (self.approxkl, clipped, self.ratio)]
@@ -307,26 +313,6 @@ def surrogate_losses(
             assert_never(surrogate.kind)
 
 
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    surrogate: Surrogate,
-    *,
-    weights: Tensor | None = None,
-    total: float | None = None,
-) -> PolicyTerm:
-    """Return the mean of :func:`policy_losses` over the tokens, with TRL's metrics.
-
-    Args:
-        logprobs, old_logprobs, advantages, mask, surrogate, weights: of the tokens.
-        total: see :func:`masked_mean`.
-    """
-    each = policy_losses(logprobs, old_logprobs, advantages, mask, surrogate, weights=weights)
-    return each.term(masked_mean(each.loss, mask, total), mask, total)
-
-
 def value_loss(
     values: Tensor,
     old_values: Tensor,
@@ -379,15 +365,3 @@ def kl_losses(logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: KLEs
             return torch.expm1(difference) - difference
         case _:
             assert_never(estimator)
-
-
-def kl_loss(
-    logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: KLEstimator, *, total: float | None = None
-) -> Tensor:
-    """Return the mean of :func:`kl_losses` over the tokens: a float32 scalar, nats per token.
-
-    Args:
-        logprobs, reference, mask, estimator: of the tokens.
-        total: see :func:`masked_mean`.
-    """
-    return masked_mean(kl_losses(logprobs, reference, mask, estimator), mask, total)

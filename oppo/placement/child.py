@@ -127,7 +127,6 @@ class Bulk:
         return True
 
     def portable(self) -> Bulk:
-        """Return the same for another machine."""
         return self
 
 

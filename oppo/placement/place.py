@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar, cast
 
@@ -23,7 +22,7 @@ import anyio.lowlevel
 from oppo import observe
 from oppo.errors import ModelError, ModelLost, running_loop
 from oppo.log import with_route
-from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority, TimeSlice
+from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, CallQueue, Preempted, Priority, TimeSlice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -156,8 +155,6 @@ class Hosting(Protocol):
 
 
 class Closing(ABC):
-    """A context manager that is closed when its context ends."""
-
     @abstractmethod
     def close(self) -> None:
         """End; idempotent."""
@@ -174,23 +171,17 @@ class Place(Closing, Hosting):
 
     Args:
         name: shown in traces and errors, and in the list of threads or processes.
-        listener: called with the span of each call, in the thread that made it or waited for its answer.
-        time_slice: how long a call in this place should last that nothing waits for.
 
     Attributes:
+        listener: called with the span of each call, in the thread that made it or waited for its answer.
+        time_slice: how long a call in this place should last that nothing waits for.
         at_work: the call in progress, as ``track: label``; empty when there is none.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        listener: observe.SpanListener = observe.silent,
-        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
-    ) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.listener = listener
-        self.time_slice = time_slice
+        self.listener: observe.SpanListener = observe.silent
+        self.time_slice = DEFAULT_TIME_SLICE
         self.at_work = ""
         self._open = True
 
@@ -261,7 +252,7 @@ class Thread(Place):
     """One thread, for one model or shared by several.
 
     Args:
-        name, listener, time_slice: see :class:`Place`.
+        name: see :class:`Place`.
         setup: called once in the thread before anything else, for example to set the intra-op thread count; its error
             is the error of the first call, and the next call tries again.
 
@@ -273,15 +264,8 @@ class Thread(Place):
         3
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        listener: observe.SpanListener = observe.silent,
-        setup: Callable[[], None] | None = None,
-        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
-    ) -> None:
-        super().__init__(name, listener=listener, time_slice=time_slice)
+    def __init__(self, name: str, *, setup: Callable[[], None] | None = None) -> None:
+        super().__init__(name)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"oppo-{name}")
         self._setup = setup
         self._calls = CallQueue()
@@ -391,69 +375,3 @@ def _context_without_loop() -> Context:
     if (sniffio := sys.modules.get("sniffio")) is not None:
         context.run(sniffio.current_async_library_cvar.set, None)
     return context
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A queued call; ``withdraw`` reports to the caller that it was preempted."""
-
-    urgent: bool
-    begin: Callable[[], None]
-    is_preempted: Callable[[], bool]
-    withdraw: Callable[[], None]
-    withdrawn: bool = False
-
-
-class CallQueue:
-    """Calls in the order of arrival, urgent ones first.
-
-    While a holder holds the queue, only urgent calls leave it. Preempted calls are withdrawn whenever a call may leave.
-    Any number of threads put and hold; one thread takes, once for each call put.
-    """
-
-    def __init__(self) -> None:
-        self._change = threading.Condition()
-        self._pending: list[tuple[bool, int, _Pending]] = []
-        self._arrived = 0
-        self._holders: set[object] = set()
-        self._may_be_held = True
-
-    def put(self, begin: Callable[[], None], withdraw: Callable[[], None], priority: Priority) -> _Pending:
-        """Queue a call, which holds the queue if it is urgent; if it is preempted, ``withdraw`` is called instead."""
-        call = _Pending(priority.claim(self), begin, priority.preemption(), withdraw)
-        with self._change:
-            heappush(self._pending, (not call.urgent, self._arrived, call))
-            self._arrived += 1
-            self._change.notify()
-        return call
-
-    def take(self) -> Callable[[], None] | None:
-        with self._change:
-            self._change.wait_for(self._may_leave)
-            call = heappop(self._pending)[-1]
-            return None if call.withdrawn else call.begin
-
-    def hold(self, holder: object) -> None:
-        """Keep calls that are not urgent until ``holder`` releases the queue; idempotent."""
-        with self._change:
-            self._holders.add(holder)
-
-    def release(self, holder: object) -> None:
-        with self._change:
-            self._holders.discard(holder)
-            self._change.notify()
-
-    def close(self) -> None:
-        with self._change:
-            self._may_be_held = False
-            self._change.notify()
-
-    def _may_leave(self) -> bool:
-        for _, _, call in self._pending:
-            if not call.withdrawn and call.is_preempted():
-                call.withdrawn = True
-                call.withdraw()
-        if not self._pending:
-            return False
-        _, _, first = self._pending[0]
-        return first.urgent or first.withdrawn or not (self._holders and self._may_be_held)

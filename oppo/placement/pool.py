@@ -265,7 +265,7 @@ class _PooledDecoding(Round):
                 raise
             require_count(seats, len(opened), "open() of a member")
             for rollout, seat in zip(opened, seats, strict=True):
-                rollout.seat = seat
+                rollout.sit(seat)
                 if rollout.closed:
                     await seat.aclose()
         return [each.seat for each in rollouts if each.seat is not None and not each.closed]
@@ -437,7 +437,6 @@ class PolicyPool:
 
     @property
     def living(self) -> tuple[Policy, ...]:
-        """The policies of the members that serve."""
         return tuple(member.policy for member in self._members.living)
 
     @property
@@ -449,7 +448,6 @@ class PolicyPool:
         return found
 
     def with_sampling(self, sampling: Sampling) -> PolicyPool:
-        """Return a pool of the same members that draws so."""
         other = copy.copy(self)
         other._sampling, other._tasks = sampling, None  # noqa: SLF001 - its own
         return other

@@ -47,7 +47,7 @@ from oppo.placement.child import (
 )
 from oppo.placement.place import Hosted, Loaded, Make, Place, Thread, in_thread, maker, result_of
 from oppo.placement.shared_memory import Gauge
-from oppo.scheduling import DEFAULT_TIME_SLICE, Priority, TimeSlice
+from oppo.scheduling import Priority
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -241,7 +241,7 @@ class Process(Place):
     an instance that was called before raises :class:`~oppo.errors.SessionsLost`. Shared memory survives.
 
     Args:
-        name, listener, time_slice: see :class:`Place`.
+        name: see :class:`Place`.
         setup: called once in the child before anything else, for example
             ``functools.partial(oppo.hf.devices.use_cores, 1)``; importable by name.
         restarts: how many dead children are replaced in an hour; above 0, calls with callbacks are refused.
@@ -261,17 +261,8 @@ class Process(Place):
     what: ClassVar[str] = "process"
     """The child, in the error of a closed place."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        listener: observe.SpanListener = observe.silent,
-        setup: Setup = None,
-        restarts: int = 0,
-        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
-        start: Start = ChildProcess,
-    ) -> None:
-        super().__init__(name, listener=listener, time_slice=time_slice)
+    def __init__(self, name: str, *, setup: Setup = None, restarts: int = 0, start: Start = ChildProcess) -> None:
+        super().__init__(name)
         require_whole("restarts", restarts, 0)
         self._restarts = restarts
         self._restart_times: deque[float] = deque()
@@ -288,7 +279,6 @@ class Process(Place):
 
     @property
     def pid(self) -> int:
-        """The number of the child process, on its machine."""
         return self._child.pids[0]
 
     @property

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias, cast, runtime_checkable
 
-from oppo import observe
 from oppo.declared import require_whole
 from oppo.durable import temporary
 from oppo.errors import ModelError, ProtocolError
@@ -23,7 +22,6 @@ from oppo.log import with_route
 from oppo.placement.child import Call, Callbacks, Outcome, Packet, pack
 from oppo.placement.place import Make
 from oppo.placement.process import Child, ChildProcess, Gone, Process, Setup, Start
-from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
 _GRACE: Final = 2.0
 """Seconds that the other ranks have after one has failed: one of them may report the cause, such as a death."""
@@ -185,7 +183,7 @@ class Ranks(Process):
     later one raise :class:`~oppo.errors.ModelLost`. An error of all ranks leaves the place as it is.
 
     Args:
-        name, listener, time_slice: see :class:`Place`.
+        name: see :class:`Place`.
         count: of ranks, at least 1.
         setup: called once in each rank before anything else; importable by name.
 
@@ -199,17 +197,9 @@ class Ranks(Process):
 
     what = "group of ranks"
 
-    def __init__(
-        self,
-        name: str,
-        count: int,
-        *,
-        listener: observe.SpanListener = observe.silent,
-        setup: Setup = None,
-        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
-    ) -> None:
+    def __init__(self, name: str, count: int, *, setup: Setup = None) -> None:
         require_whole("ranks", count, 1)
         stack = ExitStack()
         folder = stack.enter_context(temporary("ranks"))  # its files can be read by no other user
         start = partial(RankedChild, [ChildProcess] * count, partial(_file, folder), stack.close)
-        super().__init__(name, listener=listener, setup=setup, time_slice=time_slice, start=start)
+        super().__init__(name, setup=setup, start=start)

@@ -69,7 +69,6 @@ from oppo.placement.place import Closing, Make
 from oppo.placement.process import KILLED, Child, ChildProcess, Gone, Process, Setup, Start
 from oppo.placement.ranks import RankedChild, listen
 from oppo.placement.shared_memory import Block, Gauge, Mirrored, Notice
-from oppo.scheduling import DEFAULT_TIME_SLICE, TimeSlice
 
 __all__ = ["Cluster", "RayPlace", "RayRanks", "Room"]
 
@@ -581,7 +580,7 @@ class RayPlace(Process):
     them.
 
     Args:
-        name, listener, time_slice: see :class:`~oppo.placement.Place`.
+        name: see :class:`~oppo.placement.Place`.
         cluster: must stay open as long as this place.
         room: of the actor on its machine.
         setup: called once in each actor before anything else; importable by name.
@@ -605,15 +604,13 @@ class RayPlace(Process):
         cluster: Cluster,
         *,
         room: Room = ONE_CORE,
-        listener: observe.SpanListener = observe.silent,
         setup: Setup = None,
         strategy: object = "SPREAD",
         restarts: int = 3,
-        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         patience: float = PATIENCE,
     ) -> None:
         start = partial(RayChild, cluster=cluster, room=room, strategy=strategy, patience=patience)
-        super().__init__(name, listener=listener, setup=setup, restarts=restarts, time_slice=time_slice, start=start)
+        super().__init__(name, setup=setup, restarts=restarts, start=start)
 
 
 class RayRanks(Process):
@@ -626,7 +623,7 @@ class RayRanks(Process):
     A rank that dies, or whose machine does, ends the others: their shards are lost.
 
     Args:
-        name, listener, time_slice: see :class:`~oppo.placement.Place`.
+        name: see :class:`~oppo.placement.Place`.
         cluster: must stay open as long as this place.
         count: of ranks, at least 2.
         room: of each rank but the first on its machine.
@@ -653,9 +650,7 @@ class RayRanks(Process):
         *,
         room: Room = ONE_CORE,
         spread: bool = False,
-        listener: observe.SpanListener = observe.silent,
         setup: Setup = None,
-        time_slice: TimeSlice = DEFAULT_TIME_SLICE,
         patience: float = PATIENCE,
     ) -> None:
         require_whole("ranks", count, 2)
@@ -665,7 +660,7 @@ class RayRanks(Process):
             strategy = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=rank)
             starts.append(partial(RayChild, cluster=cluster, room=room, strategy=strategy, patience=patience))
         start = partial(RankedChild, starts, _port, partial(remove_placement_group, bundles))
-        super().__init__(name, listener=listener, setup=setup, time_slice=time_slice, start=start)
+        super().__init__(name, setup=setup, start=start)
 
 
 def _port(number: int, first: Child) -> str:

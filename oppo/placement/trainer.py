@@ -96,7 +96,6 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
 
     @property
     def has_learned(self) -> bool:
-        """Whether an update was made since the trainer was created or restored."""
         return self.core.counts.version > self.core.counts.restored
 
     @property
@@ -104,11 +103,9 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
         return self.core.counts.micro_batches
 
     async def update(self, batch: Batch) -> Trained:
-        """Train on one batch; this adds one to the version, even if every minibatch was skipped."""
         return await self.given("update", type(self.core).update, batch)
 
     async def given(self, label: str, work: Callable[[C, Batch], R], batch: Batch) -> R:
-        """Return the result of a method of the core for a batch."""
         return await self._hosted.call(label, work, _training_part(batch))
 
     def weights(self) -> Weights:

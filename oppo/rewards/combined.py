@@ -15,13 +15,13 @@ from oppo import user_code
 from oppo.declared import require_real
 from oppo.errors import ConfigError, RewardError, SessionsLost, as_itself, contained, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
-from oppo.models import RewardFunction, Scorer, entered
+from oppo.models import RewardFunction, Scorer, Shared, entered
 from oppo.placement import Hosted, Hosting, Make
 from oppo.returns import NamedScores, TokenRewards, weighted_sum
 from oppo.rewards.function import ARGUMENTS, DOES_NOT_APPLY, FunctionReward
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Priority
 from oppo.scorers import ScorerCapabilities, capabilities_of, prioritised
-from oppo.user_code import LoadedFile, Shared, UserFunction
+from oppo.user_code import LoadedFile, UserFunction
 
 Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"]
 """A weight, and a reward: a function, its ``file.py:name``, or a scorer such as a reward model."""
@@ -29,8 +29,7 @@ Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"
 OnDrop: TypeAlias = Literal["drop", "skip"]
 """When a part drops a rollout: the rollout is dropped, or the part counts as one that does not apply."""
 
-NONE_APPLIES = "none of its rewards applies"
-"""Reason of a drop for a rollout to which no part applies."""
+NONE_APPLIES = "none of its rewards applies"  # reason of a drop for a rollout to which no part applies
 
 
 class Rewards(Shared, Scorer["float | Drop"]):

@@ -22,8 +22,9 @@ import stamina
 from oppo.declared import require_real, require_whole, split_url
 from oppo.errors import ConfigError, RewardError, one_line, shortened
 from oppo.log import logger
+from oppo.models import Shared
 from oppo.rewards.function import ARGUMENTS
-from oppo.user_code import CONCURRENCY, Shared
+from oppo.user_code import CONCURRENCY
 
 __all__ = ["JSON", "PASSING", "HttpReward", "ServiceFailure", "as_table", "from_table"]
 

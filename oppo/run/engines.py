@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from secrets import token_urlsafe
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import anyio.to_thread
 import torch
@@ -30,8 +30,8 @@ from oppo.hf.weights import SentWeights
 from oppo.libraries import require
 from oppo.log import logger, with_route
 from oppo.models import Policy, Sampling
-from oppo.observe import Reporter, SpanListener
-from oppo.placement import Hosted, PolicyPool, Process
+from oppo.observe import Reporter
+from oppo.placement import Hosted, Place, PolicyPool, Process
 from oppo.rewards.judge import key_of
 from oppo.run.deployment import Deployment, Role
 from oppo.run.loading import RoleLoader, ServedRewardModel
@@ -77,14 +77,8 @@ SERVING: Final = "lower step.batch, step.overcommit or sampling.max_new_tokens, 
 """Advice to a served model that runs out of memory."""
 
 
-class Worker(Protocol):
-    """A place, or the reporter of an engine in processes of its own: reports each call to ``listener``."""
-
-    listener: SpanListener
-
-    @property
-    def at_work(self) -> str:
-        """The call in progress; empty when there is none."""
+Worker: TypeAlias = Place | Reporter
+"""A place, or the reporter of an engine in processes of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

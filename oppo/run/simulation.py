@@ -35,9 +35,7 @@ from oppo.simulate.costs import (
 from oppo.simulate.run import Schedule, ladder
 from oppo.simulate.study import Study, study
 
-AS_IT_RAN: Final = "as it ran"
-"""The schedule of the run that a simulation is calibrated on."""
-
+AS_IT_RAN: Final = "as it ran"  # the schedule of the run that a simulation is calibrated on
 CLOSE: Final = 0.10
 """The relative error of the simulated seconds of the run's own schedule up to which a calibration describes it."""
 
@@ -63,7 +61,6 @@ class Simulation:
     about: str = ""
 
     def run(self, *, steps: int | None = None, seeds: int | None = None, precise: bool = False) -> Study:
-        """Simulate every schedule (:func:`oppo.simulate.study.study`)."""
         found = study(
             self.system,
             self.workload,
@@ -83,7 +80,6 @@ class Simulation:
         seconds = self.measured * own.seconds / simulated
         off = simulated / self.measured - 1
         said = f"as it ran, a step of as many tokens took {seconds:.3g} s; simulated it takes {off:+.0%}"
-        said = said.replace("%", " %")
         if abs(off) <= CLOSE:
             return said
         return f"{said}: the calibration does not describe this run, so the figures below are not to be trusted"

@@ -108,21 +108,17 @@ class PreparedRun:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run: ``run.steps``, or as many as the prompts last for."""
         chosen = self.settings
         return steps_of(chosen.run.steps, chosen.data, chosen.step.batch, self.prompts)
 
     @property
     def done(self) -> int:
-        """Steps made before this process; 0 for a new run."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     def is_checkpointed(self, index: int) -> bool:
-        """Return whether the run drains after this step and writes a checkpoint."""
         return is_due(index, self.settings.run.checkpoint_every, self.steps) or index in self.replay.drains
 
     async def restore(self, running: Run[StepReport]) -> None:
-        """Load the state of run, prompts and models from the checkpoint, if there is one."""
         if self.checkpoint is None:
             if self.assembly.served_apart:
                 await self._sync_weights()
@@ -144,7 +140,6 @@ class PreparedRun:
         await self.assembly.trainer.sync_weights(*self.graph.stage("update", Update).synced)
 
     async def keep(self, running: Run[StepReport], report: StepReport) -> None:
-        """Write a checkpoint after a step."""
         state = {
             "run": running.state_dict(),
             "prompts": self.prompts.state_dict(),
@@ -198,6 +193,7 @@ def prepare(
         from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
         from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - likewise
         from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415 - likewise
+        from oppo.run.teachers import require_teacher_room  # noqa: PLC0415 - likewise
 
         deployment = Deployment.of(settings)
         require_engines(deployment)
@@ -224,6 +220,7 @@ def prepare(
         )
         stack.callback(assembly.close)
         require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)
+        require_teacher_room(assembly.teacher, stream, assembly.sampling.max_new_tokens, assembly.positions)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
         stream = of_agents(stream, assembly.environment, settings.data)
         composed = compose(settings, assembly, stream, replay.observations, graph)
@@ -318,7 +315,6 @@ async def run(
 
 
 def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
-    """Log that the data ended early, and which files changed meanwhile."""
     chosen = session.settings
     if made < chosen.run.steps:
         log.note("data ended", steps=made, wanted=chosen.run.steps)
@@ -327,7 +323,6 @@ def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
 
 
 def directory_of(session: PreparedRun) -> RunDirectory:
-    """Return the run directory; a resumed one is rewound to the checkpoint."""
     settings = session.settings
     return RunDirectory(
         settings.run_directory,
@@ -585,7 +580,6 @@ class EmptySteps:
     _in_all: Reasons = field(default_factory=Reasons)
 
     def after(self, report: StepReport) -> None:
-        """Count a step."""
         self._in_all.add(report.dropped)
         if report.trained:
             self._in_a_row, self._since_trained = 0, Reasons()
@@ -599,6 +593,5 @@ class EmptySteps:
             )
 
     def require_trained(self, trained: int, steps: int) -> None:
-        """Check at the end of a run that its ``steps`` steps trained a rollout."""
         if steps and not trained:
             raise NothingTrained(f"no rollout was trained in the {steps} steps of the run: {self._in_all}")

@@ -27,21 +27,22 @@ from oppo.simulate.run import Schedule, ScheduleOutcome, SimulatedRun
 
 WORTHWHILE: Final = 1.05  # the least speed-up over the present schedule that is worth a change
 
-ALIKE: Final = 0.97  # of schedules within 3 % of the fastest, the one with the least staleness is recommended
+ALIKE: Final = 0.97  # of schedules within 3% of the fastest, the one with the least staleness is recommended
 
-CONFIDENCE: Final = 1.959964  # standard deviations of a normal distribution that an interval of 95 % reaches
+CONFIDENCE: Final = 1.959964  # standard deviations of a normal distribution that an interval of 95% reaches
 
 # The default question, and `--precise`: most rollouts simulated of a schedule, half of an interval at which it is right
 DEFAULT, PRECISE = (18_432, 0.03), (147_456, 0.005)
 STEPS: Final = (6, 24)  # the fewest and the most of a run unless they are given
 A_RUN: Final = 6144  # rollouts of a run, as far as `STEPS` let it
+SETTLED: Final = 16  # the fewest steps of a controller that adapts, unless they are given
 SEEDS: Final = 32  # the most of a study
 GRAINS: Final = 1024  # ends of responses that are told apart where 512 are in a step; of more, fewer
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The mean of some measurements of the same, and its confidence interval of 95 %, by Student's distribution.
+    """The mean of some measurements of the same, and its confidence interval of 95%, by Student's distribution.
 
     Its quantile is the series of Abramowitz and Stegun 26.7.5.
     """
@@ -91,6 +92,10 @@ class Standing:
         return max(outcome.longest_staleness for outcome in self.outcomes)
 
     @property
+    def settled(self) -> bool:
+        return all(outcome.settled for outcome in self.outcomes)
+
+    @property
     def idle(self) -> float:
         return _mean(outcome.idle for outcome in self.outcomes)
 
@@ -122,8 +127,8 @@ class Study:
     def recommended(self, limit: float) -> str:
         """Return the name of the schedule to choose: the baseline's if no other is worth a change.
 
-        It is the least stale one among those within 3 % of the fastest, of all that can be chosen, whose mean staleness
-        is at most ``limit``, and that are at least 5 % faster than the baseline in all of their interval.
+        It is the least stale one among those within 3% of the fastest, of all that can be chosen, whose mean staleness
+        is at most ``limit``, and that are at least 5% faster than the baseline in all of their interval.
         """
         allowed = {name: each for name, each in self.standings.items() if not self._fault(name, limit)}
         if not allowed:
@@ -135,7 +140,7 @@ class Study:
     def left_out(self, limit: float) -> Mapping[str, str]:
         chosen = self.recommended(limit)
         faster = [name for name, each in self.standings.items() if each.speed.mean > self.standings[chosen].speed.mean]
-        alike = f"less than 3 % faster than {chosen!r}, and staler"
+        alike = f"less than 3% faster than {chosen!r}, and staler"
         return {name: self._fault(name, limit) or alike for name in faster}
 
     def _fault(self, name: str, limit: float) -> str:
@@ -145,7 +150,7 @@ class Study:
         if each.staleness > limit + 1e-9:
             return f"its mean staleness of {each.staleness:.2f} updates is above --staleness {limit:g}"
         if each.speed.low < WORTHWHILE:
-            return f"not 5 % faster than {self.baseline!r} in all of its interval"
+            return f"not 5% faster than {self.baseline!r} in all of its interval"
         return ""
 
 
@@ -161,14 +166,16 @@ def study(
 ) -> Study:
     """Simulate every schedule with the same seeds, in processes, until the intervals of the speeds are narrow.
 
-    The first half of each run does not count. ``steps``, ``seeds``: of each run, and their number; ``None``: as many
-    as the workload and ``precise`` ask for.
+    The first half of each run does not count, nor the further steps before it in which a controller that adapts
+    settles. ``steps``, ``seeds``: of each run, and their number; ``None``: as many as the workload and ``precise`` ask
+    for.
     """
     most, narrow = PRECISE if precise else DEFAULT
     rollouts = workload.batch * workload.samples
+    least = steps or SETTLED
     steps = steps or max(STEPS[0], min(STEPS[1], A_RUN // rollouts))
     grain = 1 if precise else max(1, round(workload.cap / GRAINS * math.sqrt(rollouts / 512)))
-    run = partial(_outcome, system, workload, steps=steps, grain=grain)
+    run = partial(_outcome, system, workload, steps=steps, settling=max(0, least - steps), grain=grain)
     outcomes: dict[str, list[ScheduleOutcome]] = {name: [] for name in schedules}
     limit = seeds or max(1, min(SEEDS, most // (steps * rollouts)))
     with _workers(len(schedules) * limit) as pool:
@@ -201,9 +208,11 @@ def _widest(outcomes: Mapping[str, Sequence[ScheduleOutcome]], baseline: str) ->
 
 
 def _outcome(
-    system: System, workload: Workload, schedule: Schedule, /, *, steps: int, grain: int, seed: int
+    system: System, workload: Workload, schedule: Schedule, /, *, steps: int, settling: int, grain: int, seed: int
 ) -> ScheduleOutcome:
-    return SimulatedRun(system, workload, schedule, steps, steps // 2, seed, grain).run()
+    outcome = SimulatedRun(system, workload, schedule, steps, steps // 2, seed, grain, settling=settling).run()
+    gc.collect()
+    return outcome
 
 
 @contextmanager
@@ -228,7 +237,7 @@ def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its children
     threading.Thread(target=_follow_parent, daemon=True).start()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # a run's tasks live for a step: collecting often finds nothing, at a tenth more
+    gc.disable()  # most objects live as long as a run, after which they are collected: on the way, for a fifth more
 
 
 def _follow_parent() -> None:
@@ -242,7 +251,7 @@ def _follow_parent() -> None:
 WIDTH: Final = 120  # columns where the output is no terminal
 
 LEGEND: Final = (
-    "Speed is trained tokens a second, relative to {baseline!r} (*), with its 95 % interval. Staleness is in updates, "
+    "Speed is trained tokens a second, relative to {baseline!r} (*), with its 95% interval. Staleness is in updates, "
     "from a response's first token to its training. Idle is the share of the time in which the actor decodes nothing; "
     "in flight is what it decodes at once at the most, with its KV cache. A step is bound by what takes the largest "
     "share of it on the busiest device; of {baseline!r}: {parts}."
@@ -269,7 +278,7 @@ def table(study: Study) -> Table:
         found.add_column(name, justify="right")
     for name, each in study.standings.items():
         marked = f"{name} *" if name == study.baseline else name
-        found.add_row(marked, *cells(study, each))
+        found.add_row(marked if each.settled else f"{marked} (not settled)", *cells(study, each))
     return found
 
 
@@ -283,16 +292,15 @@ def legend(study: Study) -> str:
 
 
 def _described(each: Standing) -> str:
-    bound = next(_bounds(each), "")
-    return f"{each.schedule.about}; bound by {bound}" if bound else each.schedule.about
+    bound, said = next(_bounds(each), ""), each.schedule.about
+    if not each.settled:
+        before, last = np.mean([outcome.deferred for outcome in each.outcomes], axis=0)
+        said += f" (not settled: {before:.0f}, then {last:.0f} in the last two quarters of a run; give more --steps)"
+    return f"{said}; bound by {bound}" if bound else said
 
 
 def _bounds(each: Standing) -> Iterator[str]:
-    return (f"{name} {_percent(share)}" for name, share in each.parts.items())
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}".replace("%", " %")
+    return (f"{name} {share:.0%}" for name, share in each.parts.items())
 
 
 def cells(study: Study, each: Standing) -> Iterator[str]:
@@ -300,7 +308,7 @@ def cells(study: Study, each: Standing) -> Iterator[str]:
     yield ranged(each.speed)
     yield f"{each.staleness:.2f}"
     yield f"{each.longest_staleness}"
-    yield _percent(each.idle)
+    yield f"{each.idle:.0%}"
     yield f"{each.peak_tokens * study.cache / 1e9:.1f}" if study.cache else f"{each.peak_tokens:,.0f}"
 
 
@@ -318,7 +326,7 @@ def advice(study: Study, limit: float) -> str:
     chosen = study.standings[name]
     if name == study.baseline:
         said = (
-            f"leave it as it is: no schedule of a mean staleness of at most {limit:g} is 5 % faster than {name!r} in "
+            f"leave it as it is: no schedule of a mean staleness of at most {limit:g} is 5% faster than {name!r} in "
             "all of its interval"
         )
     else:
@@ -350,6 +358,7 @@ def as_json(study: Study, limit: float) -> str:
             "staleness": each.staleness,
             "longest_staleness": each.longest_staleness,
             "idle": each.idle,
+            "settled": each.settled,
             "parts": dict(each.parts),
             "tokens_in_flight": each.peak_tokens,
             "bytes_in_flight": each.peak_tokens * study.cache or None,

@@ -8,7 +8,7 @@ the step decodes on. Nothing of this depends on timing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -24,8 +24,7 @@ from oppo.graph import Receiver, Sender, Step
 Accept: TypeAlias = Callable[[FloatArray], bool]
 """Whether a group is trained, by the scores of its responses, float32 [n]; a pure function."""
 
-REJECTED = "rejected"
-"""Reason of a drop for a response whose group is not trained."""
+REJECTED = "rejected"  # reason of a drop for a response whose group is not trained
 
 
 def differ(scores: FloatArray) -> bool:
@@ -55,12 +54,8 @@ class Round:
     admitted: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    rounds: tuple[Round, ...]
-
-    def __iter__(self) -> Iterator[Round]:
-        return iter(self.rounds)
+class Rounds(tuple[Round, ...]):
+    __slots__ = ()
 
 
 @dataclass(eq=False)
@@ -107,8 +102,7 @@ class DynamicSampling:
     def observe(self, report: StepReport, step: Step, /) -> Rounds | None:
         """Return the rounds of a step for the journal."""
         del report
-        rounds = tuple(each for _, each in step.recorded(Round))
-        return Rounds(rounds) if rounds else None
+        return Rounds(each for _, each in step.recorded(Round)) or None
 
     async def run(
         self, score: Receiver[Scored[float] | Drop], /, *, out: Sender[Scored[float] | Drop], step: Step

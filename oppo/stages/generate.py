@@ -380,6 +380,8 @@ class Generate:
                 require_chunk(chunk, self.policy, size, rollout=number, start=start, oldest=oldest, turns=turns)
                 if len(chunk.tokens):
                     rollout.append(chunk)
+                    if self._conversations is not None:
+                        self._conversations.heard(rollout)
                     await out.send(chunk)
                 if chunk.state == "cut":
                     round_.note_end(rollout)
@@ -494,32 +496,30 @@ _COLUMNS: Final = (
     ("logprobs", np.dtype(np.float32)),
     ("versions", np.dtype(np.int32)),
 )
-_ROUNDING: Final = 1e-3
-"""By which a log-prob may exceed 0."""
+_STATES: Final = get_args(ChunkState)
+_ROUNDING: Final = 1e-3  # by which a log-prob may exceed 0
 
 
 def _fault_of(chunk: object, limit: int, rollout: int, start: int, turns: bool) -> str:
     if not isinstance(chunk, Chunk | ToolTokens):
         return f"{described(chunk)}; expected a Chunk or ToolTokens"
-    state = chunk.state
-    if state != "live" and state not in get_args(ChunkState):
-        return f"a chunk whose state is {state!r}; expected one of {', '.join(get_args(ChunkState))}"
+    state, shape = chunk.state, np.shape(chunk.tokens)
+    if state not in _STATES:
+        return f"a chunk whose state is {state!r}; expected one of {', '.join(_STATES)}"
     if chunk.rollout != rollout or chunk.start != start:
         return f"tokens of rollout {chunk.rollout} from {chunk.start} on; expected tokens from {start} on"
     for name, kind in _COLUMNS if isinstance(chunk, Chunk) else _COLUMNS[:1]:
         column: object = getattr(chunk, name)
-        if not isinstance(column, np.ndarray) or column.dtype != kind or column.ndim != 1:
-            return f"a chunk whose {name} are {described(column)}; expected {kind} [n]"
-    n = len(chunk.tokens)
+        if not isinstance(column, np.ndarray) or column.dtype != kind or column.shape != shape or column.ndim != 1:
+            return f"a chunk whose {name} are {described(column)}; expected {kind} [n], n tokens"
+    n = shape[0]
     if n > limit:
         return f"a chunk of {n} tokens; expected at most {limit}"
     if not n:
         ends = state == "cut" or (turns and state != "live")
         return "" if ends else f"a chunk with no token that says {state!r}; only 'cut' may"
     least = chunk.tokens[0] if n == 1 else chunk.tokens.min()  # a reduction is ten times as expensive
-    if least < 0:
-        return f"a chunk that holds the token id {least}; expected 0 or more"
-    return ""
+    return "" if least >= 0 else f"a chunk that holds the token id {least}; expected 0 or more"
 
 
 def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
@@ -535,11 +535,6 @@ def _fault_of_sampled(chunk: object, oldest: int, newest: int) -> str:
                 f"a chunk of {n} tokens whose {column.name} is of {len(column.counts)} tokens, with "
                 f"{described(column.ids)}; expected integers of {1 + column.dimensions} dimensions, of each token"
             )
-    if (len(logprobs), len(versions)) != (n, n):
-        return (
-            f"a chunk of {n} tokens with {len(logprobs)} log-probs and {len(versions)} versions; expected one of each "
-            "for each token"
-        )
     if logprobs[0] > _ROUNDING or (n > 1 and (logprobs > _ROUNDING).any()):
         return f"a chunk with a log-prob of {logprobs.max()}; expected at most 0, the log of a probability"
     if not oldest <= versions[0] <= versions[-1] <= newest or (n > 1 and (versions[1:] < versions[:-1]).any()):

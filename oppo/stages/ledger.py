@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from threading import Lock
 from typing import Any
@@ -42,6 +42,7 @@ from oppo.events import (
     TokenColumns,
     ToolTokens,
 )
+from oppo.limits import TurnLimit
 from oppo.log import logger
 from oppo.models import Decode
 
@@ -68,7 +69,6 @@ class Unit:
 
     @property
     def admission(self) -> int:
-        """The admission number of the unit."""
         return self.prompts[0].admission
 
 
@@ -159,7 +159,6 @@ class Ledger:
         return blaming(f"{self._name}.{method}()")
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
-        """Start a step with the deferred and the new units; return the deferred ones that are complete and placed."""
         groups = list(groups)
         in_flight = (prompt.rollout for unit in self.deferred for prompt in unit.prompts)
         require_new((prompt for group in groups for prompt in group), in_flight)
@@ -264,7 +263,6 @@ class Ledger:
         return unit if unit.placed else None
 
     def end(self) -> list[Unit]:
-        """End the step; return the deferred units, one step older, oldest first."""
         unplaced = [unit for unit in self._live if not unit.placed]
         if self.restarts:
             for unit in unplaced:
@@ -358,6 +356,7 @@ class RolloutSnapshot:
             "sample": prompt.sample,
             "group": prompt.group,
             "branch": prompt.branch,
+            "limit": asdict(prompt.limit),
             "prompt": prompt.tokens,
             "columns": dict(prompt.columns),
             "tokens": response.tokens,
@@ -379,6 +378,7 @@ class RolloutSnapshot:
             group=state["group"],
             columns=state["columns"],
             branch=state["branch"],
+            limit=TurnLimit(**state["limit"]),
         )
         columns = {name: state[name] for name in ("tokens", "logprobs", "versions", "sampled")}
         extra = TokenColumns(*(COLUMN_KINDS[name](**column) for name, column in state["extra"].items()))

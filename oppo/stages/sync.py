@@ -56,6 +56,7 @@ class ScorerWeights:
         self._served = anyio.Event()
         self._stage = ""
         self._returned = -1
+        self.updated: Step | None = None  # the step whose update is being synced
 
     @property
     def stands_for(self) -> SyncedModel:
@@ -91,9 +92,6 @@ class ScorerWeights:
         can_wait = step.lookahead == 1 or isinstance(self.scorer, CopiesWeights)
         return "" if self._newest or not step.lookahead or (can_wait and not self.together) else self._stage
 
-    def given_in(self, step: Step) -> SyncedModel:
-        return _SyncedIn(self, step)
-
     async def settled(self) -> None:
         """Wait until nothing waits in the trainer's own memory, which may then change."""
         while any(each.borrowed for each in self._waiting):
@@ -105,17 +103,24 @@ class ScorerWeights:
         await anyio.sleep_forever()
 
     async def load(self, weights: Weights) -> None:
-        async with self._reading:
-            await self.scorer.load(weights)
-
-    async def give(self, weights: Weights, step: Step) -> None:
-        due = step.index <= self._returned - step.lookahead
-        if due or self._newest or not (step.lookahead and self._stage) or self.awaited(step):
-            await self.load(weights)
+        """Serve weights, or keep them until the step for which they are due."""
+        step = self.updated
+        if (
+            step is None
+            or step.index <= self._returned - step.lookahead
+            or self._newest
+            or not (step.lookahead and self._stage)
+            or self.awaited(step)
+        ):
+            await self._load(weights)
         elif step.lookahead > 1 and isinstance(self.scorer, CopiesWeights):
             self._waiting.append(_Waiting(step.index, await self.scorer.copied(weights), borrowed=False))
         else:
             self._waiting.append(_Waiting(step.index, weights, borrowed=True))
+
+    async def _load(self, weights: Weights) -> None:
+        async with self._reading:
+            await self.scorer.load(weights)
 
     # For the stage that reads.
 
@@ -131,7 +136,7 @@ class ScorerWeights:
         if self._waiting and not failed:
             await self._serve(self._waiting[-1].step)
         self._waiting.clear()
-        self._stage, self._returned = "", -1
+        self._stage, self._returned, self.updated = "", -1, None
 
     async def _serve(self, last: int) -> None:
         due = [each for each in self._waiting if each.step <= last]
@@ -139,7 +144,7 @@ class ScorerWeights:
             return
         weights = due[-1].weights
         with noted(f"while syncing version {weights.version} to {name_of(self)}"):
-            await self.load(weights)
+            await self._load(weights)
             if self.scorer.version != weights.version:
                 raise ProtocolError(
                     f"{name_of(self)} was given version {weights.version}, but has {self.scorer.version}"
@@ -147,23 +152,6 @@ class ScorerWeights:
         for _ in due:
             self._waiting.popleft()
         self._served.set()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _SyncedIn:
-    weights: ScorerWeights
-    step: Step
-
-    @property
-    def stands_for(self) -> SyncedModel:
-        return self.weights.scorer
-
-    @property
-    def version(self) -> int:
-        return self.weights.version
-
-    async def load(self, weights: Weights) -> None:
-        await self.weights.give(weights, self.step)
 
 
 _AT_THE_CUT = "name the stages that use them in Update.after (step.weight_sync = 'cut')"
@@ -225,10 +213,11 @@ class WeightSync:
                 await step.later(*self._after, *filter(None, (each.awaited(step) for each in self._scorers)))
                 feeding.cancel_scope.cancel()
         start = anyio.current_time()
-        given = [each.given_in(step) if isinstance(each, ScorerWeights) else each for each in self._synced]
+        for each in self._scorers:
+            each.updated = step
         with step.working("update", "weight_sync"):
-            await self._trainer.sync_weights(*given)
-        require_synced(self._trainer, given)
+            await self._trainer.sync_weights(*self._synced)
+        require_synced(self._trainer, self._synced)
         return anyio.current_time() - start
 
     async def _feed(self, model: BorrowsWeights) -> None:

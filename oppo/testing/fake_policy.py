@@ -34,6 +34,7 @@ from oppo.events import (
     TokenColumns,
     ToolTokens,
 )
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.testing.fakes import noises, require_seconds
 
@@ -170,7 +171,6 @@ class FakePolicy:
                 decode.follow(load.version)
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
-        """Decode while the context is open."""
         return self._decoding(self.mine(live), cut)
 
     def mine(self, decodes: Sequence[Decode]) -> list[FakeDecode]:
@@ -217,7 +217,6 @@ class FakePolicy:
         self._start(going)
 
     def rejoin(self, decode: FakeDecode) -> None:
-        """Decode on after a turn was answered."""
         self._waiting.pop(decode, None)
         self._go_on(decode)
         self._start([decode])
@@ -243,7 +242,6 @@ class FakePolicy:
                 self._loops.start_soon(lane.run)
 
     def stop(self) -> None:
-        """End decoding."""
         if self._cut is not None:
             self._cut = None
             self.defer([*self._live, *self._waiting])
@@ -267,7 +265,6 @@ class FakePolicy:
         return Support(ids, np.full(len(tokens), self.kept, np.int32))
 
     def is_decoding(self, decode: FakeDecode) -> bool:
-        """Return whether more tokens of this decode will come in this step."""
         return decode in self._live or decode in self._waiting
 
     def attend(self, rows: Sequence[FakeDecode]) -> None:
@@ -306,6 +303,7 @@ class FakeDecode:
         self.ends: Sequence[int] = ()  # lengths at which its turns end; an answer moves the later ones
         self.answers: dict[int, IntArray] = {}  # tool tokens after turns, by position
         self.waiting = False  # a turn has ended and is unanswered
+        self._bounds: tuple[TurnLimit, int] = UNLIMITED, 0
         self.closed = False
         self._runs: list[tuple[int, int]] = []  # from this token on, this version
         self._at_home = False
@@ -373,6 +371,20 @@ class FakeDecode:
         start = max((at + len(given) for at, given in self.answers.items()), default=0)
         return self.tokens(start, self.made) if self.waiting and self.policy.is_decoding(self) else None
 
+    def bound(self, limit: TurnLimit, start: int) -> None:
+        self._bounds = limit, start
+        if not self.waiting:
+            self._limit_turn()
+
+    def _limit_turn(self) -> None:
+        limit, start = self._bounds
+        ends = [start + length for length in (limit.tokens, limit.thinking) if length]
+        reached = [
+            end for end in ends if self.made <= end and limit.reached(self.tokens(start, end).tolist(), end - start)
+        ]
+        self.ends = sorted({*self.ends, *reached})
+        self.waiting = self.made in reached and self.made not in self.answers and self.made < self.length
+
     def proceed(self, given: IntArray) -> bool:
         if not self.policy.is_decoding(self):
             return False
@@ -384,6 +396,7 @@ class FakeDecode:
         self.length = min(self.policy.cap, self.length + len(given))
         self.paused += len(given)
         self.waiting = False
+        self._limit_turn()
         self.policy.rejoin(self)
         return True
 

@@ -44,6 +44,7 @@ import anyio
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Batch, Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens
+from oppo.limits import TurnLimit
 from oppo.models import (
     Capabilities,
     Cut,
@@ -241,6 +242,9 @@ class FaultyDecode:
     async def turn(self) -> IntArray | None:
         return await self.policy.played("turn", self._with_turns.turn)
 
+    def bound(self, limit: TurnLimit, start: int) -> None:
+        self._with_turns.bound(limit, start)
+
     def proceed(self, given: IntArray) -> bool:
         return self._with_turns.proceed(given)
 
@@ -327,7 +331,6 @@ class FaultyCritic(_FaultySynced, FaultyScorer[T]):
     inner: SyncableScorer[T]
 
     async def copied(self, weights: Weights) -> Weights:
-        """Return a copy of weights, its model's where that can make one."""
         return await self.inner.copied(weights) if isinstance(self.inner, CopiesWeights) else deepcopy(weights)
 
 

@@ -62,13 +62,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(_IdleSelector(self._refuse_threads, self._pass_time))
 
     def time(self) -> float:
-        """Return the virtual time, in seconds."""
         return self._clock
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Call ``callback`` when the clock shows ``when``, exactly."""
         heapq.heappush(self._timers, when)
         return super().call_at(when, callback, *args, context=context)
 

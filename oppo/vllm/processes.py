@@ -9,7 +9,6 @@ import json
 import logging
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from tempfile import gettempdir
 from types import TracebackType
 from typing import Final, Self
 
+import psutil
 from torch import Tensor
 
 from oppo.durable import temporary
@@ -73,12 +73,12 @@ def environment(files: EngineFiles, cores: Sequence[int] | None, *, on_cpu: bool
 
 
 # In the command of a process that removes the shared memory of those that have ended, and then ends itself.
-TRACKER: Final = b"multiprocessing.resource_tracker"
+TRACKER: Final = "multiprocessing.resource_tracker"
 
 # Ends an engine's processes if its standard input ends without a word.
 GUARD: Final = f"""
 import os, signal, sys
-TRACKER = {TRACKER!r}
+TRACKER = {TRACKER.encode()!r}
 if not sys.stdin.buffer.read():
     mark = sys.argv[1].encode()
     for entry in os.listdir("/proc"):
@@ -96,24 +96,20 @@ if not sys.stdin.buffer.read():
 
 def kill_group(leader: int) -> None:
     """Kill the processes of a group, but for the trackers of their shared memory, which outlive them for a moment."""
-    if sys.platform != "linux":
-        with suppress(ProcessLookupError):
-            os.killpg(leader, signal.SIGKILL)
-        return
     for _ in range(100):  # they may start others meanwhile
-        found = [int(each.name) for each in Path("/proc").glob("[0-9]*") if _works_for(leader, int(each.name))]
+        found = [process for process in psutil.process_iter() if _works_for(leader, process)]
         if not found:
             return
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(0.01)
 
 
-def _works_for(leader: int, pid: int) -> bool:
+def _works_for(leader: int, process: psutil.Process) -> bool:
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes() if os.getpgid(pid) == leader else b""
-    except OSError:  # it has ended meanwhile
+        command = " ".join(process.cmdline()) if os.getpgid(process.pid) == leader else ""
+    except (OSError, psutil.Error):  # it has ended meanwhile
         return False
     return bool(command) and TRACKER not in command
 

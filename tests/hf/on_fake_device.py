@@ -43,6 +43,7 @@ from oppo.hf.train.optim import gather_training
 from oppo.hf.train.ranks import Team
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.weights import adopt, copies
+from oppo.limits import UNLIMITED
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement.trainer import TrainerCounts
@@ -72,7 +73,7 @@ def decode(make: Make = causal, *, temperature: float = 1.0) -> Counts:
             Decoder(moved(model), sampling=sampling, deterministic=False, prefill_tokens=4096), recompute=True
         )
         rows = [DecodeRow(k, Prompt(k, k, np.arange(8 + 40 * k, dtype=np.int32)), 6 if k else 3) for k in range(8)]
-        given: dict[int, list[int]] = {row.key: [] for row in rows}
+        given = dict.fromkeys((row.key for row in rows), ((), (UNLIMITED, 0)))
         names = ["prefill", "first step", "step", "after an end", "last"]
         watch.taken()
 
@@ -84,7 +85,13 @@ def decode(make: Make = causal, *, temperature: float = 1.0) -> Counts:
         core.load(Weights(1, actor={name: each.clone() for name, each in model.state_dict().items()}))
         names[:] = ["prefill of another version"]
         again = [DecodeRow(k, Prompt(k, k, np.arange(8, dtype=np.int32)), 2) for k in range(8, 10)]
-        core.run(again, {row.key: [] for row in again}, lambda ended: False, Signals.of(len(again)), deliver)
+        core.run(
+            again,
+            dict.fromkeys((row.key for row in again), ((), (UNLIMITED, 0))),
+            lambda ended: False,
+            Signals.of(len(again)),
+            deliver,
+        )
     return found
 
 

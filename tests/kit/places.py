@@ -12,8 +12,7 @@ import anyio
 from oppo.events import Chunk, Finish, Prompt, ToolTokens
 from oppo.models import Weights
 from oppo.observe import Span, SpanListener, silent
-from oppo.placement.place import CallQueue
-from oppo.scheduling import IN_ORDER, Preempted, Priority
+from oppo.scheduling import IN_ORDER, CallQueue, Preempted, Priority
 from oppo.testing import FakeScorer
 
 T = TypeVar("T")

@@ -26,14 +26,14 @@ from oppo.losses import (
     SupportIndex,
     Whole,
     entropies,
-    kl_loss,
+    kl_losses,
     masked_mean,
-    policy_loss,
     policy_losses,
     surrogate_losses,
     token_logprobs,
     value_loss,
 )
+from oppo.losses.terms import PolicyTerm
 from oppo.returns import ImportanceCorrection, KLEstimator, kl_estimate
 from oppo.training import Surrogate
 from tests.test_returns import EVERY
@@ -47,6 +47,13 @@ def golden(name: str) -> Tensor:
     return torch.tensor(GOLDEN[name])
 
 
+def policy_loss(*tokens: Tensor, weights: Tensor | None = None, total: float | None = None) -> PolicyTerm:
+    """Return the mean of the losses of tokens: log-probs, old ones, advantages and the mask of those that count."""
+    logprobs, old, advantages, mask = tokens
+    each = policy_losses(logprobs, old, advantages, mask, BAND, weights=weights)
+    return each.term(masked_mean(each.loss, mask, total), mask, total or float(mask.sum()))
+
+
 def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -57,7 +64,7 @@ COUNT, SLOTS = int(MASK.sum()), MASK.numel()
 
 def test_the_policy_loss_and_its_gradient_equal_trl() -> None:
     logprobs = golden("logprobs").requires_grad_()
-    ours = policy_loss(logprobs, golden("old_logprobs"), golden("advantages"), MASK, BAND)
+    ours = policy_loss(logprobs, golden("old_logprobs"), golden("advantages"), MASK)
     ours.loss.backward()
     assert logprobs.grad is not None
     close(ours.loss, golden("pg_loss"))
@@ -66,7 +73,7 @@ def test_the_policy_loss_and_its_gradient_equal_trl() -> None:
 
 
 def test_approxkl_and_ratio_equal_trl_once_its_padding_is_taken_out() -> None:
-    ours = policy_loss(golden("logprobs"), golden("old_logprobs"), golden("advantages"), MASK, BAND)
+    ours = policy_loss(golden("logprobs"), golden("old_logprobs"), golden("advantages"), MASK)
     close(ours.approxkl, golden("approxkl") * SLOTS / COUNT)
     close(ours.ratio, (golden("ratio_mean") * SLOTS - (SLOTS - COUNT)) / COUNT)
 
@@ -137,9 +144,9 @@ def test_bfloat16_logits_are_read_in_float32() -> None:
 
 def test_parts_of_a_minibatch_add_up_to_the_whole() -> None:
     new, old, advantages = golden("logprobs"), golden("old_logprobs"), golden("advantages")
-    whole = policy_loss(new, old, advantages, MASK, BAND)
+    whole = policy_loss(new, old, advantages, MASK)
     parts = [
-        policy_loss(new[rows], old[rows], advantages[rows], MASK[rows], BAND, total=COUNT)
+        policy_loss(new[rows], old[rows], advantages[rows], MASK[rows], total=COUNT)
         for rows in (slice(0, 3), slice(3, 6))
     ]
     for name in whole._fields:
@@ -151,7 +158,7 @@ def test_masked_out_nans_reach_neither_loss_nor_gradient() -> None:
     logprobs = torch.tensor([-1.0, float("nan")], requires_grad=True)
     values = torch.tensor([0.5, float("inf")], requires_grad=True)
     zeros = torch.zeros(2)
-    policy = policy_loss(logprobs, torch.tensor([-1.0, float("nan")]), torch.ones(2), mask, BAND).loss
+    policy = policy_loss(logprobs, torch.tensor([-1.0, float("nan")]), torch.ones(2), mask).loss
     value = value_loss(values, zeros, zeros, mask, CLIP).loss
     (policy + value).backward()
     assert policy.item() == -1.0
@@ -171,7 +178,7 @@ def test_the_kl_in_the_loss_is_the_one_in_the_reward(estimator: KLEstimator) -> 
     logprobs, reference = golden("logprobs")[MASK], golden("old_logprobs")[MASK]
     mask = torch.ones_like(logprobs, dtype=torch.bool)
     theirs = kl_estimate(logprobs.numpy(), reference.numpy(), estimator).mean()
-    close(kl_loss(logprobs, reference, mask, estimator), torch.tensor(theirs))
+    close(kl_losses(logprobs, reference, mask, estimator).mean(), torch.tensor(theirs))
 
 
 def test_only_k2_has_the_gradient_of_the_kl_on_tokens_of_the_policy() -> None:
@@ -186,7 +193,8 @@ def test_only_k2_has_the_gradient_of_the_kl_on_tokens_of_the_policy() -> None:
 
     def expected(estimator: KLEstimator) -> Tensor:
         each = [
-            kl_loss(chosen[at : at + 1], reference[at : at + 1], mask[:1], estimator) * chosen[at].exp().detach()
+            kl_losses(chosen[at : at + 1], reference[at : at + 1], mask[:1], estimator).mean()
+            * chosen[at].exp().detach()
             for at in range(4)
         ]
         return gradient(torch.stack(each).sum())
@@ -212,18 +220,16 @@ def test_a_tokens_loss_is_multiplied_by_its_weight() -> None:
     weights = torch.linspace(0, 2, MASK.numel()).reshape(MASK.shape)
     plain, ratio = -advantages, (logprobs - old).exp()
     each = torch.maximum(plain * ratio, plain * ratio.clamp(1 - CLIP, 1 + CLIP))
-    close(policy_loss(logprobs, old, advantages, MASK, BAND, weights=weights).loss, (weights * each)[MASK].mean())
-    ones = policy_loss(logprobs, old, advantages, MASK, BAND, weights=torch.ones_like(weights))
-    assert [field.item() for field in ones] == [
-        field.item() for field in policy_loss(logprobs, old, advantages, MASK, BAND)
-    ]
+    close(policy_loss(logprobs, old, advantages, MASK, weights=weights).loss, (weights * each)[MASK].mean())
+    ones = policy_loss(logprobs, old, advantages, MASK, weights=torch.ones_like(weights))
+    assert [field.item() for field in ones] == [field.item() for field in policy_loss(logprobs, old, advantages, MASK)]
 
 
 def test_a_token_of_weight_zero_leaves_the_others_gradients_as_they_are() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     old = torch.tensor([-1.1, -900.0])  # its ratio is infinite
     weights = torch.tensor([1.0, 0.0])
-    policy = policy_loss(logprobs, old, torch.ones(2), torch.ones(2, dtype=torch.bool), BAND, weights=weights)
+    policy = policy_loss(logprobs, old, torch.ones(2), torch.ones(2, dtype=torch.bool), weights=weights)
     policy.loss.backward()
     assert logprobs.grad is not None
     close(logprobs.grad, torch.tensor([-0.5 * math.exp(0.1), 0.0]))
@@ -233,7 +239,7 @@ def test_a_token_of_weight_zero_leaves_the_others_gradients_as_they_are() -> Non
 def test_clipped_tokens_are_those_of_the_clipped_fraction() -> None:
     new, old, advantages = golden("logprobs"), golden("old_logprobs"), golden("advantages")
     beyond = policy_losses(new, old, advantages, MASK, BAND).clipped
-    close(beyond[MASK].float().mean(), policy_loss(new, old, advantages, MASK, BAND).clipfrac)
+    close(beyond[MASK].float().mean(), policy_loss(new, old, advantages, MASK).clipfrac)
     assert not beyond[~MASK].any()
 
 

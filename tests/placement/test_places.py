@@ -97,7 +97,8 @@ async def test_calls_run_in_one_thread_in_order_after_its_setup_and_are_reported
     def note(what: str) -> None:
         seen.append((what, threading.get_ident()))
 
-    with Thread("model", listener=spans.append, setup=lambda: note("setup")) as thread:
+    with Thread("model", setup=lambda: note("setup")) as thread:
+        thread.listener = spans.append
         async with anyio.create_task_group() as tasks:
             for what in ("first", "second"):
                 tasks.start_soon(thread.call, what, note, what)
@@ -358,7 +359,8 @@ def test_a_place_says_how_long_a_call_should_last_that_nobody_waits_for(
     kind: type[Inline | Thread | Process],
 ) -> None:
     short = TimeSlice(seconds=0.05)
-    with kind("default") as default, kind("short", time_slice=short) as place:
+    with kind("default") as default, kind("short") as place:
+        place.time_slice = short
         assert default.host(int).time_slice == DEFAULT_TIME_SLICE
         assert place.host(int).at(Priority()).time_slice == short
 

@@ -75,7 +75,9 @@ async def steps(trainer: ResumableTrainer, policy: FakePolicy, critic: FakeCriti
 def test_a_fake_core_trains_in_virtual_time() -> None:
     spans: list[Span] = []
     core = FakeCore()
-    trainer = HostedTrainer(lambda: core, Inline("trainer", listener=spans.append))
+    place = Inline("trainer")
+    place.listener = spans.append
+    trainer = HostedTrainer(lambda: core, place)
     policy, critic = FakePolicy(lambda prompt: 20 + prompt.admission % 7, seconds=0.5), FakeCritic()
     assert not trainer.has_learned
     ends = run_virtual(steps, trainer, policy, critic)

@@ -377,7 +377,8 @@ async def test_a_file_may_make_a_scorer_in_the_place_of_the_run(
 ) -> None:
     (tmp_path / "judges.py").write_text(PLACED)
     spans = list[Span]()
-    with Thread("scorers", listener=spans.append) as place:
+    with Thread("scorers") as place:
+        place.listener = spans.append
         reward = load_reward(f"{tmp_path / 'judges.py'}:{name}", str, place=place)
         assert await reward.finish(finished()) == [factor * float(n) for n in lengths()]
     assert [span.label for span in spans] == ["score"] * 6

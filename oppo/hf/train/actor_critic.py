@@ -117,12 +117,13 @@ class ActorCritic(nn.Module):
     def prepare(self) -> None:
         """Compute logits of response tokens only, in bounded memory, if the head can run apart from its trunk."""
         self._own_head = self._own_head or separable_head(self.actor)
-        self._packs = self._own_head is not None and all(map(reads_packed, self._models()))
+        self._packs = self._own_head is not None and all(map(reads_packed, self.pretrained))
 
     def packs(self, longest: int) -> bool:
-        return self._packs and all(packs(model, longest) for model in self._models())
+        return self._packs and all(packs(model, longest) for model in self.pretrained)
 
-    def _models(self) -> list[PreTrainedModel]:
+    @property
+    def pretrained(self) -> list[PreTrainedModel]:
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def trained(self) -> list[list[nn.Parameter]]:
@@ -134,7 +135,6 @@ class ActorCritic(nn.Module):
         return [actor, _trained(self.critic, "critic", but=self.actor)]
 
     def copied(self, device: torch.device | None = None) -> ActorCritic:
-        """Return a copy with its own trained parameters; the others stay shared where the device stays."""
         held: dict[int, Tensor] = {}
         for tensor in (*self.parameters(), *self.buffers()):
             is_parameter = isinstance(tensor, nn.Parameter)
