@@ -45,6 +45,7 @@ from oppo.placement import Hosting, Place, Process, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
+from oppo.run.fit import fitted
 from oppo.run.loading import (
     RewardModels,
     RoleLoader,
@@ -52,7 +53,6 @@ from oppo.run.loading import (
     adapter_of,
     critic_source,
 )
-from oppo.run.memory import fitted
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
 from oppo.run.teachers import check_columns, loaded_teachers, privileged, served_teacher
 from oppo.scorers import Lesson, capabilities_of

@@ -145,11 +145,6 @@ class Optimisation:
         optimizer = _optimizer(settings, self.weights, self._matrices)
         self.models, self.optimizer = self._accelerator.prepare(models, optimizer)
 
-    @property
-    def state_bytes(self) -> int:
-        # Muon keeps one number of each weight, AdamW two.
-        return sum(each.nbytes * (1 if each in self._matrices else 2) for part in self.weights for each in part)
-
     def scale(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * factor
