@@ -553,7 +553,6 @@ class Saving:
         await self._thread.call("checkpoint", write)
 
     async def save(self, directory: Path) -> None:
-        """Write each trained model with its tokenizer; the directory appears complete or not at all."""
 
         def write() -> None:
             with whole(directory) as path, quiet():

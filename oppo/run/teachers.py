@@ -66,12 +66,7 @@ def privileged(
 def loaded_teachers(
     deployment: Deployment, load: RoleLoader, *, current: Loadable, start: Loadable | None
 ) -> dict[Role, tuple[Loadable, HfTokenizer | None]]:
-    """Return the models that transformers serves to teach, and the tokenizer of one that has another than the policy.
-
-    Args:
-        current: the policy as it is trained, for a teacher that follows it.
-        start: the policy as it begins, if that is in memory anyway.
-    """
+    # current: the policy as it is trained; start: as it begins, if that is in memory anyway
     kind, roles = deployment.settings.teacher.weights, deployment.roles_of("teacher")
     if kind == "live":
         return dict.fromkeys(roles, (current, None))
