@@ -323,6 +323,7 @@ def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
 
 
 def directory_of(session: PreparedRun) -> RunDirectory:
+    """Return the run directory; a resumed one is rewound to the checkpoint."""
     settings = session.settings
     return RunDirectory(
         settings.run_directory,
