@@ -49,7 +49,7 @@ from oppo.hf.serve.scorers import (
     ValueWorker,
 )
 from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.muon import matrices
+from oppo.hf.train.optim import matrices
 from oppo.hf.train.packing import CPU_TOKENS, pack, units
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import Loss, Whole
