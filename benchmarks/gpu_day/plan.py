@@ -141,7 +141,7 @@ class Outcome:
 
 def figures(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
     first = next(iter(outcomes))
-    found = {}
+    found = dict[str, float]()
     for name, each in outcomes.items():
         found |= {f"{name}, s a step": each.seconds, f"{name}, tokens a second": 1 / each.per_token}
         if name != first:

@@ -46,7 +46,6 @@ def compose(
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
-    """The graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
     chunks = chunks_of(settings.step, settings.sampling.max_new_tokens)
     taught, responses = settings.teacher, settings.algorithm.responses
     siblings = (
@@ -159,11 +158,8 @@ def chunks_of(step: StepSection, cap: int) -> ChunkSize:
     return Tuned(cap) if step.chunk == "tuned" else Fixed(step.chunk)
 
 
-STAGE: Final = "evaluate"
-"""The name of the stage."""
-
-SCORE: Final = "eval/score"
-"""The metric by which the best checkpoint is chosen."""
+STAGE: Final = "evaluate"  # the name of the stage
+SCORE: Final = "eval/score"  # the metric by which the best checkpoint is chosen
 
 
 def is_due(index: int, every: int, steps: int) -> bool:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from oppo.run.models import Assembly
 
 
-HANG_REPORT = "hang-report.json"
-"""The report in the directory of a run that was ended because nothing moved."""
+HANG_REPORT = "hang-report.json"  # the report in the directory of a run that was ended because nothing moved
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +70,6 @@ def watching(
     first: int,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> Iterator[RunObservers]:
-    """Open the observers of a run, the program's (``own``) last, and close them at its end."""
     with ExitStack() as stack:
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
         panel = panel_of(chosen, console, assembly.tokenizer.decode)
@@ -131,8 +129,7 @@ def watchdog_of(
     )
 
 
-EVENTS: Final = "tensorboard"
-"""The folder of TensorBoard's event files, in the run directory."""
+EVENTS: Final = "tensorboard"  # the folder of TensorBoard's event files, in the run directory
 
 
 def require_trackers(names: Sequence[TrackerName]) -> None:

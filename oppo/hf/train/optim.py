@@ -1,9 +1,15 @@
-"""The optimizer, the float32 copies of 16-bit weights on which it steps, and the file from which training resumes."""
+"""The optimizer, the float32 copies of 16-bit weights on which it steps, and the file from which training resumes.
+
+Muon (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982) orthogonalises the momentum of a whole matrix, with updates
+as large as AdamW's. Of a sharded matrix each rank gathers weights and momentum, one matrix at a time, makes the same
+update, and keeps its shard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from oppo.durable import writing
 from oppo.errors import CheckpointError, ConfigError, one_line
@@ -53,8 +60,66 @@ class MasterWeights:
             parameter.grad = None
 
 
+LIKE_ADAMW = "match_rms_adamw"
+_BUFFER = "momentum_buffer"
+
+
+def matrices(models: Sequence[PreTrainedModel]) -> Iterator[nn.Parameter]:
+    """Yield the trained matrices of layers: no embeddings, heads, vectors, adapters, nor experts in one tensor."""
+    for model in models:
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        apart = filter(None, [*tables, model.get_output_embeddings(), getattr(model, "score", None)])
+        others = {id(each) for module in apart for each in module.parameters()}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.ndim == 2 and ".lora_" not in name and id(parameter) not in others:
+                yield parameter
+
+
+class Muon(torch.optim.Muon):
+    """torch's, also of sharded matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # untyped
+        for group in self.param_groups:
+            for shard in group["params"]:
+                if isinstance(shard, DTensor) and shard.grad is not None:
+                    self._step_of_shard(shard, group)
+        return super().step(closure)
+
+    def _step_of_shard(self, shard: DTensor, group: Mapping[str, Any]) -> None:
+        momentum, state = group["momentum"], self.state[shard]
+        if _BUFFER not in state:
+            state[_BUFFER] = torch.zeros_like(shard.grad)
+        buffer = state[_BUFFER].lerp_(shard.grad, 1 - momentum)
+        matrix = nn.Parameter(whole(shard).clone())
+        matrix.grad = whole(shard.grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
+        options = {name: value for name, value in group.items() if name in self.defaults}
+        torch.optim.Muon([matrix], **{**options, "momentum": 0.0, "nesterov": False}).step()
+        shard.copy_(alike(matrix.detach(), shard))
+        shard.grad = None  # the rest of the step is of whole matrices
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Both as one optimizer, of groups of parameters that are ``matrices`` and of ``others``."""
+
+    def __init__(self, matrices: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], **options: Any) -> None:
+        self._parts = [
+            Muon(matrices, adjust_lr_fn=LIKE_ADAMW),
+            torch.optim.AdamW(others, fused=True, **options),
+        ]
+        super().__init__([*matrices, *others], {})
+        for part in self._parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # untyped
+        for part in self._parts:
+            part.step()
+        return None if closure is None else closure()
+
+
 class Optimisation:
-    """AdamW through accelerate, on float32 copies of 16-bit weights; it clips each model's gradient apart."""
+    """An optimizer through accelerate, on float32 copies of 16-bit weights; it clips each model's gradient apart."""
 
     def __init__(self, models: ActorCritic, settings: TrainerSettings) -> None:
         self._max_grad_norm = settings.max_grad_norm
@@ -69,7 +134,16 @@ class Optimisation:
         self.masters = MasterWeights(parameter for part in trained for parameter in part)
         self.weights = [[self.masters.of(parameter) for parameter in part] for part in trained]
         self._held: dict[nn.Parameter, Tensor] = {}
-        self.models, self.optimizer = self._accelerator.prepare(models, _adamw(settings, self.weights))
+        self._matrices = set[nn.Parameter]()
+        if settings.optimizer == "muon":
+            self._matrices = {self.masters.of(each) for each in matrices(models.pretrained)}
+            if not self._matrices:
+                raise ConfigError(
+                    "trainer.optimizer = 'muon' is of matrices of layers, and none is trained: adapters, embeddings "
+                    "and heads have AdamW; leave optimizer out"
+                )
+        optimizer = _optimizer(settings, self.weights, self._matrices)
+        self.models, self.optimizer = self._accelerator.prepare(models, optimizer)
 
     def scale(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
@@ -132,7 +206,9 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-def _adamw(settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
+def _optimizer(
+    settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]], by_muon: AbstractSet[nn.Parameter]
+) -> torch.optim.Optimizer:
     # Only matrices decay.
     rate, critic_rate = settings.learning_rate, settings.critic_learning_rate
     rates = rate, rate if critic_rate is None else critic_rate
@@ -140,18 +216,23 @@ def _adamw(settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]])
         {"params": parameters, "lr": peak, "peak": peak, "weight_decay": decay}
         for part, peak in zip(weights, rates, strict=False)
         for parameters, decay in (
-            ([parameter for parameter in part if parameter.ndim >= 2], settings.weight_decay),
-            ([parameter for parameter in part if parameter.ndim < 2], 0.0),
+            ([each for each in part if each in by_muon], settings.weight_decay),
+            ([each for each in part if each.ndim >= 2 and each not in by_muon], settings.weight_decay),
+            ([each for each in part if each.ndim < 2], 0.0),
         )
         if parameters
     ]
-    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+    if not by_muon:
+        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+    first = [group for group in groups if group["params"][0] in by_muon]
+    others = [group for group in groups if group["params"][0] not in by_muon]
+    return MuonAndAdamW(first, others, betas=settings.betas, eps=settings.eps)
 
 
 _FILE = "trainer.safetensors"
 _PARAMETER = "parameter"
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_STEP = "step"  # the one state of AdamW that has not the parameter's shape
+_STEP = "step"  # the one state that has not the parameter's shape
 
 
 def gather_training(optimisation: Optimisation, team: Team) -> dict[str, Tensor]:

@@ -28,10 +28,9 @@ from oppo.losses import ClippedLoss
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
-from oppo.turns import turns_answered
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, rollouts, trainer_of
-from tests.kit.dialogues import at_once, dialogue
+from tests.kit.dialogues import at_once, dialogue, turns_answered
 from tests.kit.known import known
 
 NAMES = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
