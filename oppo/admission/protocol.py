@@ -125,9 +125,7 @@ class Observation:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
-        late = {"lookahead": 0, "chunk": 0, "stretches": (), "accumulate_seconds": 0.0}  # absent from older journals
-        late["deferred"] = value.get("parked")  # as older journals call it
-        given = {each.name: cast("Any", {**late, **value}[each.name]) for each in fields(cls)}
+        given = {each.name: cast("Any", value[each.name]) for each in fields(cls)}
         tuples = {
             "finished": tuple(given["finished"]),
             "deferred": tuple(given["deferred"]),

@@ -588,9 +588,6 @@ class RayPlace(Process):
         restarts: how many dead actors are replaced in an hour; above 0, calls with callbacks are refused.
         patience: seconds that an actor may wait for room on some machine.
 
-    Raises:
-        ModelError: ``setup`` cannot go to another process.
-
     Example:
         >>> with Cluster() as cluster, RayPlace("reward", cluster, room=Room(gpus=1)) as place:  # doctest: +SKIP
         ...     reward = hf.RewardModel(ModelRecipe(path="judge", kind="scalar", device="cuda"), place=place)
