@@ -190,17 +190,6 @@ def turn_so_far(response: Response) -> list[int]:
     return [int(token) for token in response.tokens[start:]]
 
 
-def turns_answered(response: Response) -> int:
-    """Return how many turns of a response were answered.
-
-    Example:
-        >>> prompt = Prompt(0, 0, np.array([1], np.int32))
-        >>> turns_answered(Response.empty(prompt))
-        0
-    """
-    return int((~response.sampled & np.concatenate(([True], response.sampled[:-1]))).sum())
-
-
 SLACK = 8
 """Tokens decoded before those that a stop string can span: without its context, the first may decode differently."""
 

@@ -19,10 +19,11 @@ from oppo.stages.conversations import TurnOutcome
 from oppo.testing import Fault, Flap, Hang, Raise, Script, Slow
 from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import FaultKind, Method
-from oppo.turns import Answer, Answered, Turn, turns_answered
+from oppo.turns import Answer, Answered, Turn
 from tests.kit.faulty import Garbage, LoseSessions, Spoilt
 from tests.kit.pipelines import Setting, motions, settings
 from tests.kit.pools import TIMEOUT, Fate, PooledPipeline
+from tests.kit.responses import turns_answered
 from tests.stages.test_conversations import Tool, some_turns
 
 pytestmark = pytest.mark.schedules

@@ -27,12 +27,12 @@ from oppo.run.engines import require_engines
 from oppo.run.memory import Expected, at_worst, crowded, expected
 from oppo.stages import GAE, Generate, Update
 from oppo.testing import FakeCritic, FakeScorer, FakeTrainer, fake_scalar, run_virtual
-from oppo.turns import turns_answered
 from oppo.vllm import VllmPolicy
 from oppo.vllm.arguments import engine_arguments
 from oppo.weight_sync import sync
 from tests.kit.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue
 from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.responses import turns_answered
 from tests.kit.workplace import furnish
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fakes import FakeAsyncLLM, FakeSender, engine_of, experts_of, running

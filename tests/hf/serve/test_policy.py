@@ -34,11 +34,12 @@ from oppo.placement import Place, PolicyPool, Process, Thread
 from oppo.rollout_buffer import RolloutBuffer, SampledToken
 from oppo.testing import FakeScorer, check_policy, fake_scalar
 from oppo.training import TrainerSettings
-from oppo.turns import SLACK, StopCriteria, turn_so_far, turns_answered
+from oppo.turns import SLACK, StopCriteria, turn_so_far
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, reference, serving, told
 from tests.kit.dialogues import ANSWER, Dialogue, dialogue
+from tests.kit.responses import turns_answered
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
