@@ -303,24 +303,14 @@ class OnlineDPO:
 
     has_critic: ClassVar[bool] = False
     distills: ClassVar[bool] = False
+    responses: ClassVar[int] = 2
+    refers: ClassVar[bool] = True
+    corrects: ClassVar[bool] = False  # stale tokens need no correction: DPO is off-policy
 
     beta: Positive = setting(0.1, "how strongly the policy is held to the reference")
     mask_truncated: bool = setting(
         default=False, description="leave pairs with a response that ended at max_new_tokens out of the loss"
     )
-
-    @property
-    def responses(self) -> int:
-        return 2
-
-    @property
-    def refers(self) -> bool:
-        return True
-
-    @property
-    def corrects(self) -> bool:
-        """Stale tokens need no correction: DPO is off-policy."""
-        return False
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
         estimator = GroupRelative("centred", mask_truncated=self.mask_truncated)
