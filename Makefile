@@ -8,14 +8,15 @@ LOWEST := .venv-lowest
 NEWEST := .venv-newest
 VLLM   := .venv-vllm
 GYM    := .venv-gym
+WHEEL  := .venv-wheel
 
-.PHONY: demo test test-browser test-deep test-lowest test-newest test-vllm test-gpu gpu-day test-gym test-ray lint types docs models-table bench bench-peer bench-peer-sweep clean
+.PHONY: demo test test-browser test-deep test-lowest test-newest test-vllm test-gpu gpu-day test-gym test-ray test-wheel lint types docs models-table bench bench-peer bench-peer-sweep clean
 
 demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
 
 test: $(STAMP) lint types
-	$(BIN)/pytest $(WORKERS) -m "not browser and not deep and not gpu and not gym and not ray and not vllm" --durations=15
+	$(BIN)/pytest $(WORKERS) -m "not browser and not deep and not gpu and not gym and not ray and not vllm and not wheel" --durations=15
 
 # A file's tests share what they have made, so each file is one worker's.
 WORKERS ?= --numprocesses logical --maxprocesses 8 --dist loadfile
@@ -30,15 +31,15 @@ types: $(STAMP)
 # Random schedules in all; fewer are quicker: make test-deep SCHEDULES=2000
 SCHEDULES ?= 10000
 test-deep: $(STAMP)
-	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not browser and not gpu and not gym and not ray and not vllm" --timeout=1800 --durations=15 $(DEEP_TESTS)
+	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not browser and not gpu and not gym and not ray and not vllm and not wheel" --timeout=1800 --durations=15 $(DEEP_TESTS)
 
 # The lowest versions that pyproject.toml allows: the examples, what loads and serves models, whole runs.
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not browser and not deep and not gpu and not gym and not ray and not vllm" --durations=5 $(LOWEST_TESTS)
+	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not browser and not deep and not gpu and not gym and not ray and not vllm and not wheel" --durations=5 $(LOWEST_TESTS)
 
 # The newest versions that there are, which today exclude PEFT's adapters.
 test-newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/python -m pytest $(WORKERS) -m "not adapters and not browser and not deep and not gpu and not gym and not ray and not vllm" --durations=5 $(NEWEST_TESTS)
+	$(NEWEST)/bin/python -m pytest $(WORKERS) -m "not adapters and not browser and not deep and not gpu and not gym and not ray and not vllm and not wheel" --durations=5 $(NEWEST_TESTS)
 
 LOWEST_TESTS ?= tests/examples tests/graph tests/hf/kv/test_reader.py tests/hf/test_loading.py tests/hf/test_lora.py \
 	tests/hf/test_servable.py tests/hf/train/test_trainer.py tests/report tests/run/test_checkpoint.py tests/config/test_settings.py \
@@ -75,6 +76,20 @@ $(VLLM)/.installed: pyproject.toml constraints.txt tests/vllm/requirements.txt
 # The page of a run in Chromium, which is to be on the path: on Debian, apt-get install chromium.
 test-browser: $(STAMP)
 	$(BIN)/pytest -m browser -s --durations=5 tests/report/test_browser.py
+
+# The built wheel, alone and with each extra alone. The environment has the pinned versions, extras the newest that fit.
+test-wheel: $(STAMP) $(WHEEL)/.installed
+	$(BIN)/pytest -m wheel --durations=10 tests/test_wheel.py
+
+$(WHEEL)/.installed: pyproject.toml constraints.txt README.md $(shell find oppo -name '*.py' -o -name '*.toml' -o -name '*.js')
+	test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
+	rm -rf $(WHEEL)/dist
+	$(WHEEL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
+	$(WHEEL)/bin/pip list --disable-pip-version-check --format=freeze | grep '^torch==' > $(WHEEL)/torch.txt
+	$(WHEEL)/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL)/dist .
+	$(WHEEL)/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(WHEEL)/dist/oppo-*.whl
+	$(WHEEL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt $(WHEEL)/dist/oppo-*.whl
+	@touch $@
 
 # Clusters of several machines on this one.
 test-ray: $(STAMP)

@@ -135,7 +135,7 @@ def train(
     with session:
         if verbose:
             console.out(settings.toml(), session.graph.table(), "", sep="\n", highlight=False)
-        console.out(*decided(session), *anyio.run(rehearse, session), *found, sep="\n", highlight=False)
+        console.out(*decided(session), *anyio.run(rehearse, session, found), sep="\n", highlight=False)
     return DONE
 
 
@@ -270,7 +270,8 @@ def simulate(
             or have their own (split).
         staleness: The most updates between a token and its training, on average, of a schedule that is recommended.
         precise: Simulate until the speeds are known to half a percent, which takes minutes, not to 2 %.
-        steps: Steps of each simulated run, of which the first half does not count: 6 to 24, by the batch, unless given.
+        steps: Steps of each simulated run, of which the first half does not count: 6 to 24, by the batch, unless given;
+            at least 16 where as many are deferred as pay.
         seeds: Runs of each schedule, with other lengths: as many as the intervals need unless given.
         json: Write the figures to this file too.
     """

@@ -451,7 +451,10 @@ class Passes:
 
     def reading(self, start: float, stop: float) -> float:
         """Return the seconds for positions ``start .. stop`` of a row."""
-        return (self.token + self.pair * (start + stop) / 2) * (stop - start)
+        return self.seconds(stop - start, (stop**2 - start**2) / 2)
+
+    def seconds(self, tokens: float, pairs: float) -> float:
+        return self.token * tokens + self.pair * pairs
 
     def whole(self, rows: NDArray[np.float64], *, padded: bool = False) -> float:
         """Return the seconds for whole rows, of which ``rows`` has the tokens, padded to the longest or not."""

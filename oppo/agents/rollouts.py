@@ -581,6 +581,11 @@ class AgentPrompts(AsyncIterator[Prompt]):
         found: Callable[[int], Mapping[str, object]] | None = getattr(self._source, "columns", None)
         return found
 
+    def at(self, number: int) -> Prompt:
+        """Return a row, before its agent has asked, of a source that has it."""
+        found: Prompt = self._source.at(number)
+        return found
+
     def _position(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self._source.state_dict() if hasattr(self._source, "state_dict") else {}
         return found

@@ -185,7 +185,8 @@ class Collect:
         self._dropped += [each for each in scored.dropped if each.rollout in self.wanted]
         for _, each in step.recorded(Averaged):
             for name, values in each.values.items():
-                self._measured.setdefault(name, []).extend(values)
+                if not name.startswith("deferral/"):  # nothing is deferred here
+                    self._measured.setdefault(name, []).extend(values)
         await out.send(_report(step, [each.rollout for each in scored.rollouts], scored.dropped))
 
     def answers(self) -> Answers:

@@ -1,7 +1,8 @@
 """``oppo train --dry-run``: what was decided for a run, and its reading, answering and scoring tried out once.
 
-An agent or an environment is called before any model is loaded, with a policy that says the same every time. The rest
-is tried with the models. Nothing is saved.
+An agent or an environment is called once, with a policy that says the same every time: before any model is loaded if
+the policy's tokenizer can be read without torch and the first row is in a file. The rest is tried with the models.
+Nothing is saved.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import anyio
 import numpy as np
 from rich.filesize import decimal
 
-from oppo.agents import Agents
+from oppo.agents import AgentPrompts, Agents
 from oppo.data import PromptStream
 from oppo.declared import Declared
 from oppo.durable import nearby
 from oppo.environments import first_answer
 from oppo.errors import OppoError, noted
-from oppo.evaluation import Answering, respond
-from oppo.events import Drop, Finish, IntArray, Prompt
+from oppo.evaluation import respond
+from oppo.events import Drop, Finish, Prompt
 from oppo.log import routed
 from oppo.models import Sampling, VariesSampling
 from oppo.redact import harmless
-from oppo.run.rewards import FirstLook
+from oppo.run.rewards import AnyEnvironment, FirstLook
 from oppo.run.train import PreparedRun
 from oppo.scorers import capabilities_of
 from oppo.stages import Generate
@@ -48,14 +49,15 @@ TURNS: Final = 4
 
 
 async def rehearse_code(look: FirstLook) -> list[str]:
-    """Call the agent or the environment of a run with its first row; no model is needed."""
+    """Call the agent or the environment of a run with its first row, if there is one; no model is needed."""
     environment, said = look.environment, look.tokenizer.encode_exactly(SAID)
     if environment is None or not look.prompts:
         return []
-    with noted(f"while the policy was one that says {SAID!r}, before the models were loaded"):
+    with noted(f"while the policy was one that says {SAID!r}"):
         if not isinstance(environment, Agents):
-            await first_answer(environment, look.prompts[0], np.array(said, np.int32))
-            return []
+            answer = await first_answer(environment, look.prompts[0], np.array(said, np.int32))
+            shown = ["with nothing"] if answer is None else ["with", *_shown(look.tokenizer, answer.tolist())]
+            return [harmless(line) for line in (f"the environment answers {SAID!r} {shown[0]}", *shown[1:])]
         tried = await environment.rehearse(look.prompts[0], [*said, *sorted(environment.ends)[:1]], TURNS)
     ended = "goes on" if tried.outcome is None else f"returns {tried.outcome}"
     refused = f"; a request of it was refused: {tried.refused}" if tried.refused else ""
@@ -138,41 +140,38 @@ def many(count: int, one: str, several: str = "") -> str:
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
-async def rehearse(session: PreparedRun) -> list[str]:
+async def rehearse(session: PreparedRun, called: Sequence[str] = ()) -> list[str]:
+    """Answer two prompts and score the responses; ``called``: what :func:`rehearse_code` returned, if it has run."""
     prompts, tokenizer, sampling = session.prompts, session.assembly.tokenizer, session.assembly.sampling
+    environment = session.graph.stage("generate", Generate).environment
+    if not called and isinstance(prompts, AgentPrompts | PromptStream):
+        called = await rehearse_code(FirstLook(tokenizer, cast("AnyEnvironment", environment), [prompts.at(0)]))
     if not isinstance(prompts, PromptStream):
-        return []
+        return [*called]
     with noted("while a response was tried out, before the run"):
-        finished, answer = await _answered(session, [prompts.at(0), prompts.at(1 % prompts.size)])
+        finished = await _answered(session, [prompts.at(0), prompts.at(1 % prompts.size)])
         scored = await _scored(session, finished)
-    first = finished[0]
+    one = finished[0]
     lines = [
         "",
         f"prompts: {prompts.size}, the longest of {prompts.longest} tokens; the first is",
-        *_shown(tokenizer, first.response.prompt.tokens.tolist()),
+        *_shown(tokenizer, one.response.prompt.tokens.tolist()),
         *_ending(tokenizer, sampling),
-        f"a response to it, of at most {LONGEST} tokens, which ended by {first.reason!r}, is",
-        *_shown(tokenizer, first.response.tokens.tolist()),
+        f"a response to it, of at most {LONGEST} tokens, which ended by {one.reason!r}, is",
+        *_shown(tokenizer, one.response.tokens.tolist()),
     ]
-    if answer is not None:
-        lines += ["the environment answers that with", *_shown(tokenizer, answer.tolist())]
-    return [harmless(line) for line in [*lines, scored]]
+    return [*(harmless(line) for line in [*lines, scored]), *called]
 
 
-async def _answered(session: PreparedRun, prompts: Sequence[Prompt]) -> tuple[Sequence[Finish], IntArray | None]:
-    # A response to each prompt, and the environment's answer to a turn that did not end by itself.
-    generate, sampling = session.graph.stage("generate", Generate), session.assembly.sampling
-    policy, environment = generate.policy, generate.environment
+async def _answered(session: PreparedRun, prompts: Sequence[Prompt]) -> Sequence[Finish]:
+    # A response to each prompt, of one turn.
+    policy, sampling = session.graph.stage("generate", Generate).policy, session.assembly.sampling
     short = min(LONGEST, sampling.max_new_tokens)
     if policy.capabilities.varies_sampling:
         shorter = replace(sampling, max_new_tokens=short, min_new_tokens=min(short, sampling.min_new_tokens))
         policy = cast("VariesSampling", policy).with_sampling(shorter)
     numbered = [replace(prompt, rollout=at, admission=at) for at, prompt in enumerate(prompts)]
-    finished = await respond(policy, numbered, Answering(environment=environment))
-    asked = any(finish.reason != "length" or not finish.response.sampled.all() for finish in finished)
-    if environment is None or asked:
-        return finished, None
-    return finished, await first_answer(environment, finished[0].response.prompt, finished[0].response.tokens)
+    return await respond(policy, numbered)
 
 
 def _shown(tokenizer: HfTokenizer, tokens: list[int]) -> Iterator[str]:

@@ -134,17 +134,13 @@ class Row:
 
     prompt: Prompt
     length: int
-    scorers: int
+    read: list[int]  # tokens that each scorer has read, prompt included
     made: int = 0
     since: int = 0
     sent: int = -1  # -1: not even its prompt
     home: Lane | None = None
     load: int = -1  # of the weights that computed its context
     runs: list[tuple[int, int]] = field(default_factory=list)  # from this token on, this version
-    read: list[int] = field(default_factory=list)  # tokens that each scorer has read, prompt included
-
-    def __post_init__(self) -> None:
-        self.read = [0] * self.scorers
 
     def follow(self, version: int, made: int) -> None:
         if self.runs and self.runs[-1][0] == made:
@@ -155,6 +151,8 @@ class Row:
     @property
     def version_sum(self) -> float:
         """The versions of its tokens, added up."""
+        if len(self.runs) == 1:
+            return self.length * self.runs[0][1]
         ends = [start for start, _ in self.runs[1:]] + [self.length]
         return sum((end - start) * version for (start, version), end in zip(self.runs, ends, strict=True))
 
@@ -182,8 +180,10 @@ class Lane:
     def __post_init__(self) -> None:
         self._job = Job("decode", self._arrive)
         self._context = 0  # tokens of all rows after these steps
-        self._ends: list[tuple[int, int, Row]] = []  # the step with which each row ends
+        self._ends: list[int] = []  # the steps with which rows end
+        self._ending: dict[int, list[Row]] = {}  # those rows
         self._full: list[tuple[int, int]] = []  # the step with which rows that joined at another have a full chunk
+        self._joined: dict[int, dict[Row, None]] = {}  # those rows, by the step at which they joined
         self._joining: list[Row] = []
         self._changes: list[Callable[[], None]] = []
         self._plan = 0  # decode steps to the next event
@@ -239,7 +239,9 @@ class Lane:
         self.rows.clear()
         self._joining.clear()
         self._ends.clear()
+        self._ending.clear()
         self._full.clear()
+        self._joined.clear()
         self._context = 0
         return rows
 
@@ -264,18 +266,24 @@ class Lane:
         for row in self._joining:
             row.since = self.steps
             self.rows[row] = None
-            heappush(self._ends, (self.steps + row.length - row.made, row.prompt.rollout, row))
+            end = self.steps + row.length - row.made
+            if end in self._ending:
+                self._ending[end].append(row)
+            else:
+                self._ending[end] = [row]
+                heappush(self._ends, end)
             self._context += row.made
             self._longest = max(self._longest, row.made - self.steps) if self._width else row.made - self.steps
             self._width += 1
         if self.chunk:
             heappush(self._full, (self.steps + self.chunk, self.steps))
+            self._joined[self.steps] = dict.fromkeys(self._joining)
         self._joining.clear()
         self.peak_rows = max(self.peak_rows, len(self.rows))
 
     def _next(self) -> float:
         # Plan up to the next event; return the seconds of work.
-        self._plan = self._ends[0][0] - self.steps
+        self._plan = self._ends[0] - self.steps
         if self._full:
             self._plan = min(self._plan, self._full[0][0] - self.steps)
         self._held, self._pause = self._pause, 0.0
@@ -310,19 +318,23 @@ class Lane:
 
     def _arrive(self) -> None:
         self._settle(self._plan)
-        now, ended, grown = self.steps, list[Row](), list[Row]()
-        while self._ends and self._ends[0][0] == now:
-            row = heappop(self._ends)[-1]
+        now, grown = self.steps, list[Row]()
+        ended = self._ending.pop(now, [])
+        if ended:
+            heappop(self._ends)
+        for row in ended:
             row.made = row.length
             del self.rows[row]
+            if self.chunk:
+                del self._joined[row.since][row]
             self._context -= row.length
-            ended.append(row)
         while self._full and self._full[0][0] == now:
             joined = heappop(self._full)[1]
-            found = [row for row in self.rows if row.since == joined]
-            if found:
+            if rows := self._joined[joined]:
                 heappush(self._full, (now + self.chunk, joined))
-                grown += found
+                grown += rows
+            else:
+                del self._joined[joined]
         self._plan = 0
         if ended or grown:
             self.attend(self, ended, grown)
@@ -443,9 +455,11 @@ class Scorer:
 
     def _urgent(self, backlog: Backlog) -> Call:
         finished, backlog.finished = backlog.finished, []
-        work = [(row, self.prompt + row.length) for row in finished]
-        for row in finished:
-            backlog.unread.pop(row, None)
+        prompt, unread = self.prompt, backlog.unread
+        work = [(row, prompt + row.length) for row in finished]
+        if unread:
+            for row in finished:
+                unread.pop(row, None)
         if self.whole is not None:
             seconds = self.whole(finished)
         else:
@@ -455,28 +469,35 @@ class Scorer:
     def _ahead(self, backlog: Backlog) -> Call:
         budget = DEFAULT_TIME_SLICE.seconds / self._pace if self._pace else math.inf
         work: list[tuple[Row, int]] = []
+        prompt, index = self.prompt, self.index
         for row, sent in backlog.unread.items():
-            stop = self.prompt + sent
-            budget -= stop - row.read[self.index]
+            stop = prompt + sent
+            budget -= stop - row.read[index]
             if work and budget < 0:
                 break
             work.append((row, stop))
         return Call(self, backlog, work, (), self._seconds(work), self.clock.now)
 
     def _seconds(self, work: Sequence[tuple[Row, int]]) -> float:
-        passes, index = self.reader.passes, self.index
-        read = [(row.read[index], stop) for row, stop in work if stop > row.read[index]]
-        return (self.reader.call if read else 0.0) + sum(passes.reading(*each) for each in read)
+        tokens = pairs = 0
+        index = self.index
+        for row, stop in work:
+            start = row.read[index]
+            tokens += stop - start
+            pairs += stop * stop - start * start
+        return self.reader.call + self.reader.passes.seconds(tokens, pairs / 2) if tokens else 0.0
 
     def _over(self, call: Call, job: Job) -> None:
         self.device.finish(job)
-        backlog, now, tokens = call.backlog, self.clock.now, 0
+        backlog, now, tokens, index = call.backlog, self.clock.now, 0, self.index
         for row, stop in call.work:
-            tokens += stop - row.read[self.index]
-            row.read[self.index] = stop
-            sent = backlog.unread.pop(row, -1)
+            tokens += stop - row.read[index]
+            row.read[index] = stop
+        unread = backlog.unread
+        for row, stop in () if call.finished else call.work:
+            sent = unread.pop(row, -1)
             if self.prompt + sent > stop:
-                backlog.unread[row] = sent  # behind all others
+                unread[row] = sent  # behind all others
         if tokens and self.whole is None:
             pace = (now - call.at) / tokens
             self._pace = min(pace, DEFAULT_TIME_SLICE.rise * self._pace) if self._pace else pace

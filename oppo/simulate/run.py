@@ -21,6 +21,8 @@ from oppo.admission import (
     Synchronous,
     TailAdaptive,
 )
+from oppo.admission.adaptive import RISE
+from oppo.admission.fixed import AdaptiveOvercommit
 from oppo.events import Prompt
 from oppo.graph.stage import UNKNOWN
 from oppo.simulate.bulk import Backlog, Clock, Device, Job, Lane, Place, Row, Scorer
@@ -59,6 +61,17 @@ class ScheduleOutcome:
     @property
     def per_token(self) -> float:
         return self.seconds / self.tokens
+
+    @property
+    def deferred(self) -> tuple[float, float]:
+        """The controller's choices in the last quarter but one of the run, and in the last; means."""
+        *_, before, last = np.array_split(self.extras, 4)
+        return float(before.mean()), float(last.mean())
+
+    @property
+    def settled(self) -> bool:
+        before, last = self.deferred
+        return abs(last - before) <= max(RISE, max(before, last) / 4)
 
 
 MakeAdmission = Callable[[], Admission]
@@ -186,6 +199,7 @@ class SimulatedRun:
     """Runs a schedule until so many steps have ended; its statistics leave out the first ``skipped``, at least one.
 
     Attributes:
+        settling: further steps of a controller that adapts, before these; their lengths are those of the first steps.
         grain: lengths are rounded to so many tokens: those that end in one decode step are one event.
         drain_after: indexes of steps that end before any later one begins, whatever the lookahead.
         ended, alive: the steps, in order.
@@ -201,14 +215,20 @@ class SimulatedRun:
     seed: int = 0
     grain: int = 1
     drain_after: Collection[int] = ()
+    settling: int = 0
 
     def __post_init__(self) -> None:
         workload, decoder, grain = self.workload, self.system.decoder, self.grain
         units = (self.steps + self.schedule.lookahead + 2) * workload.batch
-        lengths = grain * np.rint(workload.lengths(units, workload.samples, self.seed) / grain).astype(np.int64)
-        self._lengths = np.clip(lengths, 1, workload.cap).tolist()
-        self._noise = np.random.default_rng(self.seed + 999).standard_normal(self.steps + 1) * 0.1
+        drawn = workload.lengths(units, workload.samples, self.seed)
         self.admission = self.schedule.admission()
+        if isinstance(self.admission, AdaptiveOvercommit):
+            before = np.arange(self.settling * workload.batch) % (self.skipped * workload.batch)
+            drawn = np.concatenate([drawn[before], drawn])
+            self.steps, self.skipped = self.steps + self.settling, self.skipped + self.settling
+        lengths = grain * np.rint(drawn / grain).astype(np.int64)
+        self._lengths: list[int] = np.clip(lengths, 1, workload.cap).ravel().tolist()  # by rollout
+        self._noise = np.random.default_rng(self.seed + 999).standard_normal(self.steps + 1) * 0.1
         self._ledger = Ledger(self.admission)
         self._clock = Clock()
         self._devices: dict[str, Device] = {}
@@ -285,15 +305,12 @@ class SimulatedRun:
         groups = self._take(wanted)
         complete = self._ledger.begin(groups)
         opened = self._open([*(unit.prompts for unit in self._ledger.restarted), *groups])
-        for row in resumed if "critic" in self._early else ():
-            self._tell(step, row, _FOLLOWING)  # it has forgotten them
-        for unit in complete:
-            self._finish(unit, step)
+        if "critic" in self._early:
+            self._tell(step, resumed, _FOLLOWING)  # it has forgotten them
+        self._finish(complete, step)
         live = [row for row in self.rows.values() if row.made < row.length]
         if not live or self._ledger.is_cut():
-            for row in opened:
-                row.sent = 0
-                self._tell(step, row)
+            self._send(step, opened)
             self._cut(step)
             return
         step.seen = replace(step.seen, rows=len(live))
@@ -303,13 +320,16 @@ class SimulatedRun:
         self._refill(step)
 
     def _take(self, wanted: int) -> list[tuple[Prompt, ...]]:
-        first, self._taken = self._taken, min(self._taken + wanted, len(self._lengths))
-        tokens = np.zeros(1, np.int32)
-        return [Prompt(n, n, tokens, group=n).samples(self.workload.samples) for n in range(first, self._taken)]
+        tokens, samples = np.zeros(1, np.int32), self.workload.samples
+        first, self._taken = self._taken, min(self._taken + wanted, len(self._lengths) // samples)
+        return [
+            tuple(Prompt(n * samples + k, n, tokens, sample=k, group=n) for k in range(samples))
+            for n in range(first, self._taken)
+        ]
 
     def _open(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Row]:
-        prompts = [prompt for group in groups for prompt in group]
-        rows = [Row(each, self._lengths[each.admission][each.sample], len(self._scorers)) for each in prompts]
+        unread = [0] * len(self._scorers)
+        rows = [Row(each, self._lengths[each.rollout], unread.copy()) for group in groups for each in group]
         self.rows |= {row.prompt.rollout: row for row in rows}
         return rows
 
@@ -326,9 +346,7 @@ class SimulatedRun:
             row.load = self._adopted
             row.follow(self._served, row.made)
             row.home.join(row, prefill.reading(0, self.workload.prompt + max(row.made - 1, 0)) if reread else 0.0)
-            if row.sent < 0:
-                row.sent = 0
-                self._tell(step, row)
+        self._send(step, [row for row in rows if row.sent < 0])
         for lane in dict.fromkeys(row.home for row in rows):
             if lane is not None:
                 lane.start()
@@ -347,31 +365,23 @@ class SimulatedRun:
         step = self._generating
         if step is None:
             return
-        for row in grown:
-            row.sent = lane.made(row)
-            self._tell(step, row)
+        self._send(step, grown)
         if not ended:
             return
         lane.pause(self.system.decoder.ending * len(ended))
         lane.homes -= len(ended)
-        for row in ended:
-            row.sent = row.length
-            self._tell(step, row)
-            step.steps = max(step.steps, step.after[row] + row.length - step.had[row])
-        numbers = sorted(row.prompt.rollout for row in ended)
-        cut = self._ledger.finished(numbers)
-        for number in numbers:
-            unit = self._ledger.place_of(number)
-            if unit is not None and not unit.sent:
-                self._finish(unit, step)
+        self._send(step, ended)
+        step.steps = max(step.steps, *(step.after[row] + row.length - step.had[row] for row in ended))
+        placed = len(self._ledger.placed)
+        cut = self._ledger.finished(sorted(row.prompt.rollout for row in ended))
+        self._finish(self._ledger.placed[placed:], step)
         if cut:
             self._cut(step)
         else:
             self._refill(step)
 
-    def _finish(self, unit: Unit, step: _Step) -> None:
-        unit.sent = True
-        rows = [self.rows.pop(prompt.rollout) for prompt in unit.prompts]
+    def _finish(self, units: Sequence[Unit], step: _Step) -> None:
+        rows = [self.rows.pop(prompt.rollout) for unit in units for prompt in unit.prompts]
         step.trained += rows
         for name, scorer in self._scorers.items():
             if name not in self._late:
@@ -381,11 +391,8 @@ class SimulatedRun:
     def _cut(self, step: _Step) -> None:
         self._generating, step.cut = None, self._clock.now
         stopped = [row for lane in self.lanes for row in lane.stop()]
-        for row in stopped:
-            step.steps = max(step.steps, step.after[row] + row.made - step.had[row])
-            if row.made > row.sent:
-                row.sent = row.made
-                self._tell(step, row)
+        step.steps = max(step.steps, *(step.after[row] + row.made - step.had[row] for row in stopped), 0)
+        self._send(step, [row for row in stopped if row.made > row.sent])
         step.seen = self._decoded(step)
         late = {prompt.rollout for unit in self._ledger.end() for prompt in unit.prompts}
         deferred = [row for rollout, row in self.rows.items() if rollout in late]
@@ -410,11 +417,17 @@ class SimulatedRun:
 
     # Scoring.
 
-    def _tell(self, step: _Step, row: Row, names: Collection[ScorerName] = ()) -> None:
-        # These scorers, or all that do, may read on.
-        for name in names or self._early:
-            step.backlogs[name].unread[row] = row.sent
-            self._clock.then[self._scorers[name].wake] = None
+    def _send(self, step: _Step, rows: Sequence[Row]) -> None:
+        for row in rows:
+            row.sent = row.home.made(row) if row.home is not None else row.made
+        self._tell(step, rows, self._early)
+
+    def _tell(self, step: _Step, rows: Sequence[Row], names: Collection[ScorerName]) -> None:
+        # These scorers may read on.
+        sent = {row: row.sent for row in rows}
+        for name in names if rows else ():
+            step.backlogs[name].unread.update(sent)
+            self._later(self._scorers[name].wake)
 
     def _scorer(self, name: ScorerName, reader: Reader) -> Scorer:
         place = self._places.setdefault("scorers" if self.schedule.held else reader.place, Place())
@@ -504,13 +517,11 @@ class SimulatedRun:
         self._unheard = [each for each in self._unheard if each.step >= observed]
 
     def _decoded(self, step: _Step) -> Observation:
-        units: dict[int, list[Row]] = {}
+        longest: dict[int, tuple[int, bool]] = {}  # of each unit, and whether it is complete
         for row in step.had:
-            units.setdefault(row.prompt.admission, []).append(row)
-        longest = [
-            (max(row.made for row in unit), all(row.made == row.length for row in unit)) for unit in units.values()
-        ]
-        finished = tuple(length for length, complete in longest if complete)
+            most, complete = longest.get(row.prompt.admission, (0, True))
+            longest[row.prompt.admission] = max(most, row.made), complete and row.made == row.length
+        finished = tuple(length for length, complete in longest.values() if complete)
         return replace(
             step.seen,
             step=step.index,
@@ -519,7 +530,7 @@ class SimulatedRun:
             tokens=sum(row.made - had for row, had in step.had.items()),
             finished=finished,
             capped=sum(length >= self.workload.cap for length in finished),
-            deferred=tuple(length for length, complete in longest if not complete),
+            deferred=tuple(length for length, complete in longest.values() if not complete),
             lookahead=self.schedule.lookahead,
             chunk=self.schedule.chunk or 0,
         )

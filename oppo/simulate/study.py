@@ -35,6 +35,7 @@ CONFIDENCE: Final = 1.959964  # standard deviations of a normal distribution tha
 DEFAULT, PRECISE = (18_432, 0.03), (147_456, 0.005)
 STEPS: Final = (6, 24)  # the fewest and the most of a run unless they are given
 A_RUN: Final = 6144  # rollouts of a run, as far as `STEPS` let it
+SETTLED: Final = 16  # the fewest steps of a controller that adapts, unless they are given
 SEEDS: Final = 32  # the most of a study
 GRAINS: Final = 1024  # ends of responses that are told apart where 512 are in a step; of more, fewer
 
@@ -89,6 +90,10 @@ class Standing:
     @property
     def longest_staleness(self) -> int:
         return max(outcome.longest_staleness for outcome in self.outcomes)
+
+    @property
+    def settled(self) -> bool:
+        return all(outcome.settled for outcome in self.outcomes)
 
     @property
     def idle(self) -> float:
@@ -161,14 +166,16 @@ def study(
 ) -> Study:
     """Simulate every schedule with the same seeds, in processes, until the intervals of the speeds are narrow.
 
-    The first half of each run does not count. ``steps``, ``seeds``: of each run, and their number; ``None``: as many
-    as the workload and ``precise`` ask for.
+    The first half of each run does not count, nor the further steps before it in which a controller that adapts
+    settles. ``steps``, ``seeds``: of each run, and their number; ``None``: as many as the workload and ``precise`` ask
+    for.
     """
     most, narrow = PRECISE if precise else DEFAULT
     rollouts = workload.batch * workload.samples
+    least = steps or SETTLED
     steps = steps or max(STEPS[0], min(STEPS[1], A_RUN // rollouts))
     grain = 1 if precise else max(1, round(workload.cap / GRAINS * math.sqrt(rollouts / 512)))
-    run = partial(_outcome, system, workload, steps=steps, grain=grain)
+    run = partial(_outcome, system, workload, steps=steps, settling=max(0, least - steps), grain=grain)
     outcomes: dict[str, list[ScheduleOutcome]] = {name: [] for name in schedules}
     limit = seeds or max(1, min(SEEDS, most // (steps * rollouts)))
     with _workers(len(schedules) * limit) as pool:
@@ -201,9 +208,11 @@ def _widest(outcomes: Mapping[str, Sequence[ScheduleOutcome]], baseline: str) ->
 
 
 def _outcome(
-    system: System, workload: Workload, schedule: Schedule, /, *, steps: int, grain: int, seed: int
+    system: System, workload: Workload, schedule: Schedule, /, *, steps: int, settling: int, grain: int, seed: int
 ) -> ScheduleOutcome:
-    return SimulatedRun(system, workload, schedule, steps, steps // 2, seed, grain).run()
+    outcome = SimulatedRun(system, workload, schedule, steps, steps // 2, seed, grain, settling=settling).run()
+    gc.collect()
+    return outcome
 
 
 @contextmanager
@@ -228,7 +237,7 @@ def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its children
     threading.Thread(target=_follow_parent, daemon=True).start()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # a run's tasks live for a step: collecting often finds nothing, at a tenth more
+    gc.disable()  # most objects live as long as a run, after which they are collected: on the way, for a fifth more
 
 
 def _follow_parent() -> None:
@@ -269,7 +278,7 @@ def table(study: Study) -> Table:
         found.add_column(name, justify="right")
     for name, each in study.standings.items():
         marked = f"{name} *" if name == study.baseline else name
-        found.add_row(marked, *cells(study, each))
+        found.add_row(marked if each.settled else f"{marked} (not settled)", *cells(study, each))
     return found
 
 
@@ -283,8 +292,11 @@ def legend(study: Study) -> str:
 
 
 def _described(each: Standing) -> str:
-    bound = next(_bounds(each), "")
-    return f"{each.schedule.about}; bound by {bound}" if bound else each.schedule.about
+    bound, said = next(_bounds(each), ""), each.schedule.about
+    if not each.settled:
+        before, last = np.mean([outcome.deferred for outcome in each.outcomes], axis=0)
+        said += f" (not settled: {before:.0f}, then {last:.0f} in the last two quarters of a run; give more --steps)"
+    return f"{said}; bound by {bound}" if bound else said
 
 
 def _bounds(each: Standing) -> Iterator[str]:
@@ -350,6 +362,7 @@ def as_json(study: Study, limit: float) -> str:
             "staleness": each.staleness,
             "longest_staleness": each.longest_staleness,
             "idle": each.idle,
+            "settled": each.settled,
             "parts": dict(each.parts),
             "tokens_in_flight": each.peak_tokens,
             "bytes_in_flight": each.peak_tokens * study.cache or None,

@@ -38,7 +38,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import anyio
 
@@ -66,6 +66,7 @@ from oppo.turns import Answer, Environment, Turn, TurnDecode
 from oppo.weight_sync import CopiesWeights
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 # Of a policy and its decodes; a scorer (`load` where it is synced); a trainer; a reward function; an environment
 Method: TypeAlias = Literal[
@@ -312,11 +313,14 @@ class FaultyScorer(Faulty, Generic[T]):
         await self.played("forget", self.inner.forget, rollouts)
 
 
+class SyncableScorer(SyncedModel, Scorer[T_co], Protocol[T_co]): ...
+
+
 @dataclass(eq=False)
 class FaultyCritic(_FaultySynced, FaultyScorer[T]):
     """A scorer whose weights follow the trainer's, with the faults of ``name`` in ``script``."""
 
-    inner: Any
+    inner: SyncableScorer[T]
 
     async def copied(self, weights: Weights) -> Weights:
         return await self.inner.copied(weights) if isinstance(self.inner, CopiesWeights) else deepcopy(weights)

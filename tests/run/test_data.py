@@ -304,19 +304,6 @@ def test_what_a_reward_takes_and_its_parts_are_shown(folder: Path, capsys: pytes
     assert re.search(r"scores it 2 \(long/share 1, .*\); a second response: 2; in .* s$", said.strip())
 
 
-def test_a_response_with_turns_is_tried_out_with_the_answers_of_its_environment(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stop = [f"w{number}" for number in range(3, 60)]
-    said = tried(folder, capsys, "environment.source=judges.py:tool", f"sampling.stop={json.dumps(stop)}")
-    assert "w80 w81" in said
-
-
-def test_an_environment_is_asked_once_where_no_turn_ends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = tried(folder, capsys, "environment.source=judges.py:tool", "sampling.min_new_tokens=12")
-    assert "the environment answers that with\n    w80 w81" in said
-
-
 def test_special_tokens_are_kept_for_rewards_and_environments_that_ask_for_them(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,11 +314,11 @@ def test_special_tokens_are_kept_for_rewards_and_environments_that_ask_for_them(
     longest = (*judged, "sampling.min_new_tokens=12")
     plain = tried(folder, capsys, *longest)
     assert "judges.py:words scores it 12" not in plain
-    assert "answers that with\n    w72" not in plain
+    assert "the environment answers 'I do not know.' with\n    w60" in plain  # all of it is unknown, a special token
     kept = ("rewards.0.keep_special_tokens=true", "environment.keep_special_tokens=true")
     whole = tried(folder, capsys, *longest, *kept)
     assert "judges.py:words scores it 12; a second response: 12; in " in whole
-    assert "answers that with\n    w72" in whole
+    assert "the environment answers 'I do not know.' with\n    w64" in whole
 
 
 def test_a_reward_that_fails_is_shown_as_in_a_run_without_secrets(

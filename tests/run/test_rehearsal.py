@@ -224,8 +224,39 @@ def test_an_agent_that_cannot_be_trained_is_found_before_models_are_loaded(
     assert oppo(agency, "--dry-run", f"agents.program=code.py:{program}") == FAILED
     said = " ".join(capsys.readouterr().err.split())
     assert message in said
-    assert f"while the policy was one that says '{SAID}', before the models were loaded" in said
+    assert f"while the policy was one that says '{SAID}'" in said
     assert "loading" not in said
+
+
+def test_an_agent_is_tried_with_the_models_where_the_tokenizer_cannot_be_read_before(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "code.py").write_text(AGENTS)
+    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    agents = ("agents.program=code.py:plain", "step.algorithm=grpo", "rewards=[]", "data.chat_template=chat.jinja")
+    ends = ("sampling.stop=['<pad>']", "data.max_prompt_tokens=100")
+    chosen = (*agents, *ends, "data.prompts=chats.jsonl", "models.trust_remote_code=true")
+    assert oppo(folder, "--dry-run", *chosen) == DONE
+    assert "after 1 answer of" in capsys.readouterr().out
+    assert oppo(folder, "--dry-run", *chosen, "agents.program=code.py:warm") == FAILED
+    said = " ".join(capsys.readouterr().err.split())
+    assert "temperature = 0.3: the run samples with temperature = 1.0" in said
+    assert f"while the policy was one that says '{SAID}'" in said
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_environment_is_asked_once_and_its_answer_is_shown(
+    before: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "asked.txt").unlink(missing_ok=True)
+    (folder / "tool.py").write_text(
+        f"def told(turn):\n    with open({str(folder / 'asked.txt')!r}, 'a') as file:\n        file.write('.')\n"
+        "    return 'w80 w81'\n"
+    )
+    chosen = ("environment.source=tool.py:told", f"models.trust_remote_code={str(not before).lower()}")
+    assert oppo(folder, "--dry-run", *chosen) == DONE
+    assert f"the environment answers {SAID!r} with\n    w80 w81" in capsys.readouterr().out
+    assert (folder / "asked.txt").read_text() == "."
 
 
 def test_an_agent_is_answered_in_each_of_its_conversations_and_may_go_on(agency: Path) -> None:

@@ -15,7 +15,7 @@ from oppo.config.load import load_settings, resolve
 from oppo.run.graph import admission_of
 from oppo.run.simulation import own_schedule, refusal
 from oppo.simulate.calibrate import LAYOUTS
-from oppo.simulate.run import ScheduleOutcome, ladder
+from oppo.simulate.run import ScheduleOutcome, SimulatedRun, ladder
 from oppo.simulate.study import Interval, Standing, Study, advice, as_json, legend, ranged, snippet, study, table
 from tests.simulate.systems import WORKLOAD, machine
 
@@ -28,7 +28,7 @@ OUTCOME = ScheduleOutcome(
     extra=0.0,
     predicted=float("nan"),
     spread=float("nan"),
-    extras=(),
+    extras=(0, 0, 0, 0),
     idle=0.25,
     peak_tokens=1500.0,
 )
@@ -159,6 +159,35 @@ def test_a_table_has_a_line_for_each_schedule_and_says_what_each_does() -> None:
     said = legend(found)
     assert "chunk, 2 stragglers deferred to the next step" in said
     assert "relative to 'chunk' (*)" in said
+
+
+def test_a_controller_that_has_not_settled_is_marked_with_what_it_chose() -> None:
+    moving = replace(FIXED, outcomes=[replace(OUTCOME, extras=(0, 4, 8, 16)), replace(OUTCOME, extras=(0, 4, 10, 20))])
+    steady = replace(FIXED, outcomes=[replace(OUTCOME, extras=(0, 40, 40, 48))])
+    assert "deferred to the next step (not settled: 9, then 18 in the last two quarters of a run" in legend(
+        made(moving)
+    )
+    assert "settled" not in legend(made(steady))
+    cells = [list(table(made(each)).columns[0].cells) for each in (moving, steady)]
+    assert cells == [["chunk *", "fixed (not settled)"], ["chunk *", "fixed"]]
+    facts = json.loads(as_json(made(moving), 1.0))["schedules"]
+    assert {name: each["settled"] for name, each in facts.items()} == {"chunk": True, "fixed": False}
+
+
+def test_a_controller_that_adapts_settles_on_the_lengths_of_the_first_steps_before_it_counts() -> None:
+    system, schedules = machine(LAYOUTS["shared"]), ladder(WORKLOAD.batch, overcommit=3, chunk=32)
+    adaptive, fixed = (
+        SimulatedRun(system, WORKLOAD, schedules[name], 6, 3, settling=10) for name in ("adaptive", "fixed")
+    )
+    assert (len(adaptive.run().extras), len(fixed.run().extras)) == (16, 6)
+
+    def admitted(run: SimulatedRun, steps: int) -> dict[int, int]:
+        rows = (row for step in run.ended[:steps] for row in step.trained)
+        return {row.prompt.admission: row.length for row in rows}
+
+    lengths, own = admitted(adaptive, 16), admitted(fixed, 6)
+    assert all(lengths[number + 10 * WORKLOAD.batch] == length for number, length in own.items() if number < 80)
+    assert [lengths[number] for number in range(48)] == [lengths[number + 48] for number in range(48)]
 
 
 def test_ranges_are_left_out_where_there_is_one_value() -> None:

@@ -30,7 +30,7 @@ from oppo.events import (
 )
 from oppo.graph import Graph, GraphBuilder, Receiver, Sender
 from oppo.models import Decode, Scorer, Trained, Weights
-from oppo.stages import GAE, Generate, Score, Update
+from oppo.stages import GAE, Score, Update
 from oppo.stages.batch import ScoredRollouts
 from oppo.testing import (
     FakeCritic,
@@ -241,40 +241,6 @@ def test_a_group_that_is_being_closed_when_the_run_fails_leaves_no_decode_open()
     with pytest.raises(OSError, match="gone"):
         run_virtual(pipeline.run)
     assert [decode.closed for decode in policy.opened] == [True, True]
-
-
-def length(prompts: list[str], completions: list[str]) -> list[float]:
-    return [float(len(completion)) for completion in completions]
-
-
-def test_a_bare_reward_function_is_refused_with_what_it_goes_into() -> None:
-    with pytest.raises(ProtocolError) as caught:
-        Score(length)  # type: ignore[arg-type]  # that is the fault
-    assert str(caught.value) == (
-        "expected the protocol Scorer, an object with version, extend, finish, forget; got function 'length', which "
-        "has no version, extend, finish, forget; a reward function goes into FunctionReward(function, decode)"
-    )
-
-
-ANYTHING: Any = object()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: Generate(ANYTHING, Overcommit(2)),
-            "Policy, an object with version, capabilities, load, open, decoding",
-        ),
-        (lambda: Generate(FakePolicy(), ANYTHING), "Admission, an object with batch, max_deferrals, admit, cut"),
-        (lambda: Generate(FakePolicy(), Overcommit(2), ANYTHING), "ChunkSize, an object with size, observe"),
-        (lambda: Update(ANYTHING), "Trainer, an object with version, update, sync"),
-        (lambda: Update(FakeTrainer(), [ANYTHING]), "SyncedModel, an object with version, load; got object, which"),
-    ],
-)
-def test_what_is_no_model_is_refused_when_its_stage_is_made(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ProtocolError, match=re.escape(message)):
-        make()
 
 
 @pytest.mark.parametrize("score", ["0.5", np.str_("0.5"), np.array(1j), b"1"])

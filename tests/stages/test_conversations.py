@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from oppo import GAE, Graph, Overcommit, StepReport, Synchronous, grpo, ppo, wrap
+from oppo import GAE, Graph, Overcommit, StepReport, grpo, ppo, wrap
 from oppo.admission import Observation, TailBatched
-from oppo.errors import ConfigError, ProtocolError
+from oppo.errors import ProtocolError
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens
 from oppo.graph import Step
-from oppo.models import Capabilities
-from oppo.stages import Generate
 from oppo.stages.conversations import Conversations
 from oppo.stages.ledger import InFlightRollout, RolloutSnapshot
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
@@ -206,18 +204,6 @@ def test_a_call_that_is_unanswered_at_a_kill_is_made_again(tmp_path: Path) -> No
     assert [each.turn for _, each in answers(parts[1])] == [1]
 
 
-def test_a_resumed_run_trains_the_conversations_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
-    setting = Setting(lengths=(8, 30, 10, 25, 14), extra=2, steps=4, max_deferrals=3)
-    whole, first, second = (pipeline(setting, Tool(lambda turn: 0.02), some_turns, holds=True) for _ in range(3))
-    (tmp_path / "whole").mkdir()
-    run_virtual(whole.run_part, 0, 4, tmp_path / "whole")
-    run_virtual(first.run_part, 0, 2, tmp_path)
-    run_virtual(second.run_part, 2, 4, tmp_path)
-    assert first.reports[-1].deferred
-    assert any(turns_answered(response) for batch in second.batches for response in batch.responses)
-    assert same_batches([*first.batches, *second.batches], whole.batches)
-
-
 def test_an_overdue_rollout_is_waited_for() -> None:
     tool = Tool(lambda turn: 5.0)
     setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=3, max_deferrals=1)
@@ -295,11 +281,6 @@ def test_an_error_names_the_rollout_and_the_turn() -> None:
 def test_what_is_no_answer_is_refused(answer: Answer, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         played(ONE_STEP, Tool(outcome=lambda turn: answer), first_has_turns)
-
-
-def test_a_policy_that_cannot_go_on_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"FakePolicy cannot go on after one: .* capabilities\.turns"):
-        Generate(FakePolicy(capabilities=Capabilities()), Synchronous(batch=1), environment=Tool())
 
 
 def test_a_recipe_is_given_the_environment() -> None:

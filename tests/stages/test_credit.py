@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from oppo import GAE, Synchronous, grpo, ppo
 from oppo.admission.chunking import Fixed
 from oppo.environments.functions import earned_by_turns
-from oppo.errors import ConfigError, GraphError, ProtocolError
+from oppo.errors import GraphError, ProtocolError
 from oppo.events import AnsweredTurn, Batch, Drop, Finish, Prompt, Response, StepReport
 from oppo.graph import Graph
 from oppo.returns import Credit, GroupAdvantage, TokenRewards, gae, group_advantages
@@ -341,13 +340,6 @@ def test_credit_by_turn_where_nothing_answers_turns_is_refused(advantage: dict[s
     graph(Replies(), **advantage)
 
 
-def test_what_has_no_effect_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gamma = 0.9 discounts rewards of later turns, .* 'response' sums"):
-        GroupRelative(gamma=0.9)
-    with pytest.raises(ConfigError, match=r"'each_reward' compares whole responses, .* and credit = 'turns'"):
-        GroupRelative("each_reward", credit="turns")
-
-
 def test_states_without_keys_and_rewards_of_turns_that_are_not_there_are_refused() -> None:
     with pytest.raises(ProtocolError, match="turn 0 of rollout 0 has no key of one: give it with the answer"):
         GroupRelative("centred", credit="state").batch(three())
@@ -423,19 +415,6 @@ def test_rewards_and_keys_of_an_environment_reach_the_turns_that_they_are_of() -
         assert [rewards[turn.end - 1] for turn in turns] == [0.5 * (number + 1) for number in range(len(turns))]
         assert [turn.key for turn in turns] == [str(number) for number in range(len(turns))]
         assert len(earned) == len(turns) + 1
-
-
-@pytest.mark.parametrize("credit", ["turns", "state"])
-@pytest.mark.parametrize("cut", [1, 2, 3])
-def test_a_run_that_is_cut_and_resumed_trains_on_the_same_advantages(credit: Credit, cut: int, tmp_path: Path) -> None:
-    whole, parts = played(MANY, credit), list[Batch]()
-    for begin, end in ((0, cut), (cut, MANY.steps)):
-        made = Credited(MANY, credit=credit)
-        run_virtual(partial(made.run_part, begin, end, tmp_path))
-        parts += made.batches
-    assert any(report.deferred for report in whole.reports)
-    assert any(any(turns) for batch in parts for turns in batch.answered)
-    assert same_numbers(whole.batches, parts)
 
 
 @pytest.mark.parametrize("credit", ["turns", "state"])

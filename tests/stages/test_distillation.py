@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.admission import Overcommit
-from oppo.algorithms.distill import Distill
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
-from oppo.errors import ConfigError, GraphError, ModelError
+from oppo.errors import GraphError, ModelError
 from oppo.events import Finish, FloatArray, Prompt, Response
 from oppo.scorers import ByColumn
 from oppo.stages import GAE, Distillation, GroupRelative, InParts, Score
@@ -119,15 +118,6 @@ def test_a_weight_without_a_teacher_is_a_fault_of_the_graph(stage: AdaptiveObjec
     assert ppo(**models, advantage=stage, teacher=FakeScorer(fake_per_token))  # type: ignore[arg-type]
     with pytest.raises(GraphError, match=r"distill = 0\.5, which needs a teacher"):
         grpo(**models, advantage=GroupRelative(distill=0.5))  # type: ignore[arg-type]
-
-
-def test_a_weight_is_not_negative_and_alone_above_0() -> None:
-    with pytest.raises(ConfigError, match=r"distill"):
-        Distillation(-1.0)
-    with pytest.raises(ConfigError, match=r"distill"):
-        GroupRelative(distill=-1.0)
-    with pytest.raises(ConfigError, match=r"distill"):
-        Distill(distill=float("nan"))
 
 
 def test_scorers_by_a_column_are_open_as_long_as_the_run() -> None:

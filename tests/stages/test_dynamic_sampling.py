@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from oppo.admission import Overcommit, TailBatched
+from oppo.admission import Overcommit
 from oppo.algorithms.group import grpo
-from oppo.errors import ConfigError, GraphError, NothingTrained
+from oppo.errors import GraphError, NothingTrained
 from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.stages import DynamicSampling, Generate, GroupRelative, Update
@@ -96,22 +96,6 @@ def test_what_is_selected_does_not_depend_on_the_speed_of_anything(setting: Sett
     assert same_batches(played(streamed).batches, played(on_policy(streamed)).batches)
 
 
-@pytest.mark.schedules
-@given(groups(prompts=(1_000,)))
-@example(CARRIED)
-def test_a_run_interrupted_at_every_checkpoint_selects_the_same(
-    tmp_path_factory: pytest.TempPathFactory, setting: Setting
-) -> None:
-    setting = replace(setting, paces=())
-    directory, whole = tmp_path_factory.mktemp("state"), Selected(setting)
-    run_virtual(whole.run_part, 0, setting.steps, directory)
-    parts = []
-    for first in range(0, setting.steps, setting.checkpoint_every):
-        parts.append(part := Selected(setting))
-        run_virtual(part.run_part, first, min(first + setting.checkpoint_every, setting.steps), directory)
-    assert same_batches([batch for part in parts for batch in part.batches], whole.batches)
-
-
 def test_rounds_are_counted_and_a_complete_group_without_a_place_comes_before_new_prompts() -> None:
     pipeline = played(CARRIED)
     counted = [report.metrics["selection/rejected"] for report in pipeline.reports]
@@ -151,11 +135,7 @@ def test_a_graph_whose_selection_is_not_that_of_its_generate_cannot_be_built(
         graph.replace(select=DynamicSampling())
 
 
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_rounds"):
-        DynamicSampling(max_rounds=0)
-    with pytest.raises(ConfigError, match="TailBatched restarts what is late"):
-        Generate(FakePolicy(), TailBatched(4), samples=2, select=DynamicSampling())
+def test_a_recipe_takes_a_selection() -> None:
     assert isinstance(
         grpo(
             policy=FakePolicy(),

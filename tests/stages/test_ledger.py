@@ -213,25 +213,6 @@ def test_a_rollout_that_is_not_decoded_cannot_finish() -> None:
         ledger.finished([5])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch": 0}, "batch must be more than 0, not 0"),
-        ({"batch": 4, "overcommit": 5}, "overcommit must lie in 0 .. batch = 4, not 5"),
-        ({"batch": 4, "overcommit": -1}, "not -1"),
-        ({"batch": 4, "overcommit": 1, "max_deferrals": 0}, "max_deferrals must be more than 0, not 0"),
-    ],
-)
-def test_impossible_settings_are_refused(settings: dict[str, int], message: str) -> None:
-    with pytest.raises(AdmissionError, match=message):
-        Overcommit(**settings)
-
-
-def test_something_must_be_decoded() -> None:
-    with pytest.raises(AdmissionError, match="overcommit units are decoded at a time: expected at least 1, not 0"):
-        Continuous(batch=4, overcommit=0)
-
-
 class Counting(Overcommit):
     """Counts how often the oldest allowed age is asked for: as often as something is counted by it."""
 

@@ -34,7 +34,7 @@ from oppo.hf.train.actor_critic import ActorCritic, recompute, shares_trunk, val
 from oppo.hf.train.packing import MicroBatch, longest_read, pack
 from oppo.hf.train.trainer import HfTrainer, HfTrainerCore
 from oppo.hf.weights import weights_digest
-from oppo.losses import ClippedLoss, Input, PPOLoss, Whole, policy_loss, token_logprobs, value_loss
+from oppo.losses import ClippedLoss, Input, PPOLoss, Whole, masked_mean, policy_losses, token_logprobs, value_loss
 from oppo.placement import Thread
 from oppo.placement.trainer import TrainerCounts
 from oppo.testing import check_trainer
@@ -117,9 +117,10 @@ def test_the_gradient_is_that_of_the_sum_of_the_two_losses(thread: Thread, name:
     loss, given = PPOLoss(), part.given
     logits, values = two_passes(actor, critic, part)
     logprobs = token_logprobs(logits, part.tokens, SAMPLING.temperature)
-    policy = policy_loss(logprobs, part.behaviour, given["advantages"], part.mask, Surrogate.of(loss), total=total)
+    each = policy_losses(logprobs, part.behaviour, given["advantages"], part.mask, Surrogate.of(loss))
+    policy = masked_mean(each.loss, part.mask, total)
     value = value_loss(values, given["old_values"], given["returns"], part.mask, loss.value_clip, total=total)
-    (policy.loss + 0.3 * value.loss).backward()
+    (policy + 0.3 * value.loss).backward()
     assert any("score" in name for name in got)
     assert got.keys() == {name for name, p in learnt.items() if p.grad is not None}
     for weight, gradient in got.items():

@@ -123,6 +123,7 @@ class Program:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for pid in self.pids:
             with suppress(OSError):  # it has ended meanwhile
-                if TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():  # it removes shared memory, and ends
+                # The tracker removes shared memory, and ends by itself.
+                if TRACKER.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
         self._process.wait(30)

@@ -1,0 +1,82 @@
+"""Stages, their parts and admissions that cannot work: refused when they are made, by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from oppo.admission import Continuous, Overcommit, Synchronous, TailBatched
+from oppo.algorithms.distill import Distill
+from oppo.errors import AdmissionError, ConfigError, ProtocolError
+from oppo.models import Capabilities
+from oppo.returns import AdaptiveKL, ScoreShaping
+from oppo.stages import GAE, Distillation, DynamicSampling, Generate, GroupRelative, InParts, Score, Update
+from oppo.testing import FakePolicy, FakeTrainer
+
+ANYTHING: Any = object()
+wrong: Any = partial  # also of arguments that no type checker lets through
+NO_CONTROLLER = "kl must be a number, or a controller such as oppo.returns.AdaptiveKL, not '0.1'"
+NO_ESTIMATOR = "kl_estimator must be 'k1', 'k2' or 'k3', not 'k9'"
+NO_KL = "cannot have a KL in the reward, got kl = 0.1: where the scores"
+WRAPPED = "which has no version, extend, finish, forget; a reward function goes into FunctionReward(function, decode)"
+
+
+def length(prompts: list[str], completions: list[str]) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (wrong(GAE, gamma=2.0), "gamma must be at most 1, not 2.0"),
+    (wrong(GAE, lam=-1.0), "lam must be at least 0, not -1.0"),
+    (wrong(GAE, lam=float("nan")), "lam of GAE must be a finite number, not nan"),
+    *((wrong(kind, kl_estimator="k9"), NO_ESTIMATOR) for kind in (GAE, GroupRelative)),
+    *((wrong(kind, kl="0.1"), NO_CONTROLLER) for kind in (GAE, GroupRelative)),
+    *((wrong(kind, kl=-0.1), "coefficient must be at least 0, not -0.1") for kind in (GAE, GroupRelative)),
+    (wrong(GroupRelative, "median"), "advantage must be 'leave_one_out', 'standardised', 'centred', 'batch"),
+    (wrong(GroupRelative, kl=0.1), f"advantage = 'standardised' {NO_KL}"),
+    (wrong(GroupRelative, "max_rl", kl=0.1), f"advantage = 'max_rl' {NO_KL}"),
+    (wrong(GroupRelative, kl=AdaptiveKL(0.01)), 'put it into the loss, with algorithm.kl_in="loss"'),
+    (wrong(GroupRelative, gamma=0.9), "gamma = 0.9 discounts rewards of later turns, and credit = 'response' sums"),
+    (wrong(GroupRelative, "each_reward", credit="turns"), "'each_reward' compares whole responses, reward by reward"),
+    (wrong(GroupRelative, distill=-1.0), "distill"),
+    (wrong(Distillation, -1.0), "distill"),
+    (wrong(Distill, distill=float("nan")), "distill"),
+    (wrong(InParts, ANYTHING, 2), "estimates advantages from the whole batch"),
+    (wrong(InParts, GAE(), 2), "GAE estimates advantages from the whole batch"),
+    (wrong(InParts, GroupRelative(shaping=ScoreShaping(norm=True)), 2), "scores normalised by the moments of all"),
+    (
+        wrong(InParts, GroupRelative("centred", AdaptiveKL(0.1, target=1.0, horizon=10)), 2),
+        "a KL coefficient that adapts",
+    ),
+    (wrong(InParts, GroupRelative(), 1), "samples must be"),
+    (wrong(DynamicSampling, max_rounds=0), "max_rounds"),
+    (
+        lambda: Generate(FakePolicy(), TailBatched(4), samples=2, select=DynamicSampling()),
+        "TailBatched restarts what is late",
+    ),
+    (wrong(Overcommit, batch=0), "batch must be more than 0, not 0"),
+    (wrong(Overcommit, batch=4, overcommit=5), "overcommit must lie in 0 .. batch = 4, not 5"),
+    (wrong(Overcommit, batch=4, overcommit=-1), "not -1"),
+    (wrong(Overcommit, batch=4, overcommit=1, max_deferrals=0), "max_deferrals must be more than 0, not 0"),
+    (wrong(Continuous, batch=4, overcommit=0), "overcommit units are decoded at a time: expected at least 1, not 0"),
+    (
+        lambda: Generate(FakePolicy(capabilities=Capabilities()), Synchronous(batch=1), environment=ANYTHING),
+        "an environment answers turns, and FakePolicy cannot go on after one",
+    ),
+    (wrong(Generate, ANYTHING, Overcommit(2)), "Policy, an object with version, capabilities, load, open, decoding"),
+    (lambda: Generate(FakePolicy(), ANYTHING), "Admission, an object with batch, max_deferrals, admit, cut"),
+    (lambda: Generate(FakePolicy(), Overcommit(2), ANYTHING), "ChunkSize, an object with size, observe"),
+    (wrong(Update, ANYTHING), "Trainer, an object with version, update, sync"),
+    (wrong(Update, FakeTrainer(), [ANYTHING]), "SyncedModel, an object with version, load; got object, which"),
+    (wrong(Score, length), f"an object with version, extend, finish, forget; got function 'length', {WRAPPED}"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_cannot_work_is_refused_when_it_is_made(make: Callable[[], object], message: str) -> None:
+    with pytest.raises((AdmissionError, ConfigError, ProtocolError, ValueError), match=re.escape(message)):
+        make()
