@@ -47,11 +47,13 @@ class FakeScorer(Generic[T]):
             that read any of them: a stale session gives the numbers of old weights.
         per_token: seconds for each token read, or a function of the positions read.
         per_call: seconds of each call.
+        answering: seconds of a ``finish`` call, instead of ``per_call``.
     """
 
     value: Callable[[Finish, tuple[int, ...], int], T]
     per_token: float | ReadSeconds = 0.0
     per_call: float = 0.0
+    answering: Callable[[Sequence[Finish]], float] | None = None
     version: int = 0
     calls: int = 0
     tokens: int = 0
@@ -77,7 +79,7 @@ class FakeScorer(Generic[T]):
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
         """Return the value of each rollout and forget its session."""
-        await self._work(self.per_call)
+        await self._work(self.answering(finished) if self.answering else self.per_call)
         read = [(event, self.sessions.whole(event.rollout, len(event.response))) for event in finished]
         self.sessions.forget([event.rollout for event in finished])
         for event, session in read:
