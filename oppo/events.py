@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from oppo.declared import require_metrics
 from oppo.errors import ProtocolError, shown
+from oppo.limits import UNLIMITED, TurnLimit
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -219,6 +220,7 @@ class Prompt:
         group: the ``admission`` of the prompt, shared by the rollouts that are compared with one another.
         columns: the other columns of the prompt's row, for reward functions.
         branch: 0, but for a further conversation of the same sample, as of a subagent: then a number below 2**20.
+        limit: of the first turn.
 
     Example:
         >>> Prompt(rollout=7, admission=7, tokens=np.array([1, 2], np.int32)).tokens.tolist()
@@ -232,6 +234,7 @@ class Prompt:
     group: int = 0
     columns: Mapping[str, object] = field(default_factory=dict)
     branch: int = 0
+    limit: TurnLimit = UNLIMITED
 
     def samples(self, count: int) -> tuple[Prompt, ...]:
         """Return ``count`` rollouts to be generated for this prompt, as one group."""
@@ -397,8 +400,7 @@ class AnsweredTurn:
 class Finish:
     """The response is complete and belongs to this step's batch.
 
-    It carries the whole response, so that a stage that lost its state (a session of an older version, a resumed run)
-    can restore it from this event alone.
+    It carries the whole response: a stage that lost its state (an older session, a resumed run) restores it from that.
 
     Attributes:
         answered: its answered turns, in order. The one that ended the response is there only if the environment gave it
@@ -430,8 +432,7 @@ class Drop:
     """The rollout ends here and will not be trained.
 
     Attributes:
-        reason: why, for the record.
-            At most 4000 characters are kept, escaped for UTF-8.
+        reason: why, for the record; at most 4000 characters are kept, escaped for UTF-8.
         nonfinite: whether the reason is a number that is not finite.
 
     Raises:

@@ -35,6 +35,7 @@ from oppo.events import (
     TokenColumns,
     ToolTokens,
 )
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Decode
 from oppo.turns import turn_so_far
 
@@ -120,6 +121,7 @@ class RolloutBuffer(Generic[R]):
         self._readiness: asyncio.Future[None] | None = None
         self._answer: list[int] = []
         self._turn = turn_so_far(response) if turns else []
+        self.bounds: tuple[TurnLimit, int] = UNLIMITED, 0
         self._unanswered = ended
         self._final: FinishReason | None = None
         self._turned: anyio.Event | None = None
@@ -163,6 +165,11 @@ class RolloutBuffer(Generic[R]):
             self._turned = anyio.Event()
             await self._turned.wait()
         return np.array(self._turn, np.int32) if self.live and self.unanswered else None
+
+    def bound(self, limit: TurnLimit, start: int) -> None:
+        self.bounds = limit, start
+        if self._unanswered is None and self._turn and limit.reached(self._turn, self.received - start):
+            self._unanswered = "stop"
 
     def proceed(self, given: IntArray) -> bool:
         self._require_turn(len(given))

@@ -14,7 +14,17 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from oppo.errors import ProtocolError
-from oppo.events import Chunk, Drop, Finish, FinishReason, IntArray, Prompt, Response
+from oppo.events import (
+    AnsweredTurn,
+    Chunk,
+    Drop,
+    Finish,
+    FinishReason,
+    IntArray,
+    Prompt,
+    Response,
+)
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Decode, Detokenize, Policy, Sampling
 
 EnvironmentState: TypeAlias = object
@@ -32,7 +42,7 @@ class Turn:
     Attributes:
         prompt: of the rollout.
         number: how many turns of the rollout were answered before.
-        tokens: int32 [n], of this turn, the one that ended it included.
+        tokens: int32 [n], of this turn, the one that ended it included, and those with which it was interrupted.
         state: what the answer to the turn before returned; ``None`` at the first.
         said: returns all turns of the response so far, this one included, with their log-probs. It waits until they are
             read, for as long as the scorers let their reader wait.
@@ -58,6 +68,8 @@ class Answer:
         said: the messages that the tokens render, as chat templates read them: what a reward sees of them.
         reward: of the turn, a finite number; ``None``: the environment gives none.
         key: names the state in which the policy took the turn, for ``credit = "state"``; empty: it has no name.
+        limit: of the next turn.
+        within: the turn, which its limit has interrupted, goes on with these tokens: nothing was answered yet.
     """
 
     tokens: IntArray
@@ -68,6 +80,8 @@ class Answer:
     said: Sequence[Mapping[str, object]] = ()
     reward: float | None = None
     key: str = ""
+    limit: TurnLimit = UNLIMITED
+    within: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +108,9 @@ class Environment(Protocol):
 
     One that has ``forget(prompt, state)`` is called with the prompt of each rollout whose response has ended, or begins
     anew, and with the state of its last answer, ``None`` without one. One that has ``release(prompt)`` is called when
-    nothing more is asked of the rollout: it was trained, dropped or evaluated, begins anew, or the run ends.
+    nothing more is asked of the rollout: it was trained, dropped or evaluated, begins anew, or the run ends. One that
+    has ``follow(prompt, number, turn)`` is called when tokens of a rollout were read, with how many turns were answered
+    before and a function that returns the tokens of the present one so far.
     """
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
@@ -146,7 +162,7 @@ class Branching(ABC):
 
 
 class TurnDecode(Decode, Protocol):
-    """A decode whose response has turns: a token of ``stop``, or a stop string, ends a turn.
+    """A decode whose response has turns: a token of ``stop``, a stop string, or a limit ends a turn.
 
     A response that ends with its turn, whose tokens may have been read by then, ends with a chunk of no tokens. It ends
     at its length limit as ever.
@@ -156,6 +172,12 @@ class TurnDecode(Decode, Protocol):
         """Return the tokens of the turn, int32 [n], once it has ended; ``None`` if decoding stops before.
 
         Cancel-safe: a cancelled call has changed nothing.
+        """
+
+    def bound(self, limit: TurnLimit, start: int) -> None:
+        """Limit the turn that begins at the token ``start`` of the response.
+
+        It is called once the decode is open, before it is decoded, and before :meth:`proceed`, whose turn it limits.
         """
 
     def proceed(self, given: IntArray) -> bool:
@@ -188,6 +210,17 @@ def turn_so_far(response: Response) -> list[int]:
     given = np.flatnonzero(~response.sampled)
     start = int(given[-1]) + 1 if len(given) else 0
     return [int(token) for token in response.tokens[start:]]
+
+
+def turns_of(response: Response, answered: Sequence[AnsweredTurn]) -> list[Chunk]:
+    """Return the turns of a response, answered and last, each with the tokens that interrupted it, as not sampled."""
+    found, start = list[Chunk](), 0
+    for end in (*(turn.end for turn in answered), len(response)):
+        start += int(np.argmax(response.sampled[start:])) if start < len(response) else 0  # behind the answer
+        if start < end and response.sampled[start]:
+            found.append(response.chunk(start, end))
+            start = end
+    return found
 
 
 SLACK = 8

@@ -1,8 +1,7 @@
-"""The conversations of one agent: requests as OpenAI's clients send them, answered with turns of the policy."""
+"""The conversations of one agent: requests, answered with turns of the policy."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +11,20 @@ from zlib import crc32
 import anyio
 import numpy as np
 
-from oppo.agents.requests import MODEL, ChatRequests, Json, Refusal, Request, apart, digest_of, quoted
+from oppo.agents.requests import (
+    Api,
+    Call,
+    ChatRequests,
+    Json,
+    Refusal,
+    Request,
+    Said,
+    Wanted,
+    apart,
+    called,
+    digest_of,
+    quoted,
+)
 from oppo.environments import EnvironmentFailure
 from oppo.errors import ConfigError, OppoError, one_line, shown
 from oppo.events import Drop
@@ -69,7 +81,7 @@ class Conversation:
         self.said: set[str] = set()  # digests of its turns
         self._requests = requests
         self.rollout = rollout
-        self._tools: object = []
+        self._tools: list[Json] = []
         self._format: tuple[HfTokenizer, ChatFormat] | None = None
         self._messages: list[Json] = []
         self._names: dict[str, tuple[str, str]] = {}
@@ -81,11 +93,19 @@ class Conversation:
         return self._format is not None
 
     @property
+    def messages(self) -> list[Json]:
+        return self._messages
+
+    @property
+    def next_id(self) -> str:
+        return self._id()[:24]
+
+    @property
     def request(self) -> Request | None:
         """The request that waits for a turn."""
         return None if self.last is None or self.last.reply is not None else self.last
 
-    def continued_by(self, messages: Sequence[Json], tools: object) -> int:
+    def continued_by(self, messages: Sequence[Json], tools: list[Json]) -> int:
         # The number of messages that it holds already, if these continue it; else 0.
         before, same = self._before(messages)
         goes_on = same == len(before) < len(messages) and digest_of(tools) == digest_of(self._tools)
@@ -95,7 +115,7 @@ class Conversation:
         # How many of its messages these begin with.
         return self._before(messages)[1]
 
-    def change(self, messages: Sequence[Json], tools: object) -> str:
+    def change(self, messages: Sequence[Json], tools: list[Json]) -> str:
         """The difference of these messages from its own, if they show its turns after other words; else empty."""
         before, same = self._before(messages)
         if same == len(before):
@@ -106,7 +126,7 @@ class Conversation:
             return ""
         return first_difference(plain(before[same]), plain(messages[same]), f"message {same}")
 
-    async def ask(self, fields: Json, messages: list[Json], digest: str, *, key: str, single: str) -> Request:
+    async def ask(self, wanted: Wanted, messages: list[Json], *, key: str, single: str) -> Request:
         """Take a request; ``single`` says why it may begin no other conversation."""
         if self.full is not None:
             raise self.full.again()
@@ -115,14 +135,26 @@ class Conversation:
                 f"a request of this key is unanswered, and another came: a key has one conversation, since {single}, "
                 "so await each answer before the next request"
             )
-        tools = fields.get("tools") or []
+        if self.last is not None and self.last.wanted.api != wanted.api:
+            raise Refusal(
+                f"a conversation that began by POST to {self.last.wanted.api} goes on there: expected no request to "
+                f"{wanted.api} in it"
+            )
+        limit = self._requests.limit(wanted)
         size = sum(len(each["content"]) for each in messages)
         read = partial(self._following, single=single) if self.begun else self._prompt
-        tokens, answers = await apart(size, partial(read, messages, tools))
+        tokens, answers = await apart(size, partial(read, messages, wanted.tools))
         if self.full is not None:  # meanwhile
             raise self.full.again()
-        ids, logprobs = bool(fields.get("return_token_ids")), bool(fields.get("logprobs"))
-        self.last = Request(messages, np.array(tokens, np.int32), answers, digest, ids, logprobs, key)
+        self.last = Request(
+            wanted,
+            messages,
+            np.array(tokens, np.int32),
+            answers,
+            key,
+            prompt=len(self._read) + len(tokens),
+            limit=limit,
+        )
         self.given = digest_of([self.given, tokens])
         return self.last
 
@@ -136,7 +168,7 @@ class Conversation:
         known = min(len(messages), len(before))
         return before, next((at for at, (now, then) in enumerate(pairs) if now != then), known)
 
-    def _prompt(self, messages: list[Json], tools: object) -> tuple[list[int], int]:
+    def _prompt(self, messages: list[Json], tools: list[Json]) -> tuple[list[int], int]:
         chosen = self._requests.format(tools)
         try:
             tokens = chosen[0].encode_chat(messages)
@@ -145,7 +177,7 @@ class Conversation:
         self._format, self._tools = chosen, tools
         return tokens, 0
 
-    def _following(self, messages: list[Json], tools: object, single: str) -> tuple[list[int], int]:
+    def _following(self, messages: list[Json], tools: list[Json], single: str) -> tuple[list[int], int]:
         before, same = self._before(messages)
         wanted = (
             "expected the messages of the request before, then its answer, then new ones: a key has one conversation, "
@@ -185,62 +217,68 @@ class Conversation:
         name, own = self._names[called]
         return {"role": "tool", "name": name, "content": message["content"], "tool_call_id": own}
 
-    def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, whole: bool = True) -> None:
-        # `whole`: the turn was not cut off.
+    @property
+    def streams(self) -> bool:
+        return self.request is not None and self.request.wanted.stream
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Show what a turn has said so far to the request, which streams it."""
+        if self.request is not None and self._format is not None:
+            request, (_, chat) = self.request, self._format
+            request.show(*chat.so_far(tokens, self._requests.stops, calls=request.wanted.calls))
+
+    def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, cut: bool = False) -> None:
+        # `cut`: the response had no room for more.
         request = self.request
         assert request is not None  # noqa: S101 - the caller has received it
         assert self._format is not None  # noqa: S101 - of the first request
         tokenizer, chat = self._format
         self._turn = list(turn)
         parsed = chat.parse(self._turn)
-        content, reasoning, calls = parsed.content, parsed.reasoning, list[Json]()
-        if parsed.malformed:
-            content = tokenizer.decode(self._turn)
+        content, reasoning, calls = parsed.content, parsed.reasoning, list[Call]()
+        if parsed.malformed or not request.wanted.calls:
+            content = parsed.text or content
         if stopped := self._requests.stopped(tokenizer, self._turn).strip():
             reasoning = reasoning if content else _without(stopped, reasoning)
             content = _without(stopped, content)
         self._names = {}
-        for call in () if parsed.malformed else parsed.tool_calls:
+        for call in () if parsed.malformed or not request.wanted.calls else parsed.tool_calls:
             key = self._id(len(calls))[:9]  # of letters and digits, as Mistral's templates ask for
             self._names[key] = (call.name, call.id)
-            function = {"name": call.name, "arguments": dict(call.arguments)}
-            calls.append({"id": key, "type": "function", "function": function})
+            calls.append(Call(key, call.name, dict(call.arguments)))
         message: Json = {"role": "assistant", "content": content}
         if calls:
-            message["tool_calls"] = calls
+            message["tool_calls"] = [called(*call, "the answer") for call in calls]
         self._messages = [*request.messages, message]
         self.said |= {essence(message)} - {""}
-        self.told += 1
         self._read += request.tokens.tolist()
-        reason = "tool_calls" if calls else "stop"
-        completion = self._completion(request, message, reasoning, reason if whole else "length")
-        if request.shows_logprobs:
-            completion["choices"][0]["logprobs"] = _logprobs(self._turn, logprobs, tokenizer)
-        request.settle(completion)
+        capped = len(turn) == request.limit.tokens and not chat.ends.intersection(turn[-1:]) and not stopped
+        request.settle(
+            Said(
+                content,
+                reasoning,
+                calls,
+                "length" if cut or capped else "tool_calls" if calls else "stop",
+                self._turn,
+                thought=chat.thought(self._turn) if reasoning else 0,
+                prompt_ids=[*self._read] if request.wanted.shows_ids else None,
+                logprobs=_logprobs(self._turn, logprobs, tokenizer) if request.wanted.shows_logprobs else None,
+            )
+        )
+        self.told += 1
         self._read += self._turn
+
+    def interruption(self, turn: Sequence[int]) -> list[int]:
+        """Return the tokens that end the thinking of a turn whose budget of it has been had; none: it was not."""
+        request = self.request
+        if request is None or self._format is None or not request.limit.interrupts(turn):
+            return []
+        _, chat = self._format
+        return [] if chat.thinking is None or chat.ends.intersection(turn[-1:]) else chat.thinking[2]
 
     def _id(self, *of: object) -> str:
         # Another for each turn of each conversation, and the same when its agent is run anew.
-        return digest_of([self.rollout, self.branch, self.told, self._turn, *of])
-
-    def _completion(self, request: Request, message: Json, reasoning: str, reason: str) -> Json:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in message.get("tool_calls", ())
-        ]
-        said = {"role": "assistant", "content": message["content"] or (None if calls else "")}
-        said |= ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": reasoning} if reasoning else {})
-        choice: Json = {"index": 0, "message": said, "logprobs": None, "finish_reason": reason}
-        read, written = len(self._read), len(self._turn)
-        found: Json = {
-            "id": f"chatcmpl-{self._id()[:24]}",
-            "object": "chat.completion",
-            "created": 0,
-            "model": MODEL,
-            "choices": [choice | ({"token_ids": self._turn} if request.shows_ids else {})],
-            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
-        }
-        return found | ({"prompt_token_ids": [*self._read]} if request.shows_ids else {})
+        return digest_of([self.rollout, self.branch, self.told, *of])
 
     def refuse(self, refusal: Refusal) -> None:
         self.full = refusal
@@ -248,13 +286,8 @@ class Conversation:
             request.settle(refusal)
 
 
-def _logprobs(turn: Sequence[int], logprobs: Sequence[float], tokenizer: HfTokenizer) -> Json:
-    content: list[Json] = []
-    for token, logprob in zip(turn, logprobs, strict=True):
-        text = tokenizer.decode_whole([token])
-        parts = None if "\ufffd" in text else list(text.encode())  # the token may be a part of a character
-        content.append({"token": text, "logprob": logprob, "bytes": parts, "top_logprobs": []})
-    return {"content": content, "refusal": None}
+def _logprobs(turn: Sequence[int], logprobs: Sequence[float], tokenizer: HfTokenizer) -> list[tuple[str, float]]:
+    return [(tokenizer.decode_whole([token]), logprob) for token, logprob in zip(turn, logprobs, strict=True)]
 
 
 MOST: Final = 64
@@ -308,44 +341,59 @@ class Session:
     def first(self) -> Conversation:
         return self.conversations[0]
 
-    async def ask(self, body: Json, *, again: bool = False, key: str = "") -> tuple[Request, bool]:
+    async def ask(self, api: Api, body: Json, *, again: bool = False, key: str = "") -> tuple[Request, bool]:
         # The request, and whether it was sent before. `again`: the client says so; `key`: its idempotency key.
-        digest = digest_of(body)
         async with self._asking:
-            if (found := self._sent_before(digest, again=again, key=key)) is not None:
-                return found, True
-            if self._closed:
-                raise ENDED.again()
             try:
-                return await self._take(body, digest, key), False
+                wanted = api.read(body, self._requests)
+                if (found := self._sent_before(wanted.digest, again=again, key=key)) is not None:
+                    return found, True
+                if self._closed:
+                    raise ENDED.again()
+                return await self._take(wanted, key), False
             except Refusal as refusal:
                 self.refused = self.refused or str(refusal)
                 raise
 
-    async def _take(self, body: Json, digest: str, key: str) -> Request:
-        fields = self._requests.check(body)
-        messages, tools = self._requests.messages(fields), fields.get("tools") or []
+    async def _take(self, wanted: Wanted, key: str) -> Request:
+        messages, tools = self._whole(wanted), wanted.tools
         talk = max(self.conversations.values(), key=lambda each: each.continued_by(messages, tools))
         if self.first.begun and not talk.continued_by(messages, tools):
             nearest = max(self.conversations.values(), key=lambda each: each.held(messages))
             change = nearest.change(messages, tools)
             self.changes, self.change = self.changes + bool(change), self.change or change
             talk = self._another()
-        request = await talk.ask(fields, messages, digest, key=key, single=self.single)
+        request = await talk.ask(wanted, messages, key=key, single=self.single)
         if self._closed:  # meanwhile
             raise ENDED.again()
         if talk is not self.first and not talk.branch:
             self._begin(talk, request)
+        request.id = talk.next_id
         self.notify()
         return request
 
     def _sent_before(self, digest: str, *, again: bool, key: str) -> Request | None:
         last = [each.last for each in self.conversations.values() if each.last is not None]
-        same = [each for each in last if each.key == key and (key or (again and each.digest == digest))]
-        if any(each.digest != digest for each in same):
+        same = [each for each in last if each.key == key and (key or (again and each.wanted.digest == digest))]
+        if any(each.wanted.digest != digest for each in same):
             raise Refusal(f"another request had the Idempotency-Key {shown(key)}: give each its own", status=422)
         # Of equal ones that whose client has left without its answer, else the newest.
         return max(reversed(same), key=lambda each: not each.heard and not each.waiting, default=None)
+
+    def _whole(self, wanted: Wanted) -> list[Json]:
+        # The messages, with those that their client has left out.
+        if not wanted.previous:
+            return wanted.messages
+        for talk in self.conversations.values():
+            if talk.last is not None and talk.last.id == wanted.previous and isinstance(talk.last.reply, Said):
+                system = [each for each in wanted.messages[:1] if each["role"] == "system"]
+                held = talk.messages
+                return [*held, *(wanted.messages[1:] if system and system == held[:1] else wanted.messages)]
+        raise Refusal(
+            "previous_response_id is the last answer of no conversation of this key: expected that of the one that "
+            "goes on, or all of its messages as input",
+            code="previous_response_not_found",
+        )
 
     def _another(self) -> Conversation:
         if self.single:

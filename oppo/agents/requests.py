@@ -1,18 +1,20 @@
-"""Requests as OpenAI's clients send them: read within bounds, and refused where the run samples otherwise."""
+"""Requests of agents in one form, whichever API they came by, and refusals of what the run does not sample."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import anyio
 
 from oppo.errors import ConfigError, one_line, running_loop, shortened, shown
 from oppo.events import IntArray
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import SamplingSettings
 
 if TYPE_CHECKING:
@@ -29,12 +31,6 @@ MODEL: Final = "policy"
 FORMATS: Final = 64
 """Sets of tools whose chat formats are kept."""
 
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_UNREAD: Final = frozenset({"model", "user", "metadata", "safety_identifier", "prompt_cache_key", "store"})
-_READ: Final = frozenset(
-    {"messages", "tools", "return_token_ids", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-)
-
 BODY: Final = 8 * 2**20
 """The most bytes of a request."""
 
@@ -43,7 +39,6 @@ LONG: Final = 20_000
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to an agent
-    # An error as OpenAI's servers answer it.
     def __init__(self, message: str, *, code: str = "invalid_request", status: int = 400) -> None:
         super().__init__(message)
         self.code = code
@@ -53,44 +48,173 @@ class Refusal(Exception):  # noqa: N818 - an answer to an agent
         # An exception holds the frames of each place that has raised it, so each place raises its own.
         return Refusal(str(self), code=self.code, status=self.status)
 
-    def json(self) -> Json:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": shortened(str(self)), "type": kind, "param": None, "code": self.code}}
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request in the one form that all APIs are translated into.
+
+    Attributes:
+        api: its path.
+        messages: as chat templates read them.
+        tools: as chat templates show them.
+        most: tokens of the answer; 0: as many as there is room for.
+        thinking: tokens after which thinking is ended; 0: never.
+        calls: whether calls of tools are answered as calls; otherwise as text.
+        previous: id of the answer that the messages follow, where they do not include it.
+        options: of the API's own, for its answer.
+    """
+
+    api: str
+    messages: list[Json]
+    tools: list[Json]
+    most: int = 0
+    thinking: int = 0
+    calls: bool = True
+    stream: bool = False
+    shows_ids: bool = False
+    shows_logprobs: bool = False
+    previous: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Digest of it without the ids that an API gives to parts of messages."""
+        return digest_of([getattr(self, name) for name in self.__slots__ if name != "options"])
+
+
+class Call(NamedTuple):
+    id: str
+    name: str
+    arguments: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer in the one form that is translated into each API's.
+
+    Attributes:
+        reason: why it ended.
+        tokens: of it.
+        thought: how many of them are reasoning.
+        prompt_ids: the tokens before it, if they were asked for.
+        logprobs: of its tokens, with their texts, likewise.
+    """
+
+    content: str
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
+    reason: Literal["stop", "tool_calls", "length"] = "stop"
+    tokens: Sequence[int] = ()
+    thought: int = 0
+    prompt_ids: Sequence[int] | None = None
+    logprobs: Sequence[tuple[str, float]] | None = None
+
+
+Kind: TypeAlias = Literal["reasoning", "content"]
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    messages: list[Json]
+    wanted: Wanted
+    messages: list[Json]  # with those before, where these follow an answer
     tokens: IntArray  # the prompt, or the tokens after the last turn
     answers: int  # messages of tools behind that
-    digest: str
-    shows_ids: bool
-    shows_logprobs: bool
     key: str  # by which its client says what it sends again
+    id: str = ""  # of its answer, hexadecimal digits
+    prompt: int = 0  # tokens before its answer
+    limit: TurnLimit = UNLIMITED
     waiting: int = 0  # connections of its client
     heard: bool = False  # by one of these
-    reply: Json | Refusal | None = None
-    done: anyio.Event = field(default_factory=anyio.Event)
+    reply: Said | Refusal | None = None
+    deltas: list[tuple[Kind, str]] = field(default_factory=list)  # of its answer so far
+    news: anyio.Event = field(default_factory=anyio.Event)
+    _shown: dict[Kind, str] = field(default_factory=lambda: {"reasoning": "", "content": ""})
 
-    def settle(self, reply: Json | Refusal) -> None:
+    def show(self, reasoning: str, content: str) -> None:
+        """Note the texts of the answer so far."""
+        texts: dict[Kind, str] = {"reasoning": reasoning, "content": content}
+        for kind, text in texts.items():
+            if len(text) > len(self._shown[kind]) and text.startswith(self._shown[kind]):
+                self.deltas.append((kind, text[len(self._shown[kind]) :]))
+                self._shown[kind] = text
+                self._notify()
+
+    def settle(self, reply: Said | Refusal) -> None:
+        if isinstance(reply, Said) and self.wanted.stream:
+            self.show(reply.reasoning, reply.content)
         self.reply = reply
-        self.done.set()
+        self._notify()
 
-    async def result(self) -> Json:
+    def _notify(self) -> None:
+        self.news.set()
+        self.news = anyio.Event()
+
+    async def begun(self) -> None:
+        """Wait for the first of an answer."""
         self.waiting += 1
         try:
-            await self.done.wait()
+            while self.reply is None and not self.deltas:
+                await self.news.wait()
+        finally:
+            self.waiting -= 1
+        if isinstance(self.reply, Refusal) and not self.deltas:
+            raise self.reply.again()
+
+    async def result(self) -> Said:
+        self.waiting += 1
+        try:
+            while self.reply is None:
+                await self.news.wait()
             self.heard = True
         finally:
             self.waiting -= 1
         if isinstance(self.reply, Refusal):
             raise self.reply.again()
-        assert self.reply is not None  # noqa: S101 - set before the event
         return self.reply
 
 
+class Stream(ABC):
+    """The events of an answer, in an API's form."""
+
+    @abstractmethod
+    def begin(self) -> Iterator[str]: ...
+
+    @abstractmethod
+    def more(self, kind: Kind, text: str) -> Iterator[str]: ...
+
+    @abstractmethod
+    def end(self, said: Said) -> Iterator[str]: ...
+
+    @abstractmethod
+    def failed(self, refusal: Refusal) -> Iterator[str]: ...
+
+
+class Api(ABC):
+    """An API that agents speak: its requests as :class:`Wanted`, and :class:`Said` as its answers."""
+
+    path: ClassVar[str]
+
+    @abstractmethod
+    def read(self, body: object, requests: ChatRequests) -> Wanted: ...
+
+    @abstractmethod
+    def whole(self, request: Request, said: Said) -> Json: ...
+
+    @abstractmethod
+    def stream(self, request: Request) -> Stream: ...
+
+    @staticmethod
+    @abstractmethod
+    def error(refusal: Refusal) -> Json: ...
+
+
+def openai_error(refusal: Refusal) -> Json:
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    return {"error": {"message": shortened(str(refusal)), "type": kind, "param": None, "code": refusal.code}}
+
+
 class ChatRequests:
-    """Reads requests: what they ask for can be sampled as the run samples, or is refused."""
+    """What can be asked for: it is sampled as the run samples."""
 
     def __init__(self, tokenizer: HfTokenizer, sampling: SamplingSettings) -> None:
         self._tokenizer = tokenizer
@@ -112,33 +236,66 @@ class ChatRequests:
             "top_logprobs": (0,),
             "response_format": ({"type": "text"},),
             "parallel_tool_calls": (True,),
-            "tool_choice": ("auto",),
         }
 
-    def check(self, body: object) -> Json:
-        if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-            raise Refusal("expected a JSON object with a list of messages, as of chat completions")
-        for name, value in body.items():
-            if value is None or name in _UNREAD or name in _READ or (name == "tool_choice" and not body.get("tools")):
-                continue
-            if name not in self._fixed:
+    def fields(self, body: object, known: Collection[str], same_as: Mapping[str, str], *, messages: str) -> Json:
+        """Return the fields of a body that are set and read.
+
+        Args:
+            body: JSON, with messages in the field of that name.
+            known: fields that the API's reader reads, or that may be set in vain.
+            same_as: fields that the run has set already, by the API's name for them.
+
+        Raises:
+            Refusal: another field is set, or one of ``same_as`` differs from what the run samples with.
+        """
+        if not isinstance(body, dict) or not body.get(messages):
+            raise Refusal(f"expected a JSON object with {messages!r}, which are not empty")
+        found = {name: value for name, value in body.items() if value is not None}
+        for name in [each for each in found if each not in known]:
+            if name not in same_as:
                 raise Refusal(f"{quoted(name)} is no field that the policy's endpoint reads: leave it out")
-            asked = value if name == "stop" and isinstance(value, list) else [value]
-            if any(each not in self._fixed[name] for each in asked):
+            value, fixed = found.pop(name), self._fixed[same_as[name]]
+            asked = value if same_as[name] == "stop" and isinstance(value, list) else [value]
+            if any(each not in fixed for each in asked):
                 raise Refusal(
-                    f"{name} = {quoted(value)}: the run samples with {name} = {self._fixed[name][0]!r}, and trains "
+                    f"{name} = {quoted(value)}: the run samples with {name} = {fixed[0]!r}, and trains "
                     f"nothing else: leave {name} out, or change the run's [sampling]",
                     code="unsupported_value",
                 )
-        for name in ("max_tokens", "max_completion_tokens"):
-            most = body.get(name)
-            if most is not None and (not isinstance(most, int) or most < self._most):
-                raise Refusal(
-                    f"{name} = {quoted(most)}: a turn may be as long as its response has room for, "
-                    f"sampling.max_new_tokens = {self._most} in all: leave {name} out",
-                    code="unsupported_value",
-                )
-        return body
+        return found
+
+    def most(self, name: str, value: object) -> int:
+        """Return the limit of a turn in tokens, 0 where the response's is no larger."""
+        if value is None:
+            return 0
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise Refusal(
+                f"{name} = {quoted(value)}: expected a number of tokens, 1 or more: leave {name} out where a turn may "
+                f"be as long as its response has room for, sampling.max_new_tokens = {self._most} in all",
+                code="unsupported_value",
+            )
+        return value if value < self._most else 0
+
+    def limit(self, wanted: Wanted) -> TurnLimit:
+        if not wanted.thinking:
+            return TurnLimit(wanted.most) if wanted.most else UNLIMITED
+        if 0 < wanted.most <= wanted.thinking:
+            raise Refusal(
+                f"a budget of {wanted.thinking} tokens of thinking in a turn of {wanted.most}: expected fewer, so that "
+                "tokens are left for the answer"
+            )
+        if (thinking := self.format(wanted.tools)[1].thinking) is None:
+            raise Refusal(
+                "the policy's chat template ends thinking with no token of its own, so that a budget of it cannot be "
+                "told: leave it out"
+            )
+        opening, closing, _ = thinking
+        return TurnLimit(wanted.most, wanted.thinking, opening, closing)
+
+    @property
+    def stops(self) -> Sequence[str]:
+        return self._stops
 
     def stopped(self, tokenizer: HfTokenizer, turn: list[int]) -> str:
         """Return the end of a turn from the stop string on that its last token has completed; empty if none."""
@@ -153,13 +310,7 @@ class ChatRequests:
         ]
         return text[min(found)[2] :] if found else ""
 
-    def messages(self, body: Json) -> list[Json]:
-        found = [_message(each, number) for number, each in enumerate(body["messages"])]
-        if found[-1]["role"] == "assistant":
-            raise Refusal("the last message is the assistant's: expected one of a user or a tool, to be answered")
-        return found
-
-    def format(self, tools: object) -> tuple[HfTokenizer, ChatFormat]:
+    def format(self, tools: list[Json]) -> tuple[HfTokenizer, ChatFormat]:
         from oppo.hf.chat import ChatFormat, chatting  # noqa: PLC0415 - torch takes seconds to import
 
         for tool in tools if isinstance(tools, list) else [tools]:
@@ -169,11 +320,11 @@ class ChatRequests:
                     'expected tools as {"type": "function", "function": {"name": ..., "parameters": ...}}, got '
                     f"{shown(tool)}"
                 )
-        shown_tools, key = cast("list[Json]", tools), digest_of(tools)
+        key = digest_of(tools)
         if key not in self._formats:
             try:
-                tokenizer = chatting(self._tokenizer, tools=shown_tools, variables=self._tokenizer.variables)
-                roles = ("user", "tool") if shown_tools else ("user",)
+                tokenizer = chatting(self._tokenizer, tools=tools, variables=self._tokenizer.variables)
+                roles = ("user", "tool") if tools else ("user",)
                 try:
                     found = ChatFormat(tokenizer, (*roles, "system"))
                 except ConfigError:  # many templates have system messages at the beginning only
@@ -191,34 +342,64 @@ def quoted(value: object) -> str:
     return shortened(repr(value), 200)
 
 
-def _message(value: object, number: int) -> Json:
-    role = _ROLES.get(str(value.get("role"))) if isinstance(value, dict) else None
-    if role is None or not isinstance(value, dict):
-        raise Refusal(f"message {number}: expected one of role {', '.join(_ROLES)}, got {shown(value)}")
-    content = value.get("content")
+def text_of(content: object, where: str) -> str:
+    """Return the text of the content of a message: a text, or a list of parts that have one."""
+    if content is None or isinstance(content, str):
+        return content or ""
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise Refusal(f"message {number} shows {shown(kind)}: the policy reads text only: leave it out")
-    if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
-        raise Refusal(f"message {number}: expected its content to be text, got {shown(content)}")
-    found: Json = {"role": role, "content": content or ""}
-    found |= {name: value[name] for name in ("name", "tool_call_id", "reasoning_content") if value.get(name)}
+            raise Refusal(f"{where} shows {shown(kind)}: the policy reads text only: leave it out")
+    if not isinstance(content, list):
+        raise Refusal(f"{where}: expected its content to be text, got {shown(content)}")
+    return "\n".join(part["text"] for part in content)
+
+
+def called(call: Any, name: str, arguments: object, where: str) -> Json:
+    """Return the call of a tool as a message has it; the arguments are JSON, or a text of it."""
     try:
-        if value.get("tool_calls"):
-            found["tool_calls"] = [_called(each) for each in value["tool_calls"]]
-    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise Refusal(f"message {number} has a call that cannot be read: {one_line(error)}") from error
-    return found
+        read = json.loads(arguments) if isinstance(arguments, str) and arguments else (arguments or {})
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"{where} has a call that cannot be read: {one_line(error)}") from error
+    if not isinstance(name, str) or not isinstance(read, dict):
+        raise Refusal(f"{where} has a call without a name, or whose arguments are no object: {shown(arguments)}")
+    return {"id": call, "type": "function", "function": {"name": name, "arguments": read}}
 
 
-def _called(call: Any) -> Json:
-    function = call["function"]
-    arguments = function.get("arguments") or {}
-    read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": read}}
+def spoken(messages: list[Json], *, content: str = "", **more: Any) -> None:
+    """Add a part of what the assistant said to its message, which is the last one, or begins here."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    message = messages[-1]
+    message["content"] = "\n".join(filter(None, [message["content"], content]))
+    for name, value in more.items():
+        if value:
+            message[name] = message[name] + value if name in message else value
+
+
+def asked(messages: list[Json]) -> list[Json]:
+    """Return these messages if the last one is to be answered."""
+    if messages and messages[-1]["role"] == "assistant":
+        raise Refusal("the last message is the assistant's: expected one of a user or a tool, to be answered")
+    return messages
+
+
+def with_calls(choice: object, tools: Sequence[Json], *, same: Collection[object] = ("auto",)) -> bool:
+    """Return whether calls of tools are answered as calls: ``tool_choice``.
+
+    Raises:
+        Refusal: it is neither none nor one of ``same``, which ask for nothing else than the policy's own choice.
+    """
+    if choice is None or not tools or choice in same:
+        return True
+    if choice in ("none", {"type": "none"}):
+        return False
+    raise Refusal(
+        f"tool_choice = {quoted(choice)}: a call that is forced is sampled from other probabilities than the policy's, "
+        "of which the engine tells none, so it cannot be trained: leave tool_choice out, or ask for the call in a "
+        "message; 'none' has calls answered as text",
+        code="unsupported_value",
+    )
 
 
 async def apart(size: int, work: Callable[[], T]) -> T:

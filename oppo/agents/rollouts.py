@@ -1,4 +1,4 @@
-"""Agents that talk to the policy as to an OpenAI-compatible server: the prompts, turns and rewards of its rollouts.
+"""Agents that talk to the policy as to OpenAI's or Anthropic's server: the prompts, turns and rewards of its rollouts.
 
 ::
 
@@ -31,19 +31,20 @@ from anyio.abc import TaskGroup
 
 from oppo.agents.conversation import Conversation, Session
 from oppo.agents.requests import ChatRequests, Refusal, Request
-from oppo.agents.server import PATH, AgentServer
+from oppo.agents.server import PATHS, AgentServer
 from oppo.declared import require_real
 from oppo.environments.functions import EnvironmentFailure, is_finite
 from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, running_loop, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
 from oppo.models import SamplingSettings, Scorer, Shared
 from oppo.observe import work_context
 from oppo.returns import TokenRewards
 from oppo.rewards.function import ByTurn
 from oppo.scorers import WholeScorer
-from oppo.turns import Answer, Branching, Turn
+from oppo.turns import Answer, Branching, Turn, turns_of
 from oppo.user_code import CheckedFunction, UserFunction
 
 if TYPE_CHECKING:
@@ -331,9 +332,9 @@ class Agents(RunningAgents, Branching):
                 if session.first.told and session.unopened and holds(admission):
                     talk = session.unopened.pop(0)
                     assert talk.request is not None  # noqa: S101 - its first
-                    return Prompt(
-                        0, admission, talk.request.tokens, sample, columns=session.columns, branch=talk.branch
-                    )
+                    asked = talk.request
+                    columns, branch = session.columns, talk.branch
+                    return Prompt(0, admission, asked.tokens, sample, columns=columns, branch=branch, limit=asked.limit)
             await begun.wait()
 
     def refuse(self, branch: Prompt) -> None:
@@ -378,15 +379,19 @@ class Agents(RunningAgents, Branching):
             for at, turn in enumerate(await said() if talk.told < number else ()):
                 if talk.told <= at < number:
                     await self._asked_in(session, talk, prompt)
-                    self._tell(
-                        session, talk, turn.tokens.tolist(), turn.logprobs.tolist(), whole=not cut or at < number - 1
-                    )
+                    last = at == number - 1
+                    self._tell(session, talk, turn.tokens.tolist(), turn.logprobs.tolist(), cut=cut and last)
         return talk
 
     async def _asked_in(self, session: Session, talk: Conversation, prompt: Prompt) -> None:
         request = await self.heard(session, talk)
         if request is None:
             raise _Astray(f"the agent of rollout {prompt.rollout} ended earlier than before the run was resumed")
+        if not talk.told and request.limit != prompt.limit:
+            raise _Astray(
+                f"the agent of rollout {prompt.rollout} began with another limit of its turn, {request.limit}, than "
+                f"{prompt.limit}: expected the same of each response to a row, and after a resume"
+            )
         if not talk.told and not np.array_equal(request.tokens, prompt.tokens):
             raise _Astray(
                 f"the agent of rollout {prompt.rollout} began with {_difference(request.tokens, prompt.tokens)}: "
@@ -400,9 +405,9 @@ class Agents(RunningAgents, Branching):
         turn: Sequence[int],
         logprobs: Sequence[float],
         *,
-        whole: bool = True,
+        cut: bool = False,
     ) -> None:
-        talk.tell(turn, logprobs, whole=whole)
+        talk.tell(turn, logprobs, cut=cut)
         session.notify()
         self._notify()
 
@@ -422,18 +427,27 @@ class Agents(RunningAgents, Branching):
                     f"the agent of rollout {turn.prompt.rollout} said something else than before the run was resumed, "
                     "after the same turns"
                 )
-            shows = talk.request is not None and talk.request.shows_logprobs
+            if ending := talk.interruption(turn.tokens.tolist()):
+                return Answer(np.array(ending, np.int32), turn.state, within=True)
+            shows = talk.request is not None and talk.request.wanted.shows_logprobs
             logprobs = (await turn.said())[turn.number].logprobs.tolist() if shows else ()
             self._tell(session, talk, turn.tokens.tolist(), logprobs)
             request = await self.heard(session, talk)
         except EnvironmentFailure as failure:
             return self._dropped(session, turn.prompt, failure)
         if request is not None:
-            return Answer(request.tokens, {"given": talk.given}, calls=request.answers)
+            return Answer(request.tokens, {"given": talk.given}, calls=request.answers, limit=request.limit)
         if not isinstance(session.outcome, Drop):
             return None
         self.close(turn.prompt)
         return replace(session.outcome, rollout=turn.prompt.rollout)
+
+    def follow(self, prompt: Prompt, number: int, turn: Callable[[], Sequence[int]]) -> None:
+        """Show the tokens of a rollout's turn of this number, so far, to a request that streams them."""
+        session = self._sessions.get(key_of(prompt))
+        talk = None if session is None else session.conversations.get(prompt.branch)
+        if talk is not None and talk.told == number and talk.streams:
+            talk.follow(turn())
 
     def _dropped(self, session: Session, prompt: Prompt, failure: OppoError) -> Drop:
         if session.outcome is None:
@@ -446,7 +460,7 @@ class Agents(RunningAgents, Branching):
     async def _finished(self, session: Session, finish: Finish) -> Conversation:
         # The conversation of a complete response, in which the agent was told the end of it.
         prompt, cut = finish.response.prompt, finish.reason == "length"
-        turns = [each for each in finish.response.pieces() if isinstance(each, Chunk)]
+        turns = turns_of(finish.response, finish.answered)
 
         async def said() -> list[Chunk]:
             return turns
@@ -544,7 +558,7 @@ class Rehearsed:
     refused: str
 
 
-_WANTED: Final = f"expected it to POST to {PATH.removeprefix('/v1')} of its base URL at least once, with its key"
+_WANTED: Final = f"expected it to POST to {PATHS} of its base URL at least once, with its key"
 
 _FULL: Final = Refusal(
     "the response has reached the run's sampling.max_new_tokens, so nothing follows: return a reward for what there is",
@@ -605,9 +619,9 @@ class AgentPrompts(AsyncIterator[Prompt]):
             if not self._begun:
                 raise StopAsyncIteration
             prompt, session, self._state = self._begun.popleft()
-            tokens, fault = await self._first(prompt, session)
+            tokens, limit, fault = await self._first(prompt, session)
             if not fault:
-                return replace(prompt, tokens=tokens)
+                return replace(prompt, tokens=tokens, limit=limit)
             self._agents.close(prompt)
             logger.warning(f"{fault}: the row is left out")
         raise EnvironmentFailure(f"{FAILURES} rows in a row gave no prompt; the last: {fault}")
@@ -621,16 +635,17 @@ class AgentPrompts(AsyncIterator[Prompt]):
                 return
             self._begun.append((prompt, self._agents.start(prompt), self._position()))
 
-    async def _first(self, prompt: Prompt, session: Session) -> tuple[IntArray, str]:
+    async def _first(self, prompt: Prompt, session: Session) -> tuple[IntArray, TurnLimit, str]:
         try:
-            tokens = (await self._agents.asked(session)).tokens
+            request = await self._agents.asked(session)
         except EnvironmentFailure as failure:
             if not self._agents.drops:
                 raise
-            return prompt.tokens, str(failure)
+            return prompt.tokens, UNLIMITED, str(failure)
+        tokens = request.tokens
         if len(tokens) <= self.longest:
-            return tokens, ""
+            return tokens, request.limit, ""
         fault = f"the first request of rollout {prompt.admission} has {len(tokens)} tokens, more than {self.longest}"
         if self._refuses:
             raise DataError(f"{fault}: shorten its messages, or raise max_prompt_tokens")
-        return tokens, fault
+        return tokens, UNLIMITED, fault

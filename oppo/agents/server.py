@@ -1,4 +1,4 @@
-"""The HTTP server that agents ask: OpenAI's chat completions, at one address while a run is open."""
+"""The HTTP server that agents ask by OpenAI's or Anthropic's API, at one address while a run is open."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import asyncio
 import json
 import resource
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
+from oppo.agents.chat_completions import ChatCompletions
 from oppo.agents.conversation import ENDED, Session
-from oppo.agents.requests import BODY, MODEL, Json, Refusal, apart
+from oppo.agents.messages import Messages
+from oppo.agents.requests import BODY, MODEL, Api, Refusal, Request, Stream, apart
+from oppo.agents.responses import Responses
 from oppo.errors import ConfigError, as_itself, shortened
 from oppo.log import logger
 
@@ -24,7 +27,11 @@ if TYPE_CHECKING:
     from starlette.responses import Response as HttpResponse
     from starlette.types import Receive, Scope, Send
 
-PATH: Final = "/v1/chat/completions"
+T = TypeVar("T")
+
+APIS: Final[Mapping[str, Api]] = {each.path: each for each in (ChatCompletions(), Responses(), Messages())}
+
+PATHS: Final = ", ".join(each.removeprefix("/v1") for each in APIS)
 
 BACKLOG: Final = 2048
 """Connections that may wait to be accepted."""
@@ -71,7 +78,7 @@ class AgentServer:
                 await self.app(scope, receive, send)
             except asyncio.CancelledError:  # the run is interrupted: its task ends here, and its server logs nothing
                 with suppress(RuntimeError):  # it has answered
-                    await _error(ENDED)(scope, receive, send)
+                    await _error_of(APIS.get(scope["path"], ChatCompletions()), ENDED)(scope, receive, send)
 
         config = uvicorn.Config(
             app,
@@ -111,10 +118,11 @@ class AgentServer:
             await server.serve([listening])
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Refusals have the form of OpenAI's errors.
-        from starlette.requests import ClientDisconnect, Request  # noqa: PLC0415 - an extra
+        # Refusals have the form of the API's errors.
+        from starlette.requests import ClientDisconnect, Request as HttpRequest  # noqa: PLC0415 - an extra
 
-        http = Request(scope, receive)
+        http = HttpRequest(scope, receive)
+        _error = partial(_error_of, APIS.get(http.url.path, ChatCompletions()))
         try:
             answer = await self._answer(http)
         except Refusal as refusal:
@@ -131,18 +139,18 @@ class AgentServer:
 
     async def _answer(self, http: HttpRequest) -> HttpResponse:
         match http.method, http.url.path:
-            case "POST", path if path == PATH:
-                return await self._complete(http)
+            case "POST", path if path in APIS:
+                return await self._complete(http, APIS[path])
             case "GET", "/v1/models":
                 return self._models(http)
             case _, path:
                 raise Refusal(
-                    f"nothing is served at {shortened(path, 200)}: ask for chat completions, by POST to {PATH}",
+                    f"nothing is served at {shortened(path, 200)}: ask by POST to {', '.join(APIS)}",
                     status=404,
                 )
 
-    async def _complete(self, http: HttpRequest) -> HttpResponse:
-        from starlette.responses import JSONResponse, Response  # noqa: PLC0415 - an extra
+    async def _complete(self, http: HttpRequest, api: Api) -> HttpResponse:
+        from starlette.responses import JSONResponse, StreamingResponse  # noqa: PLC0415 - an extra
 
         refused, repeated, evaluated = False, False, False
         try:
@@ -150,14 +158,13 @@ class AgentServer:
             evaluated = session.evaluated
             body = await _read(http)
             again = http.headers.get("x-stainless-retry-count", "0") != "0"
-            request, repeated = await session.ask(body, again=again, key=http.headers.get("idempotency-key", ""))
+            key = http.headers.get("idempotency-key", "")
+            request, repeated = await session.ask(api, body, again=again, key=key)
             self._asked()
-            completion = await _while_connected(http, request.result)
-            if not body.get("stream"):
-                return JSONResponse(completion)
-            options = body.get("stream_options")
-            usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            return Response(_as_events(completion, with_usage=usage), media_type="text/event-stream")
+            if not request.wanted.stream:
+                return JSONResponse(api.whole(request, await _while_connected(http, request.result)))
+            await _while_connected(http, request.begun)
+            return StreamingResponse(_events(http, request, api.stream(request)), media_type="text/event-stream")
         except Refusal:
             refused = True
             raise
@@ -173,10 +180,11 @@ class AgentServer:
 
     def _session(self, http: HttpRequest) -> Session:
         kind, _, key = http.headers.get("authorization", "").partition(" ")
-        found = self._sessions().get(key.strip())
-        if kind.lower() != "bearer" or found is None:
+        bearer = key.strip() if kind.lower() == "bearer" else ""
+        found = self._sessions().get(http.headers.get("x-api-key", "") or bearer)
+        if found is None:
             raise Refusal(
-                "expected the key that the agent was given, as a bearer token, while its rollout lasts",
+                "expected the key that the agent was given, as a bearer token or X-Api-Key, while its rollout lasts",
                 code="invalid_api_key",
                 status=401,
             )
@@ -187,17 +195,38 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _error(refusal: Refusal) -> HttpResponse:
+def _error_of(api: Api, refusal: Refusal) -> HttpResponse:
     from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
 
-    return JSONResponse(refusal.json(), refusal.status)
+    return JSONResponse(api.error(refusal), refusal.status)
 
 
-async def _while_connected(http: HttpRequest, wait: Callable[[], Awaitable[Json]]) -> Json:
+async def _events(http: HttpRequest, request: Request, stream: Stream) -> AsyncIterator[str]:
+    # Of an answer while it is written; one that its client asks for again begins anew.
+    at, request.waiting = 0, request.waiting + 1
+    try:
+        for event in stream.begin():
+            yield event
+        while True:
+            news, at, new = request.news, len(request.deltas), request.deltas[at:]
+            for event in (event for kind, text in new for event in stream.more(kind, text)):
+                yield event
+            if at == len(request.deltas) and (reply := request.reply) is not None:
+                break
+            if at == len(request.deltas):
+                await news.wait()
+        for event in stream.failed(reply) if isinstance(reply, Refusal) else stream.end(reply):
+            yield event
+        request.heard = not await http.is_disconnected()
+    finally:
+        request.waiting -= 1
+
+
+async def _while_connected(http: HttpRequest, wait: Callable[[], Awaitable[T]]) -> T:
     # The awaited result, unless the client disconnects.
     from starlette.requests import ClientDisconnect  # noqa: PLC0415 - an extra
 
-    found: Json | None = None
+    found = list[T]()
 
     async def leave(scope: anyio.CancelScope) -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -207,11 +236,11 @@ async def _while_connected(http: HttpRequest, wait: Callable[[], Awaitable[Json]
     with as_itself():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(leave, tasks.cancel_scope, name="a client that may leave")
-            found = await wait()
+            found.append(await wait())
             tasks.cancel_scope.cancel()
-    if found is None:
+    if not found:
         raise ClientDisconnect
-    return found
+    return found[0]
 
 
 async def _read(http: HttpRequest) -> Any:
@@ -230,23 +259,6 @@ async def _read(http: HttpRequest) -> Any:
         return await apart(length, partial(json.loads, b"".join(parts)))
     except ValueError as error:
         raise Refusal(f"the request cannot be read: {error}") from error
-
-
-def _as_events(completion: Json, *, with_usage: bool) -> str:
-    # An answer as server-sent events, as if it were streamed: the turn is whole before the first.
-    (choice,) = completion["choices"]
-    kept = {name: each for name, each in completion.items() if name not in {"choices", "usage", "prompt_token_ids"}}
-    common, delta = {**kept, "object": "chat.completion.chunk"}, {**choice["message"]}
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": at, **each} for at, each in enumerate(delta["tool_calls"])]
-    said = {**choice, "delta": delta, "finish_reason": None}
-    del said["message"]
-    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    ids = {name: completion[name] for name in ("prompt_token_ids",) if name in completion}
-    chunks = [{**common, **ids, "choices": [said]}, {**common, "choices": [ended]}]
-    if with_usage:
-        chunks.append({**common, "choices": [], "usage": completion["usage"]})
-    return "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
 
 
 def _connections() -> int:

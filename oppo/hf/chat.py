@@ -8,6 +8,7 @@ with the answer behind it. The answer is the text after the stand-in that only t
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ from oppo.hf.tool_calls import (
     parameters_by_tool,
     probes,
     quoted,
+    settled,
     tool_schema,
 )
 
@@ -39,12 +41,18 @@ _ANSWERED: Final[ChatMessage] = {"role": "assistant", "content": _SAID}
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A turn as a message; ``malformed``: what is wrong with the first call that cannot be read, or empty."""
+    """A turn as a message.
+
+    Attributes:
+        malformed: what is wrong with the first call that cannot be read, or empty.
+        text: all behind the reasoning, with calls as they were written.
+    """
 
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: str = ""
+    text: str = ""
 
     @property
     def message(self) -> ChatMessage:
@@ -158,9 +166,50 @@ class ChatFormat:
         text = self._without_end(tokens)
         reasoning, text = self._split(text)
         if self._syntax is None:
-            return ParsedTurn(text.strip(), reasoning)
+            return ParsedTurn(text.strip(), reasoning, text=text.strip())
         content, calls, fault = self._syntax.read(text, self.tools)
-        return ParsedTurn(content.strip(), reasoning, calls, fault)
+        return ParsedTurn(content.strip(), reasoning, calls, fault, text.strip())
+
+    def so_far(self, tokens: Sequence[int], stops: Sequence[str] = (), *, calls: bool = True) -> tuple[str, str]:
+        """Return the reasoning and the text of a turn that goes on, as far as no later token changes them.
+
+        Args:
+            tokens: of the turn so far.
+            stops: texts that are left out where they end it.
+            calls: whether calls are left out of the text.
+        """
+        if getattr(self._tokenizer.inner, "response_template", None) is not None:
+            return "", ""
+        reasoning, text = "", self._without_end(tokens).rstrip("\ufffd")
+        if self._thinking is not None:
+            opening, closing, _ = self._thinking
+            begun = self._opens or text.lstrip().startswith(opening)
+            if not begun and opening.startswith(text.lstrip()):
+                return "", ""
+            thought = text if self._opens else text.lstrip().removeprefix(opening)
+            if begun and closing not in thought:
+                return settled(thought, [closing, *stops]).strip(), ""
+            reasoning, text = self._split(text)
+        text = self._syntax.before(text) if calls and self._syntax is not None else text
+        return reasoning, settled(text, stops).strip()
+
+    @cached_property
+    def thinking(self) -> tuple[int, int, list[int]] | None:
+        """The tokens that begin thinking, -1 if the prompt does, and end it, and all that end it in the template.
+
+        ``None``: it has no token of its own for its end, or for its beginning.
+        """
+        if self._thinking is None:
+            return None
+        opening, closing, ending = map(self._tokenizer.encode_whole, self._thinking)
+        if len(closing) != 1 or (len(opening) != 1 and not self._opens) or closing[0] not in ending:
+            return None
+        return -1 if self._opens else opening[0], closing[0], ending
+
+    def thought(self, turn: Sequence[int]) -> int:
+        """Return how many tokens of a turn are thinking, with those that begin and end it."""
+        _, closing, _ = self._thinking or ("", "", "")
+        return bisect_left(range(len(turn)), x=True, key=lambda n: closing in self._tokenizer.decode_whole(turn[:n]))
 
     def answer(self, turn: Sequence[int], messages: Sequence[ChatMessage]) -> list[int]:
         """Return the tokens that the policy reads after a turn: what closes it, messages, and the start of its next.
@@ -299,8 +348,8 @@ class ChatFormat:
         return text[start:].removesuffix(self._ending)
 
     @cached_property
-    def _thinking(self) -> tuple[str, str] | None:
-        # The marks that begin and end reasoning.
+    def _thinking(self) -> tuple[str, str, str] | None:
+        # The marks that begin and end reasoning, and the text from its end to the answer.
         try:
             text = self._render([_USER, {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT}]).text
         except ConfigError:
@@ -309,14 +358,19 @@ class ChatFormat:
         opening = re.search(r"(<[^<>]*>|\[[^\[\]]*\])\s*$", before)
         closing = after.partition(_SAID)[0].strip()
         if found and opening and closing and _SAID in after:
-            return opening[1], closing
-        return ("<think>", "</think>") if "</think>" in self._tokenizer.chat_template else None
+            return opening[1], closing, after.partition(_SAID)[0]
+        return ("<think>", "</think>", "\n</think>\n\n") if "</think>" in self._tokenizer.chat_template else None
+
+    @property
+    def _opens(self) -> bool:
+        # Whether the prompt begins the reasoning.
+        return self._thinking is not None and self._opened.rstrip().endswith(self._thinking[0])
 
     def _split(self, text: str) -> tuple[str, str]:
         if self._thinking is None:
             return "", text
-        opening, closing = self._thinking
-        if not self._opened.rstrip().endswith(opening):
+        opening, closing, _ = self._thinking
+        if not self._opens:
             if not text.lstrip().startswith(opening):
                 return "", text
             text = text.lstrip().removeprefix(opening)

@@ -317,6 +317,13 @@ class CallSyntax:
     def ends_with(self, end: str) -> bool:
         return any(tail.rstrip().endswith(end) for tail in self.tails)
 
+    def before(self, text: str) -> str:
+        """Return the text before what is a call, or may become one."""
+        mark = (self.head.split() or [""])[0]
+        if not mark:
+            return "" if text.lstrip()[:1] in ("", "{") else text
+        return settled(text.partition(mark)[0], [mark] if mark not in text else [])
+
     def read(self, text: str, schemas: Schemas) -> tuple[str, tuple[ToolCall, ...], str]:
         """Return the text outside of calls, the calls up to one that cannot be read, and what is wrong with it."""
         head = re.compile(rf"{_words(self.head)}\s*")
@@ -342,6 +349,12 @@ class CallSyntax:
             if ends := _matching(tail, text, at):
                 return ends.end(), False
         raise ValueError(f"expected {self.tails[0]!r} after a call, got {quoted(text[at : at + 80])}")
+
+
+def settled(text: str, marks: Sequence[str]) -> str:
+    """Return a text without its end if that may become one of these marks, or is one."""
+    held = [n for mark in marks for n in range(1, len(mark) + 1) if text.endswith(mark[:n])]
+    return text[: len(text) - max(held, default=0)]
 
 
 def probes(count: int) -> list[ToolCall]:

@@ -265,7 +265,7 @@ class _PooledDecoding(Round):
                 raise
             require_count(seats, len(opened), "open() of a member")
             for rollout, seat in zip(opened, seats, strict=True):
-                rollout.seat = seat
+                rollout.sit(seat)
                 if rollout.closed:
                     await seat.aclose()
         return [each.seat for each in rollouts if each.seat is not None and not each.closed]

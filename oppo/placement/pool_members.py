@@ -23,6 +23,7 @@ from anyio.abc import TaskGroup
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError, one_line
 from oppo.events import Chunk, IntArray, Prompt, Response, ToolTokens
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
 from oppo.models import Decode, Policy, Sampling, VariesSampling, Weights, require_model
 from oppo.turns import TurnDecode, turn_so_far
@@ -346,6 +347,7 @@ class PooledDecode:
         self._unanswered = False
         self._answer: IntArray | None = None  # until all of it came back
         self._heard = 0  # tokens of it that did
+        self._bounds: tuple[TurnLimit, int] = UNLIMITED, 0
         self._ending = self._issued = False
         self._news = anyio.Event()
         self._fetching = anyio.Lock(fast_acquire=True)
@@ -556,6 +558,14 @@ class PooledDecode:
     def _unissued(self) -> bool:
         return (self._answer is not None or self._ending) and not self._issued
 
+    def bound(self, limit: TurnLimit, start: int) -> None:
+        self._bounds = limit, start
+
+    def sit(self, seat: Decode) -> None:
+        self.seat = seat
+        if self.opens_turns and self._answer is None:
+            cast("TurnDecode", seat).bound(*self._bounds)
+
     def proceed(self, given: IntArray) -> bool:
         if not self.decodes:
             return False
@@ -579,6 +589,8 @@ class PooledDecode:
 
     def _issue(self) -> None:
         seat = cast("TurnDecode", self.seat)
+        if self._answer is not None:
+            seat.bound(*self._bounds)
         self._issued = seat.finish() if self._answer is None else seat.proceed(self._answer)
 
     def begin(self) -> None:

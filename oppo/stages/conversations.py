@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
@@ -17,12 +17,13 @@ from anyio.abc import TaskGroup
 
 from oppo.declared import require_real
 from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
-from oppo.events import AnsweredTurn, Chunk, Drop, IntArray, Prompt, described
+from oppo.events import AnsweredTurn, Chunk, Drop, IntArray, Prompt, Response, described
 from oppo.graph import Step
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import entered
 from oppo.stages.ledger import InFlightRollout
 from oppo.stages.metrics import Averaged
-from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode
+from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode, turns_of
 
 TurnOutcome: TypeAlias = Answer | Drop | None
 
@@ -37,10 +38,13 @@ class _Memory:
     failures: int = 0
     length: int = 0  # tokens of the response, up to the last answer
     turns: list[AnsweredTurn] = field(default_factory=list)
+    limit: TurnLimit | None = None  # of the turn; that of the prompt before the first answer
+    before: list[int] = field(default_factory=list)  # tokens of the turn up to those that interrupted it
 
-    def after(self, answer: Answer, turn: int) -> _Memory:
-        # Of a turn of so many tokens.
-        end, said = self.length + turn, [dict(each) for each in answer.said]
+    def after(self, answer: Answer, call: _Call) -> _Memory:
+        if answer.within:
+            return replace(self, before=[*call.tokens, *answer.tokens.tolist()])
+        end, said = self.length + len(call.tokens), [dict(each) for each in answer.said]
         reward = None if answer.reward is None else float(answer.reward)
         return _Memory(
             self.answered + bool(len(answer.tokens)),
@@ -49,6 +53,7 @@ class _Memory:
             self.failures + answer.failures,
             end + len(answer.tokens),
             [*self.turns, AnsweredTurn(end, reward, answer.key, said)],
+            answer.limit,
         )
 
 
@@ -57,7 +62,7 @@ class _Call:
     """One call of the environment, which goes on when a step is cut, and is cancelled if its rollout is closed."""
 
     started: float
-    turn: int  # tokens
+    tokens: list[int]  # of the turn
     ended: float = 0.0
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     done: anyio.Event = field(default_factory=anyio.Event)
@@ -82,6 +87,7 @@ class Conversations:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
+        self._follow = getattr(environment, "follow", None)
         self._memories: dict[int, _Memory] = {}
         self._before: dict[int, _Memory] = {}  # without the last answer
         self._calls: dict[int, _Call] = {}
@@ -121,7 +127,7 @@ class Conversations:
         while (tokens := await self._turn(number, decode)) is not None:
             memory = self._memories.setdefault(number, _Memory())
             with noted(f"while answering turn {memory.answered} of rollout {number}"):
-                call = self._calls.get(number) or self._ask(rollout, memory, tokens)
+                call = self._calls.get(number) or self._ask(rollout, memory, [*memory.before, *tokens.tolist()])
                 await call.done.wait()
                 try:
                     outcome = call.result()
@@ -131,12 +137,19 @@ class Conversations:
             given = outcome.tokens if isinstance(outcome, Answer) and len(outcome.tokens) else None
             if isinstance(outcome, Drop):
                 rollout.dropped = outcome.reason
+            after = memory.after(outcome, call) if isinstance(outcome, Answer) else memory
+            limits = [each.limit or rollout.prompt.limit for each in (memory, after)]
+            if given is not None and limits != [UNLIMITED, UNLIMITED]:
+                decode.bound(limits[-1], after.length)
             if not (decode.finish() if given is None else decode.proceed(given)):
                 return
             del self._calls[number]
+            if isinstance(outcome, Answer) and outcome.within:
+                self._memories[number] = after
+                continue
             step.note(call.answered(number, memory.answered, 0 if given is None else len(given), rollout.dropped))
             if isinstance(outcome, Answer):
-                self._before[number], self._memories[number] = memory, memory.after(outcome, call.turn)
+                self._before[number], self._memories[number] = memory, after
                 self._tools = self._tools or bool(outcome.calls)
             step.record(Averaged({"turns/answer_seconds": [call.ended - call.started]}))
             for name, seconds in outcome.seconds if isinstance(outcome, Answer) else ():
@@ -146,14 +159,30 @@ class Conversations:
         with noted(f"while waiting for a turn of rollout {rollout}"):
             return await decode.turn()
 
-    def _ask(self, rollout: InFlightRollout, memory: _Memory, tokens: IntArray) -> _Call:
+    def opened(self, rollout: Prompt | Response, decode: TurnDecode) -> None:
+        prompt = rollout if isinstance(rollout, Prompt) else rollout.prompt
+        memory = self._memories.get(prompt.rollout, _Memory())
+        if (limit := memory.limit or prompt.limit) != UNLIMITED:
+            decode.bound(limit, memory.length)
+
+    def heard(self, rollout: InFlightRollout) -> None:
+        """Show new tokens of a rollout to the environment, if it follows turns."""
+        if self._follow is not None:
+            memory = self._memories.get(rollout.prompt.rollout, _Memory())
+
+            def turn() -> list[int]:
+                return rollout.response().tokens[memory.length :].tolist()
+
+            self._follow(rollout.prompt, memory.answered, turn)
+
+    def _ask(self, rollout: InFlightRollout, memory: _Memory, tokens: list[int]) -> _Call:
         if self._tasks is None:
             raise ProtocolError("an environment answers in a run only: open the graph first")
         number = rollout.prompt.rollout
         self._known[number] = rollout.prompt
-        call = self._calls[number] = _Call(anyio.current_time(), len(tokens))
-        said = partial(_turns_read, rollout, memory.answered, len(tokens))
-        turn = Turn(rollout.prompt, memory.answered, tokens, json.loads(memory.state), said)
+        call = self._calls[number] = _Call(anyio.current_time(), tokens)
+        said = partial(_turns_read, rollout, memory.turns, memory.length + len(tokens))
+        turn = Turn(rollout.prompt, memory.answered, np.array(tokens, np.int32), json.loads(memory.state), said)
         self._tasks.start_soon(self._answer, call, turn, name=f"answer rollout {number}")
         return call
 
@@ -177,7 +206,7 @@ class Conversations:
         self._ended.append(memory)
         if call is not None:
             call.scope.cancel()
-            memory = memory.after(call.outcome, call.turn) if isinstance(call.outcome, Answer) else memory
+            memory = memory.after(call.outcome, call) if isinstance(call.outcome, Answer) else memory
         self._known[prompt.rollout] = prompt
         if (forget := getattr(self._environment, "forget", None)) is not None:
             forget(prompt, json.loads(memory.state))
@@ -208,24 +237,28 @@ class Conversations:
             if rollout in self._before and self._memories[rollout].turns[-1].end == length
         }
         known = {**self._memories, **late}
-        return {str(rollout): asdict(memory) for rollout, memory in known.items() if memory.turns}
+        return {str(rollout): asdict(memory) for rollout, memory in known.items() if memory.turns or memory.before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._memories = {
-            int(rollout): _Memory(**{**memory, "turns": [AnsweredTurn(**turn) for turn in memory["turns"]]})
+            int(rollout): _Memory(
+                **{
+                    **memory,
+                    "turns": [AnsweredTurn(**turn) for turn in memory["turns"]],
+                    "limit": None if memory["limit"] is None else TurnLimit(**memory["limit"]),
+                }
+            )
             for rollout, memory in state.items()
         }
         self._tools = any(memory.calls for memory in self._memories.values())
 
 
-async def _turns_read(rollout: InFlightRollout, number: int, length: int) -> Sequence[Chunk]:
-    # All turns up to the one of this number and length, which its reader may not have had yet.
-    while True:
+async def _turns_read(rollout: InFlightRollout, answered: Sequence[AnsweredTurn], length: int) -> Sequence[Chunk]:
+    # All turns up to the one that ends here, which its reader may not have had yet.
+    while rollout.length < length:
         rollout.grown = anyio.Event()
-        turns = [each for each in rollout.response().pieces() if isinstance(each, Chunk)]
-        if len(turns) > number and len(turns[number].tokens) == length:
-            return turns
         await rollout.grown.wait()
+    return turns_of(rollout.response(), [*answered, AnsweredTurn(length)])[: len(answered) + 1]
 
 
 def _require_outcome(outcome: object) -> TurnOutcome:

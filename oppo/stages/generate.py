@@ -380,6 +380,8 @@ class Generate:
                 require_chunk(chunk, self.policy, size, rollout=number, start=start, oldest=oldest, turns=turns)
                 if len(chunk.tokens):
                     rollout.append(chunk)
+                    if self._conversations is not None:
+                        self._conversations.heard(rollout)
                     await out.send(chunk)
                 if chunk.state == "cut":
                     round_.note_end(rollout)

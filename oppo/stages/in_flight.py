@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias, cast
 
 from oppo.errors import ConfigError, noted
-from oppo.events import Finish, Prompt, Response, RolloutEvent
+from oppo.events import AnsweredTurn, Finish, Prompt, Response, RolloutEvent
 from oppo.graph import Sender
 from oppo.models import Decode, Policy, require_count, require_model
 from oppo.stages.conversations import Conversations
 from oppo.stages.ledger import InFlightRollout, RolloutSnapshot, Unit
-from oppo.turns import Branching, MultiTurnPolicy
+from oppo.turns import Branching, MultiTurnPolicy, TurnDecode
 
 LENGTHS: Final = 256
 """Ended rollouts whose mean length is the expected length of live ones."""
@@ -62,6 +62,9 @@ class OpenRollouts(dict[int, InFlightRollout]):
             make = policy.open if self._conversations is None else require_turns(policy).open_turns
             decodes = await make(rollouts)
             require_count(decodes, len(rollouts), "open() of the policy")
+            if self._conversations is not None:
+                for rollout, decode in zip(rollouts, decodes, strict=True):
+                    self._conversations.opened(rollout, cast("TurnDecode", decode))
         return decodes
 
     def snapshot(self, prompt: Prompt) -> RolloutSnapshot:
@@ -93,9 +96,12 @@ class OpenRollouts(dict[int, InFlightRollout]):
 
     def note_end(self, rollout: InFlightRollout) -> None:
         if self._branching is not None and rollout.reason is not None:
-            ending = rollout.ending()
+            ending = rollout.ending(self.answered(rollout.prompt.rollout))
             if isinstance(ending, Finish):
                 self._branching.ended(ending)
+
+    def answered(self, rollout: int) -> Sequence[AnsweredTurn]:
+        return () if self._conversations is None else self._conversations.answered(rollout)
 
     def is_complete(self, unit: Unit) -> bool:
         return all(self[prompt.rollout].reason for prompt in unit.prompts)
@@ -105,7 +111,7 @@ class OpenRollouts(dict[int, InFlightRollout]):
         # Branches first: a scorer that finishes a first conversation then knows of the others.
         for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
             rollout = self[number]
-            ending = rollout.ending(() if self._conversations is None else self._conversations.answered(number))
+            ending = rollout.ending(self.answered(number))
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self.close(rollout)
             ended.append(number)

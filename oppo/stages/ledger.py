@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from threading import Lock
 from typing import Any
@@ -42,6 +42,7 @@ from oppo.events import (
     TokenColumns,
     ToolTokens,
 )
+from oppo.limits import TurnLimit
 from oppo.log import logger
 from oppo.models import Decode
 
@@ -358,6 +359,7 @@ class RolloutSnapshot:
             "sample": prompt.sample,
             "group": prompt.group,
             "branch": prompt.branch,
+            "limit": asdict(prompt.limit),
             "prompt": prompt.tokens,
             "columns": dict(prompt.columns),
             "tokens": response.tokens,
@@ -379,6 +381,7 @@ class RolloutSnapshot:
             group=state["group"],
             columns=state["columns"],
             branch=state["branch"],
+            limit=TurnLimit(**state["limit"]),
         )
         columns = {name: state[name] for name in ("tokens", "logprobs", "versions", "sampled")}
         extra = TokenColumns(*(COLUMN_KINDS[name](**column) for name, column in state["extra"].items()))

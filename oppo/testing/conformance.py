@@ -19,6 +19,7 @@ from oppo.data import PromptStream
 from oppo.errors import ProtocolError, as_itself, shown
 from oppo.events import Batch, Chunk, Finish, IntArray, Prompt, Response, StepReport, Support, ToolTokens
 from oppo.graph import Stateful
+from oppo.limits import TurnLimit
 from oppo.models import Capabilities, Decode, Policy, Scorer, SyncedModel, Trainer, Weights
 from oppo.stages import Generate
 from oppo.stages.generate import require_chunk
@@ -218,6 +219,7 @@ async def check_turns(make: Make[Policy], prompts: Sequence[Prompt], plain: Tria
     )
     await _check_turn_cut(make, whole)
     await _check_waiting(make, whole)
+    await _check_limit(make, whole)
     if whole.policy.capabilities.resumes != "refused":
         await _check_reopening(make, whole)
 
@@ -295,6 +297,30 @@ async def _check_waiting(make: Make[Policy], whole: Dialogue) -> None:
         require(decode.finish(), f"{rollout}: finish() was refused while it was decoded")
     require(trial.transcripts[k].ended, f"{rollout}: it went on after finish()")
     require(trial.reported == [whole.prompts[k].rollout], f"after finish(), cut() was called with {trial.reported}")
+
+
+async def _check_limit(make: Make[Policy], whole: Dialogue) -> None:
+    k, (*first, _) = max(((k, heard[0]) for k, heard in enumerate(whole.heard) if heard), key=lambda pair: len(pair[1]))
+    trial = await _dialogue(make, whole.prompts)
+    rollout, decode = f"rollout {whole.prompts[k].rollout}", trial.decodes[k]
+    if not first:
+        return
+    decode.bound(TurnLimit(len(first)), 0)
+    async with trial.policy.decoding([decode], trial.cut), anyio.create_task_group() as tasks:
+        tasks.start_soon(trial.read, k, 3)
+        turn = await decode.turn()
+        require(
+            turn is not None and turn.tolist() == first,
+            f"{rollout}: its turn was limited to {len(first)} tokens by bound(), and is {turn}; expected {first}",
+        )
+        decode.bound(TurnLimit(1), len(first) + len(trial.answer))
+        following = await decode.turn() if decode.proceed(trial.answer) else None
+        require(
+            following is None or len(following) == 1,
+            f"{rollout}: the turn after was limited to 1 token by bound(), and is {following}",
+        )
+        if following is not None:
+            decode.finish()
 
 
 async def _check_reopening(make: Make[Policy], whole: Dialogue) -> None:

@@ -34,6 +34,7 @@ from oppo.events import (
     TokenColumns,
     ToolTokens,
 )
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
 from oppo.testing.fakes import noises, require_seconds
 
@@ -289,6 +290,7 @@ class FakeDecode:
         self.ends: Sequence[int] = ()  # lengths at which its turns end; an answer moves the later ones
         self.answers: dict[int, IntArray] = {}  # tool tokens after turns, by position
         self.waiting = False  # a turn has ended and is unanswered
+        self._bounds: tuple[TurnLimit, int] = UNLIMITED, 0
         self.closed = False
         self._runs: list[tuple[int, int]] = []  # from this token on, this version
         self._at_home = False
@@ -356,6 +358,20 @@ class FakeDecode:
         start = max((at + len(given) for at, given in self.answers.items()), default=0)
         return self.tokens(start, self.made) if self.waiting and self.policy.is_decoding(self) else None
 
+    def bound(self, limit: TurnLimit, start: int) -> None:
+        self._bounds = limit, start
+        if not self.waiting:
+            self._limit_turn()
+
+    def _limit_turn(self) -> None:
+        limit, start = self._bounds
+        ends = [start + length for length in (limit.tokens, limit.thinking) if length]
+        reached = [
+            end for end in ends if self.made <= end and limit.reached(self.tokens(start, end).tolist(), end - start)
+        ]
+        self.ends = sorted({*self.ends, *reached})
+        self.waiting = self.made in reached and self.made not in self.answers and self.made < self.length
+
     def proceed(self, given: IntArray) -> bool:
         if not self.policy.is_decoding(self):
             return False
@@ -367,6 +383,7 @@ class FakeDecode:
         self.length = min(self.policy.cap, self.length + len(given))
         self.paused += len(given)
         self.waiting = False
+        self._limit_turn()
         self.policy.rejoin(self)
         return True
 

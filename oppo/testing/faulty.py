@@ -44,6 +44,7 @@ import anyio
 
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Batch, Chunk, Drop, Finish, IntArray, Prompt, Response, ToolTokens
+from oppo.limits import TurnLimit
 from oppo.models import (
     Capabilities,
     Cut,
@@ -240,6 +241,9 @@ class FaultyDecode:
 
     async def turn(self) -> IntArray | None:
         return await self.policy.played("turn", self._with_turns.turn)
+
+    def bound(self, limit: TurnLimit, start: int) -> None:
+        self._with_turns.bound(limit, start)
 
     def proceed(self, given: IntArray) -> bool:
         return self._with_turns.proceed(given)

@@ -427,7 +427,10 @@ class Request:
             fresh.append((token, _checked(token, found[token]), version_at(self._made), extra))
             self._tokens.append(token)
             self._made += 1
-            self._reason = self._stopping.reason(self._tokens, self.rollout.limit)
+            limit, start = self.rollout.bounds
+            self._reason = self._stopping.reason(self._tokens, self.rollout.limit) or (
+                "stop" if self.rollout.turns and limit.reached(self._tokens, self.written - start) else None
+            )
             if self.finished:
                 break
         turn = self._reason if self.rollout.turns and self._reason != "length" else None

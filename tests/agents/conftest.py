@@ -22,9 +22,13 @@ class Numbers:
 
     roles = frozenset({"user"})
     ends = frozenset({2})
+    thinking = None
 
     def parse(self, turn: Sequence[int]) -> ParsedTurn:
         return ParsedTurn(f"{len(turn)}: {sum(turn)}")
+
+    def so_far(self, tokens: Sequence[int], stops: Sequence[str], *, calls: bool) -> tuple[str, str]:
+        return "", f"{len(tokens)}"[:1]
 
     def answer(self, turn: Sequence[int], messages: Sequence[Mapping[str, object]]) -> list[int]:
         return [90_000 + len(turn), *range(int(str(messages[0]["content"])))]

@@ -17,7 +17,7 @@ from oppo import Overcommit
 from oppo.admission import TailBatched
 from oppo.agents import Agents
 from oppo.evaluation import Evaluated, Evaluation
-from oppo.events import Chunk, Prompt, Response
+from oppo.events import Batch, Chunk, Prompt, Response
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.conftest import graph_of, stepped
 from tests.agents.test_agents import tokenizer
@@ -231,3 +231,68 @@ def test_every_schedule_trains_each_rollout_once_and_as_it_was_said(
     for score, response in pairs:
         check(score, response)
     assert players.agents._sessions == {}
+
+
+@dataclass
+class Limited(Players):
+    """Agents that limit each turn; ``said``: the reasons of their turns' ends, by row."""
+
+    fields: Mapping[str, int] = field(default_factory=dict)
+    turns: int = 9
+    said: dict[int, list[str]] = field(default_factory=dict)
+
+    async def run(self, row: dict[str, Any], base_url: str, key: str) -> float:
+        messages, said = [{"role": "user", "content": str(row["number"])}], list[str]()
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(self.agents.app), base_url=base_url) as to:
+            for turn in range(self.turns):
+                await anyio.sleep(self.seconds.get((row["number"], turn), 0.01))
+                asked = {"messages": messages, **self.fields}
+                reply = await to.post("/chat/completions", json=asked, headers={"Authorization": f"Bearer {key}"})
+                if reply.status_code == 400:
+                    break
+                (choice,) = reply.json()["choices"]
+                said.append(choice["finish_reason"])
+                messages += [choice["message"], {"role": "user", "content": "2"}]
+        if said:  # it was not begun in vain
+            assert self.said.setdefault(row["number"], said) == said
+        return float(len(said))
+
+
+TIMES = st.dictionaries(st.tuples(st.integers(0, 20), st.integers(0, 2)), st.floats(0, 0.2), max_size=20)
+
+
+@given(TIMES)
+def test_the_next_turn_is_limited_by_the_request_and_by_what_the_response_has_left(
+    seconds: Mapping[tuple[int, int], float],
+) -> None:
+    # A limit of 4, room for 10: 4 tokens, an answer of 3, and then 3.
+    players = Limited(seconds, fields={"max_tokens": 4})
+    decoding = FakePolicy(length=lambda prompt: 99, cap=10)
+    batches = batches_of(players, decoding, Overcommit(batch=4, overcommit=2))
+    for response in (each for batch in batches for each in batch.responses):
+        assert response.sampled.tolist() == [True] * 4 + [False] * 3 + [True] * 3
+    assert {tuple(each) for each in players.said.values()} == {("length", "length")}
+
+
+@given(TIMES)
+def test_the_tokens_that_end_thinking_are_not_trained_and_the_turn_is_one(
+    seconds: Mapping[tuple[int, int], float],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.agents.conftest.Numbers.thinking", (-1, 99_999, [98, 99_999]))
+        players = Limited(seconds, fields={"thinking_token_budget": 5}, turns=1)
+        decoding = FakePolicy(length=lambda prompt: 8)
+        batches = batches_of(players, decoding, Overcommit(batch=4, overcommit=2))
+    for response in (each for batch in batches for each in batch.responses):
+        assert response.sampled.tolist() == [True] * 5 + [False] * 2 + [True] * 3
+        assert response.tokens[5:7].tolist() == [98, 99_999]
+    assert {tuple(each) for each in players.said.values()} == {("stop",)}
+
+
+def batches_of(players: Players, decoding: FakePolicy, admission: Any) -> list[Batch]:
+    trainer = FakeTrainer()
+    graph = graph_of(players.agents, decoding, trainer, admission)
+    _, reasons = stepped(graph, players.agents.prompts(rows(40)), 3)
+    assert reasons == []
+    assert len(trainer.batches) == 3
+    return trainer.batches

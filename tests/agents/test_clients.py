@@ -258,7 +258,7 @@ def test_an_output_type_is_asked_for_without_forcing_a_call() -> None:
         return await rollout.reward()
 
     assert tried(act, played) == 5.0
-    with pytest.raises(Exception, match="tool_choice = 'required': the run samples with tool_choice = 'auto'"):
+    with pytest.raises(Exception, match="tool_choice = 'required': a call that is forced is sampled from other"):
         tried(forced, played)
 
 

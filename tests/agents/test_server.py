@@ -16,25 +16,27 @@ import pytest
 
 from oppo.agents import server
 from oppo.agents.conversation import Session
-from oppo.agents.requests import BODY
-from oppo.agents.server import PATH, AgentServer
+from oppo.agents.requests import BODY, Api, Said, Wanted
+from oppo.agents.server import AgentServer
 
 KEY = "oppo-test"
+PATH = "/v1/chat/completions"
 
 
 class Asked:
     """A session that answers each request with its messages, once it is let."""
 
     evaluated = False
+    id, prompt = "1", 0
 
     def __init__(self) -> None:
         self.let = anyio.Event()
         self.left = anyio.Event()
         self.begun = anyio.Event()
 
-    async def ask(self, body: Any, *, again: bool, key: str) -> tuple[Asked, bool]:
+    async def ask(self, api: Api, body: Any, *, again: bool, key: str) -> tuple[Asked, bool]:
         del again, key
-        self.body = body
+        self.wanted, self.said = Wanted(api.path, [], []), len(body["messages"])
         return self, False
 
     async def result(self) -> Any:
@@ -44,7 +46,7 @@ class Asked:
         except BaseException:
             self.left.set()
             raise
-        return {"said": len(self.body["messages"])}
+        return Said(str(self.said))
 
 
 async def served(then: Callable[[Asked, int], Any]) -> None:
@@ -98,7 +100,8 @@ async def test_an_idle_connection_is_its_client_s_to_close() -> None:
         asked.let.set()
         async with connected(port, request()) as to:
             for _ in range(3):
-                assert await received(to) == (200, {"said": 1})
+                status, reply = await received(to)
+                assert (status, reply["choices"][0]["message"]["content"]) == (200, "1")
                 await anyio.sleep(0.2)
                 await to.send(request())
 
@@ -111,8 +114,8 @@ async def test_an_idle_connection_is_its_client_s_to_close() -> None:
     ("sent", "status", "words"),
     [
         (request(length=300 * 2**20), 413, f"more than {BODY} bytes"),
-        (request(head="DELETE /v1/models"), 404, "nothing is served at /v1/models: ask for chat completions"),
-        (request(head=f"GET {PATH}"), 404, "by POST to /v1/chat/completions"),
+        (request(head="DELETE /v1/models"), 404, "nothing is served at /v1/models: ask by POST to /v1/chat"),
+        (request(head=f"GET {PATH}"), 404, "ask by POST to /v1/chat/completions, /v1/responses"),
         (request(b"{"), 400, "the request cannot be read: Expecting property name"),
         (request(b'"\xff"'), 400, "the request cannot be read: 'utf"),
         (request(b"[" * 99_999), 400, "the request is nested too deep"),
@@ -171,7 +174,7 @@ async def test_connections_beyond_the_limit_of_open_files_are_refused(monkeypatc
             async with connected(port, request()) as to:
                 assert b" 503 " in await to.receive()
             asked.let.set()
-            assert [await received(each) for each in held] == [(200, {"said": 1})] * 2
+            assert [(await received(each))[0] for each in held] == [200] * 2
 
     await served(crowded)
 

@@ -303,6 +303,7 @@ import asyncio
 import inspect
 import json
 
+import anthropic
 import openai
 from pydantic_ai import Agent, ModelHTTPError, ToolCallPart, capture_run_messages
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -361,6 +362,54 @@ async def agent(row, base_url, api_key):
                 result = tool(**json.loads(call.function.arguments))
                 result = await result if inspect.isawaitable(result) else result
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
+    return value_of(ids[first:])
+
+
+async def over_responses(row, base_url, api_key):
+    items, tools = list(row["prompt"]), [add, double]
+    shown = [{"type": "function", **tool_schema(each)["function"]} for each in tools]
+    first, ids = None, []
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for turn in range(3):
+            try:
+                options = {"tools": shown, "stream": True, "extra_body": {"return_token_ids": True}}
+                async for event in await client.responses.create(model="policy", input=items, **options):
+                    reply = getattr(event, "response", None)
+            except openai.BadRequestError as error:
+                assert error.code == "context_length_exceeded"
+                break
+            first = first or len(reply.prompt_token_ids)
+            ids = [*reply.prompt_token_ids, *reply.token_ids]
+            items += [each.to_dict() for each in reply.output]
+            for call in [each for each in reply.output if each.type == "function_call"]:
+                result = {"add": add, "double": double}[call.name](**json.loads(call.arguments))
+                result = json.dumps(await result if inspect.isawaitable(result) else result)
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+    return value_of(ids[first:])
+
+
+async def over_messages(row, base_url, api_key):
+    messages, first, ids = list(row["prompt"]), None, []
+    tools = [tool_schema(each)["function"] for each in (add, double)]
+    shown = [{"name": each["name"], "description": each["description"], "input_schema": each["parameters"]}
+             for each in tools]
+    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+        for turn in range(3):
+            options = {"tools": shown, "max_tokens": 999, "extra_body": {"return_token_ids": True}}
+            try:
+                reply = await client.messages.create(model="policy", messages=messages, **options)
+            except anthropic.BadRequestError as error:
+                assert error.body["error"]["code"] == "context_length_exceeded"
+                break
+            first = first or len(reply.prompt_token_ids)
+            ids = [*reply.prompt_token_ids, *reply.token_ids]
+            messages.append({"role": "assistant", "content": [each.to_dict() for each in reply.content]})
+            results = []
+            for call in [each for each in reply.content if each.type == "tool_use"]:
+                result = {"add": add, "double": double}[call.name](**call.input)
+                result = json.dumps(await result if inspect.isawaitable(result) else result)
+                results.append({"type": "tool_result", "tool_use_id": call.id, "content": result})
+            messages.append({"role": "user", "content": results})
     return value_of(ids[first:])
 
 
@@ -493,6 +542,16 @@ def test_an_agent_trains_what_its_tools_would(agency: Path) -> None:
     assert lines[0]["deferral/deferred"] > 0
     assert sum(line["tools/call_frequency"] for line in lines) > 0
     assert all(line["agents/repeated"] == 0 for line in lines)
+
+
+def test_three_apis_train_the_same_weights_bit_for_bit(agency: Path) -> None:
+    (agency / "code.py").write_text(CODE.replace(") -> int:", "):"))  # of which two show no type of a result
+    names = ("agent", "over_responses", "over_messages")
+    for name in names:
+        assert oppo(agency, "", f"agents.program=code.py:{name}", f"run.name={name}") == DONE
+    first, *others = [(learned(agency, name), said(agency, name)) for name in names]
+    assert all(each == first for each in others)
+    assert sum(line["tools/call_frequency"] for line in records(agency, names[-1], "metrics.jsonl")) > 0
 
 
 def test_helpers_of_an_agent_are_trained_with_its_reward_after_a_resume_too(agency: Path) -> None:

@@ -34,6 +34,7 @@ from oppo.hf.kv.reader import Incremental
 from oppo.hf.routers import RouteRecords, RouterReplay
 from oppo.hf.serve.sampling import Noise, draw
 from oppo.hf.weights import adopt
+from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Cut, Detokenize, Sampling, Weights
 from oppo.placement.shared_memory import Counts, Gauge, Notice
 from oppo.rollout_buffer import DecodeStep
@@ -50,14 +51,20 @@ class DecodeRow:
     reason: FinishReason | None = None  # of the end of the response, or of a turn
     routed: int = 0  # number of first positions whose routed experts its tokens have
     closed: bool = False  # by its reader; the row leaves at the next decode step
+    bounds: tuple[TurnLimit, int] = UNLIMITED, 0  # of the turn, and where that begins
 
     @property
     def waits(self) -> bool:
         return self.turns and self.reason in ("eos", "stop")
 
-    def proceed(self, given: Sequence[int]) -> None:
+    def proceed(self, given: Sequence[int], bounds: tuple[TurnLimit, int]) -> None:
         self.tokens.extend(given)
-        self.reason = None
+        self.reason, self.bounds = None, bounds
+
+    @property
+    def bounded(self) -> FinishReason | None:
+        limit, start = self.bounds
+        return "stop" if self.turns and limit.reached(self.tokens, len(self.tokens) - start) else None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -165,7 +172,7 @@ class Decoder:
         extra = TokenColumns(support, self._routed(live))
         for row, token in zip(live, ids.tolist(), strict=True):
             row.tokens.append(token)
-            row.reason = self._stopping.reason(row.tokens, row.limit)
+            row.reason = self._stopping.reason(row.tokens, row.limit) or row.bounded
         self.counters.decode_steps += 1
         self.counters.tokens += len(live)
         keys, reasons = tuple(row.key for row in live), tuple(row.reason for row in live)
@@ -269,18 +276,19 @@ class PolicyCore:
     def run(
         self,
         new: Sequence[DecodeRow],
-        given: Mapping[int, Sequence[int]],
+        given: Mapping[int, tuple[Sequence[int], tuple[TurnLimit, int]]],
         cut: Cut,
         signals: Signals,
         deliver: Deliver,
     ) -> None:
         # New rows are unknown here so far. given: by the keys of the rows to decode, which the signals number in this
-        # order, the tokens that a row reads before it goes on after a turn. Each step is delivered after the cut.
+        # order, the tokens that a row reads before it goes on after a turn, and the limit of that. Each step is
+        # delivered after the cut.
         self.refresh()
         self._rows.update({row.key: row for row in new})
         rows = [self._rows.pop(key) for key in given]
         for row in rows:
-            row.proceed(given[row.key])
+            row.proceed(*given[row.key])
         self._decoder.run(rows, cut, signals, deliver)
         self._rows.update({row.key: row for row in rows if row.reason is None or row.waits})
 

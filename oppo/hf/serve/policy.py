@@ -366,7 +366,7 @@ class DecodeCalls:
         new = [decode.row for decode in ready if decode.row is not None]
         for decode in ready:
             decode.row = None
-        answers = {decode.key: decode.pop_answer() for decode in ready}
+        answers = {decode.key: (decode.pop_answer(), decode.bounds) for decode in ready}
         self._ready, signals, steps = ready, Signals.of(len(ready)), DecodeSteps(ready)
         self._signals, self._steps = signals, steps
         cut, deliver = Callback(self._cutting), Callback(steps.push, oneway=True)
