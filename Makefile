@@ -120,11 +120,12 @@ $(GYM)/.installed: pyproject.toml constraints.txt tests/gym-requirements.txt
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu --ignore tests/placement/ray
 
-# All that a GPU on loan is for, within so many minutes: make gpu-day MINUTES=5; make gpu-day DEVICE=cpu tries it.
-MINUTES ?= 25
+# All that a GPU on loan is for, within so many minutes: make gpu-day PARTS="--parts ladder,peer" MINUTES=9; make gpu-day
+# DEVICE=cpu tries it. benchmarks/wheels.sh gathers what such a machine lacks.
+MINUTES ?= 12
 DEVICE  ?= cuda:0
 gpu-day:
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_day --device $(DEVICE) --minutes $(MINUTES)
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_day --device $(DEVICE) --minutes $(MINUTES) $(PARTS)
 
 # The site in site/: the pages of docs/ and an API reference made of the docstrings. A broken link is an error.
 docs: $(VENV)/.docs

@@ -97,6 +97,11 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "scorers.timeout": ("request timeout", ""),
     "scorers.attempts": ("retries", ""),
     "scorers.engine": ("inference backend of a reference or teacher", ""),
+    "teacher.weights": ("self-distillation, teacher regularisation", "`teacher_model_kind` of SDPO"),
+    "teacher.rate": ("EMA rate, teacher update rate", "`teacher_update_rate` of SDPO"),
+    "teacher.column": ("privileged context, hint, solution", "`privileged_context`"),
+    "teacher.template": ("teacher prompt, reprompt template", "`reprompt_template` of SDPO"),
+    "teacher.threshold": ("success threshold", "`success_reward_threshold` of SDPO"),
     "environment.source": ("environment, tool calls, multi-turn rollouts", ""),
     "environment.tools": ("tools, function calling", "`tools` of GRPO"),
     "environment.factory": ("environment classes, gyms", "`environment_factory` of GRPO"),
@@ -251,6 +256,8 @@ ABOUT: Mapping[str, str] = {
     '`judge`, else those of a `model`, or with `engine = "vllm"` of a `model on vLLM`.',
     "scorers": "What serves the reference (`[scorers.reference]`), the teacher (`[scorers.teacher]`) or one of several "
     '(`[scorers."teacher.math"]`): [engines.md](engines.md#reference-and-teacher-on-vllm).',
+    "teacher": "The weights of the teacher, and the prompt behind which it reads responses: "
+    "[algorithms.md](algorithms.md#a-teacher-behind-another-prompt).",
     "environment": "What answers a response that has ended at a stop, as a tool does: "
     "[rewards.md](rewards.md#tools-and-turns).",
     "agents": "An agent of an OpenAI-compatible server, in place of prompts, environment and rewards: "

@@ -269,7 +269,7 @@ def simulate(
         layout: Of a run: whether decoding, scoring and training share the cores or the device (shared, unless given),
             or have their own (split).
         staleness: The most updates between a token and its training, on average, of a schedule that is recommended.
-        precise: Simulate until the speeds are known to half a percent, which takes minutes, not to 2 %.
+        precise: Simulate until the speeds are known to half a percent, which takes minutes, not to 2%.
         steps: Steps of each simulated run, of which the first half does not count: 6 to 24, by the batch, unless given;
             at least 16 where as many are deferred as pay.
         seeds: Runs of each schedule, with other lengths: as many as the intervals need unless given.

@@ -190,7 +190,6 @@ _PLACE: Final = re.compile(r"([^@]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9
 
 
 def split_url(url: str, whose: str) -> SplitResult:
-    """Return the parts of an HTTP URL; ``whose`` server it is, for the error."""
     with suppress(ValueError):  # of brackets, or a port that is too high
         parts = urlsplit(url)
         if "[" in parts.netloc:

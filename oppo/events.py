@@ -531,7 +531,8 @@ class Batch:
         proximal: float32 [T], log-probs under the weights that are about to be updated, equal to the behaviour's for
             tokens that those weights made; ``None`` unless they were computed.
         reference: float32 [T], reference log-probs, over the same supports; ``None`` without a reference.
-        teacher: float32 [T], log-probs of the teacher of a distillation, likewise; ``None`` without a teacher.
+        teacher: float32 [T], log-probs of the teacher of a distillation, likewise, NaN in rows of which it says
+            nothing; ``None`` without a teacher.
         teacher_ids: int32 [T, k], the teacher's likeliest ids at each token, the likeliest first; ``None`` unless it
             gives them.
         teacher_top: float32 [T, k + 1], their log-probs, and one of all other ids together; over the whole vocabulary.

@@ -64,11 +64,9 @@ class Logger:
     """Sends messages where :func:`routed` says; outside of it, to structlog's logger ``oppo``."""
 
     def info(self, message: str) -> None:
-        """Log an action or a finding."""
         _ROUTE.get().send("info", message)
 
     def warning(self, message: str) -> None:
-        """Log something that a user may have to change."""
         _ROUTE.get().send("warning", message)
 
     def once(self, message: str) -> None:

@@ -450,7 +450,6 @@ class Passes:
         return Passes(token=self.token + other.token, pair=self.pair + other.pair)
 
     def reading(self, start: float, stop: float) -> float:
-        """Return the seconds for positions ``start .. stop`` of a row."""
         return self.seconds(stop - start, (stop**2 - start**2) / 2)
 
     def seconds(self, tokens: float, pairs: float) -> float:

@@ -125,7 +125,6 @@ class HarmlessStream:
 
 
 def redacted_values(value: object, redact: Callable[[str], str] = redacted) -> object:
-    """Return a JSON value with every string in it redacted; keys stay."""
     match value:
         case str():
             return redact(value)

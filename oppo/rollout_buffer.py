@@ -156,7 +156,6 @@ class RolloutBuffer(Generic[R]):
 
     @property
     def ending(self) -> bool:
-        """Whether the response ends with its turn, which is to be reported."""
         return self._final is not None and not self.ended
 
     async def turn(self) -> IntArray | None:
@@ -200,7 +199,6 @@ class RolloutBuffer(Generic[R]):
             raise ProtocolError(f"rollout {self.prompt.rollout}: expected {what} to go on after")
 
     def pop_answer(self) -> list[int]:
-        """Return the tokens that the engine reads after a turn, and has not read."""
         answer, self._answer = self._answer, []
         return answer
 

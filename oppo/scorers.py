@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
 
 import anyio
+import numpy as np
 from numpy.typing import NDArray
 
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
-from oppo.events import NO_COLUMNS, Chunk, Finish, Prompt, Response, TokenColumns, ToolTokens
+from oppo.events import NO_COLUMNS, Chunk, Finish, FloatArray, Prompt, Response, TokenColumns, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer, Shared, entered
+from oppo.returns import TopLogprobs
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice, urged
 
 Growth: TypeAlias = Prompt | Chunk | ToolTokens
@@ -346,3 +348,99 @@ class ByColumn(Shared, Generic[T]):
         for name, scorer in self._scorers.items():
             if part := [event for event in events if self._of[event.rollout] == name]:
                 yield scorer, part
+
+
+SIBLING: Final = "sibling"
+"""The column of a :class:`~oppo.events.Prompt` with the tokens of another response to it; ``None``: none passed."""
+
+TAUGHT: Final = "teacher/taught"
+"""The metric of :class:`BehindPrompt`: 1 for a rollout with a prompt of the teacher, 0 for one without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Untaught:
+    """In place of a teacher's log-probs of a response of which it says nothing: it has no part of the teacher.
+
+    ``top_k``: how many ids the teacher lists at each token of other responses; ``None``: none.
+    """
+
+    top_k: int | None = None
+
+    def of(self, tokens: int) -> FloatArray | TopLogprobs:
+        """Return what stands for them in a batch: NaN, float32 [tokens], with ids of 0."""
+        nan = np.full(tokens, np.nan, np.float32)
+        if self.top_k is None:
+            return nan
+        ids = np.zeros((tokens, self.top_k), np.int32)
+        return TopLogprobs(nan, ids, np.full((tokens, self.top_k + 1), np.nan, np.float32))
+
+
+Lesson: TypeAlias = FloatArray | TopLogprobs | Untaught
+"""What a teacher says of a response of n tokens: their log-probs, float32 [n]; with its likeliest ids; or nothing."""
+
+
+class BehindPrompt(Shared, Generic[T]):
+    """A scorer that reads each response behind another prompt than the policy did, with the same tokens of a response.
+
+    It follows the trainer's weights, and keeps state, if ``scorer`` does.
+
+    Args:
+        scorer: of per-token results, which are of the response's tokens whatever its prompt.
+        prompt: returns the prompt that it reads in place of one of the policy's; ``None``: it does not read this
+            rollout, whose value is ``otherwise``.
+        otherwise: for example :class:`Untaught`.
+    """
+
+    def __init__(self, scorer: Scorer[T], prompt: Callable[[Prompt], Prompt | None], otherwise: T) -> None:
+        can = capabilities_of(scorer)
+        self.capabilities = replace(can, samples=lambda: {**can.samples(), **self._taught()})
+        self.prompt = prompt
+        self._given = scorer
+        self._scorer = prioritised(scorer)
+        self._otherwise = otherwise
+        self._prompts: dict[int, Prompt | None] = {}
+        self._finished: list[float] = []
+        for name in ("load", "serves", "tensors", "copied", "state_dict", "load_state_dict"):
+            if hasattr(scorer, name):
+                setattr(self, name, getattr(scorer, name))
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(await entered([self._given]))
+
+    @property
+    def version(self) -> int:
+        return self._scorer.version
+
+    async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
+        """Read the response's tokens, and of each prompt the teacher's."""
+        read = list[Growth]()
+        for event in events:
+            if isinstance(event, Prompt):
+                self._prompts[event.rollout] = self.prompt(event)
+            if (prompt := self._prompts[event.rollout]) is not None:
+                read.append(prompt if isinstance(event, Prompt) else event)
+        if read:
+            await self._scorer.extend(read, priority=priority)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
+        """Return the value of each rollout, in order."""
+        prompts = {each.rollout: self._prompts.get(each.rollout) for each in finished}
+        read = [
+            replace(each, response=replace(each.response, prompt=prompt))
+            for each in finished
+            if (prompt := prompts[each.rollout]) is not None
+        ]
+        values = await self._scorer.finish(read, priority=priority) if read else []
+        known = {each.rollout: value for each, value in zip(read, values, strict=True)}
+        for each in finished:
+            self._prompts.pop(each.rollout, None)
+            self._finished.append(float(each.rollout in known))
+        return [known.get(each.rollout, self._otherwise) for each in finished]
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        if known := [each for each in rollouts if self._prompts.pop(each, None) is not None]:
+            await self._scorer.forget(known, priority=priority)
+
+    def _taught(self) -> Mapping[str, Sequence[float]]:
+        taught, self._finished = self._finished, []
+        return {TAUGHT: taught} if taught else {}

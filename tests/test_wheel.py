@@ -44,7 +44,7 @@ def short(completion_ids):
 
 async def agent(row, base_url, api_key):
     def ask():
-        body = json.dumps({"model": "policy", "messages": row["prompt"], "max_completion_tokens": 9}).encode()
+        body = json.dumps({"model": "policy", "messages": row["prompt"]}).encode()
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as answer:
             return json.load(answer)["usage"]["completion_tokens"]
@@ -216,7 +216,7 @@ def test_an_extra_alone_is_enough_for_a_run(extra: str, environment: Path, folde
         (folder / "tasks.jsonl").write_text(said)
     if extra == "ray":
         ray = environment / "bin" / "ray"
-        code, said = python(environment, ray, "start", "--head", "--num-cpus=2", "--port=0")
+        code, said = python(environment, ray, "start", "--head", "--num-cpus=4", "--port=0")
         assert code == 0, said
     try:
         code, said = train(environment, folder, extra, EXTRAS[extra], url)
@@ -233,11 +233,11 @@ def test_the_page_of_a_run_has_curves_to_hover_with_its_extra_and_pictures_witho
     code, said = train(BASE, folder, "page", (SHORT,))
     assert code == 0, said
     page = folder / "runs" / "page" / "report.html"
-    assert "plotly" not in page.read_text().lower()
+    assert "plotly.js v" not in page.read_text()
     install(environment, "report")
     code, said = python(environment, "-m", "oppo", "report", page.parent)
     assert code == 0, said
-    assert "plotly" in page.read_text().lower()
+    assert "plotly.js v" in page.read_text()
 
 
 def test_the_wheel_is_enough_for_a_project_that_tests_its_pipeline(environment: Path, tmp_path: Path) -> None:
@@ -257,7 +257,8 @@ def test_the_demo_needs_no_extra(tmp_path: Path) -> None:
 @pytest.mark.parametrize("platform", ["aarch64-apple-darwin", "aarch64-manylinux_2_28", "x86_64-manylinux_2_28"])
 def test_the_wheel_resolves_to_wheels_on_other_platforms(platform: str, tmp_path: Path) -> None:
     (wheel,) = (BASE / "dist").glob("oppo-*.whl")
-    extras = ",".join({*EXTRAS, "openenv", "report"} - {"reasoning-gym"})  # which needs a compiler
+    without = {"reasoning-gym"} | ({"quantization"} if "apple" in platform else set())  # a compiler; macOS 14
+    extras = ",".join({*EXTRAS, "openenv", "report"} - without)
     (tmp_path / "wanted.txt").write_text(f"oppo[{extras}] @ {wheel.as_uri()}\n")
     asked = ["--only-binary", ":all:", "--python-version", "3.12", "--python-platform", platform]
     resolved = program([BASE / "bin" / "uv", "pip", "compile", "--quiet", *asked, tmp_path / "wanted.txt"])

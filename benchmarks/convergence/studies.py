@@ -291,7 +291,7 @@ def legend(study: Study, results: Results) -> str:
         f'<text x="{LEFT + APART * k}" y="18" fill="{arm.colour}" font-weight="600">{name}</text>'
         for k, (name, arm) in enumerate(study.arms.items())
     ]
-    words = f"score of the rollouts trained: mean of {len(results.whole())} seeds, 90 % interval"
+    words = f"score of the rollouts trained: mean of {len(results.whole())} seeds, 90% interval"
     entries.append(f'<text x="{LEFT + APART * len(study.arms)}" y="18" fill="#555">{words}</text>')
     return "".join(entries)
 

@@ -3,7 +3,7 @@
 ::
 
     workloads   tables of workloads and modes, the options that choose among them
-    directory   a workload as files: its prompts, its models, the language that its actor is taught
+    directory   a workload as files: its prompts, its models, the language that its actor counts in
     pipeline    directory + mode + layout -> graph
     worker      a contestant: one process, one mode     contestant  the ladder's end of its pipes
     rounds      a request -> rounds, interleaved        measures    records -> figures, and whether they are valid

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -103,32 +104,41 @@ class Contestant:
                     stderr=errors,
                     env=environment,
                     cwd=source,
+                    start_new_session=True,
                 )
         except OSError as error:
             raise ModelLost(f"contestant {name!r} cannot be started: {error}; its command is {command[0]}") from error
 
     def ready(self) -> Mapping[str, object]:
         """Return the contestant's facts once it has loaded everything."""
-        answer = self._answer("get ready")
+        answer = self.answer("get ready")
         facts = answer.get("ready")
         if not isinstance(facts, Mapping):
             raise ProtocolError(f'contestant {self.name!r} must begin with {{"ready": {{...}}}}, but said {answer}')
         return facts
 
     def run(self, steps: int) -> list[StepRecord]:
-        try:
-            if self._process.stdin is not None:
-                self._process.stdin.write(json.dumps({"run": steps}).encode() + b"\n")
-                self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._lost("was asked for more steps") from None
-        answer = self._answer(f"run {steps} steps")
+        self.say({"run": steps})
+        answer = self.answer(f"run {steps} steps")
         records = answer.get("steps")
         if not isinstance(records, list) or len(records) != steps:
             raise ProtocolError(f"contestant {self.name!r} was asked for {steps} steps, but said {answer}")
         peak = answer.get("peak_rss_mb")
         self.peak_rss_mb = float(peak) if isinstance(peak, int | float) else 0.0
         return [StepRecord.of(record) for record in records]
+
+    def say(self, request: Mapping[str, object]) -> None:
+        try:
+            if self._process.stdin is not None:
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._lost("was asked for more") from None
+
+    def kill(self) -> None:
+        """End the contestant, and what it has started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the contestant: its input ends, and after ten seconds it is killed; idempotent."""
@@ -138,7 +148,7 @@ class Contestant:
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -148,11 +158,12 @@ class Contestant:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is not None:
-            self._process.kill()
+            self.kill()
         self.close()
 
-    def _answer(self, doing: str) -> Mapping[str, object]:
-        line = self._line(doing)
+    def answer(self, doing: str, patience: float | None = None) -> Mapping[str, object]:
+        """Return the next answer; :class:`~oppo.errors.ModelLost` if there is none for ``patience`` seconds."""
+        line = self._line(doing, self._patience if patience is None else patience)
         try:
             answer: object = json.loads(line)
         except ValueError:
@@ -163,15 +174,15 @@ class Contestant:
             raise ModelLost(f"contestant {self.name!r} could not {doing}: {answer['error']}")
         return answer
 
-    def _line(self, doing: str) -> bytes:
+    def _line(self, doing: str, patience: float) -> bytes:
         pipe = self._process.stdout
         if pipe is None:
             raise self._lost(doing)
-        until = observe.now() + self._patience
+        until = observe.now() + patience
         while b"\n" not in self._unread:
             readable, _, _ = select.select([pipe], [], [], max(0.0, until - observe.now()))
             if not readable:
-                raise ModelLost(f"contestant {self.name!r} was to {doing} and has not answered for {self._patience} s")
+                raise ModelLost(f"contestant {self.name!r} was to {doing} and has not answered for {patience:.4g} s")
             received = os.read(pipe.fileno(), 1 << 16)
             if not received:
                 raise self._lost(doing)

@@ -3,34 +3,34 @@
 ::
 
     <cache>/<workload>-<digest>/
-        actor/  reward/  critic/   models and tokenizer as save_pretrained writes them; reference = actor
+        actor/  reward/  critic/   models and tokenizer as save_pretrained writes them; reference = actor.
+                                   Of large ones but the actor the configuration only: each contestant draws the same
+                                   weights from the seed
         prompts.jsonl              {"tokens": [ids], "length": tokens of the response}, used in this order
         spec.json                  the rest: batch, epochs, limits, rates, and statistics of the lengths
         COMPLETE                   written last
 
-The prompt announces the length of the response, in a language that the actor is taught::
+The prompt announces the length of the response, in a language that the actor's weights spell::
 
     prompt    f7 f21 f3 5          a few fillers, then a number
     response  4 3 2 1 <eos>        counts down from it: as many tokens as the number
 
 The length depends on the prompt alone, so every schedule, seed and program decodes, scores and trains the same tokens.
-The next token depends only on the one before it, which a small model learns in a minute. Where lengths are scripted
-there are no models: each contestant draws the same weights from the seed.
+The next token depends only on the one before it, so that embedding and head suffice (:func:`counting`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
-import anyio
 import numpy as np
 import tokenizers
 import torch
@@ -39,6 +39,7 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
@@ -49,16 +50,10 @@ from transformers import (
 
 from benchmarks.ladder.workloads import LISTED, BenchWorkload, Lengths, Shape
 from oppo.demo.assets import alone, cache_directory as demos, made_once
-from oppo.demo.models import IGNORED, Progress, TrainingBudget, descend, rate
-from oppo.errors import ConfigError, ModelError
-from oppo.evaluation import Answering, respond
+from oppo.demo.models import Progress
+from oppo.errors import ConfigError
 from oppo.events import Prompt
-from oppo.hf.devices import use_cores
-from oppo.hf.loading import load_causal
 from oppo.hf.model_files import quiet
-from oppo.hf.serve.policy import HfPolicy
-from oppo.models import Sampling
-from oppo.placement import Thread
 
 PAD: Final = 0
 EOS: Final = 1
@@ -143,21 +138,6 @@ def write_prompts(path: Path, workload: BenchWorkload) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def lessons(language: Countdown, longest: int, rng: np.random.Generator) -> Iterator[Sequence[int]]:
-    """Yield prompts with their responses, endlessly; all numbers are equally likely."""
-    while True:
-        fillers = rng.integers(2, 2 + FILLERS, int(rng.integers(1, 8))).tolist()
-        number = int(rng.integers(1, language.numbers + 1))
-        yield [*fillers, language.number(number), *language.response(number)][:longest]
-
-
-TOKENS: Final = 512  # tokens of an optimizer step, for every width of its rows
-WIDTHS: Final = (16, 64, 256)  # widths of the rows, in turn: the next token must not depend on the position
-RATE: Final = 6e-3
-SHARPER: Final = 3.0  # factor of the taught actor's final norm: likely tokens become almost certain
-AS_ANNOUNCED: Final = 0.99  # least fraction of responses of the announced length
-
-
 def config_of(shape: Shape, vocabulary: int, positions: int) -> LlamaConfig:
     return LlamaConfig(**_sizes(shape, vocabulary, positions))
 
@@ -188,79 +168,44 @@ def _sizes(shape: Shape, vocabulary: int, positions: int) -> dict[str, Any]:
     }
 
 
-def scalar_model(shape: Shape, vocabulary: int, positions: int) -> PreTrainedModel:
-    """Return a sequence-classification model with one label and random weights from torch's global generator."""
-    config = scalar_config(shape, vocabulary, positions)
-    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)
-    return model
+SHARP: Final = 64.0  # logit of the next token; those of others are near 0
+FAINT: Final = 1e-3  # factor of what the layers add to the embedding of a token
 
 
-def taught(language: Countdown, shape: Shape, *, steps: int, positions: int, progress: Progress) -> PreTrainedModel:
-    """Return an actor that counts down; its initial weights are drawn from torch's global generator.
+def vocabulary_of(workload: BenchWorkload) -> int:
+    return workload.models.vocabulary or language_of(workload).vocabulary
 
-    Every block begins as the identity, so training begins with which token follows which, and that suffices. The cost
-    of a forward pass does not depend on the weights.
+
+def counting(workload: BenchWorkload) -> PreTrainedModel:
+    """Return an actor that counts down; the rest of its weights is drawn from torch's global generator.
+
+    Its layers add next to nothing, and the head's row of a token is the embedding of the token before it. The cost of a
+    forward pass does not depend on the weights.
     """
-    model = LlamaForCausalLM(config_of(shape, language.vocabulary, positions))
+    language, shape = language_of(workload), workload.models.actor
+    model = LlamaForCausalLM(config_of(shape, vocabulary_of(workload), workload.positions))
+    numbers = torch.arange(language.number(1), language.vocabulary)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    rng = np.random.default_rng(torch.initial_seed() % 2**32)
-    budget = TrainingBudget(steps=steps, rows=0, learning_rate=RATE)
-    model.train()
-    for step in range(steps):
-        width = min(WIDTHS[step % len(WIDTHS)], positions)
-        tokens, labels = _packed(language, TOKENS // width, width, rng)
-        descended = descend(optimizer, model, [partial(_loss, model, tokens, labels)], rate(step, budget))
-        progress(f"teaching the actor to count down, loss {descended:.4f}", (step + 1) / steps)
-    model.train(mode=False)
-    with torch.no_grad():
-        model.get_parameter("model.norm.weight").mul_(SHARPER)
-    return model
-
-
-def _loss(model: PreTrainedModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return cast("torch.Tensor", model(input_ids=tokens, labels=labels, use_cache=False).loss)
-
-
-def _packed(language: Countdown, rows: int, width: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels, int64 [rows, width]: lessons end to end, without loss on prompts."""
-    stream: list[int] = []
-    for lesson in lessons(language, width, rng):
-        stream += lesson
-        if len(stream) >= rows * width:
-            break
-    tokens = torch.tensor(stream[: rows * width]).view(rows, width)
-    after_filler = torch.nn.functional.pad((tokens < 2 + FILLERS) & (tokens != EOS), (1, 0))[:, :-1]
-    after_end = torch.nn.functional.pad(tokens == EOS, (1, 0))[:, :-1]
-    unlearned = (tokens >= 2) & (tokens < 2 + FILLERS) | after_filler | after_end
-    return tokens, tokens.masked_fill(unlearned, IGNORED)
-
-
-def lengths_written(actor: PreTrainedModel, prompts: Sequence[Prompt], *, cap: int, seed: int) -> list[int]:
-    """Return the lengths of the actor's responses to ``prompts``, sampled at temperature 1 and cut off at ``cap``."""
-    sampling = Sampling(max_new_tokens=cap, stop=(EOS,), seed=seed)
-
-    with Thread("teacher", setup=lambda: use_cores(1)) as thread:
-        policy = HfPolicy(actor, sampling=sampling, place=thread)
-        finished = anyio.run(respond, policy, prompts, Answering(batch=len(prompts)))
-    return [len(event.response) for event in finished]
-
-
-EXAMINED: Final = 256  # responses of the taught actor that are compared with the announced lengths
+                parameter.mul_(FAINT)
+        embedding, head = (table.get_parameter("weight") for table in (model.model.embed_tokens, model.lm_head))
+        embedding.normal_()
+        head.zero_()
+        head[numbers - 1] = SHARP / shape.hidden * embedding[numbers]
+        head[EOS] = head[language.number(0)]
+        head[language.number(0)] = 0
+    return model.to(getattr(torch, workload.models.dtype)).eval()
 
 
 @dataclass(frozen=True, slots=True)
 class LengthStatistics:
-    """Statistics of lengths in tokens: those announced by all prompts, or of the actor's responses to some."""
+    """Statistics of lengths in tokens, as announced by all prompts."""
 
     median: float
     p95: float
     mean: float
     capped: float  # fraction at the cap
-    as_announced: float  # fraction equal to the announced length
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +213,6 @@ class Facts:
     """Measurements of a workload; parameters by model."""
 
     announced: LengthStatistics
-    written: LengthStatistics | None
     parameters: dict[str, int]
 
 
@@ -328,14 +272,12 @@ def read_prompts(directory: Path) -> list[Prompt]:
     return prompts
 
 
-def statistics(lengths: list[int], wanted: list[int], cap: int) -> LengthStatistics:
-    """Return the statistics of lengths; ``wanted`` are the announced ones, at most ``cap``."""
+def statistics(lengths: Sequence[int], cap: int) -> LengthStatistics:
     return LengthStatistics(
         median=float(np.median(lengths)),
         p95=float(np.percentile(lengths, 95)),
         mean=float(np.mean(lengths)),
         capped=float(np.mean([length >= cap for length in lengths])),
-        as_announced=float(np.mean([length == want for length, want in zip(lengths, wanted, strict=True)])),
     )
 
 
@@ -350,12 +292,13 @@ def _digest(recipe: object) -> str:
 def _build(directory: Path, workload: BenchWorkload, cache: Path, progress: Progress) -> None:
     parameters: dict[str, int] = {}
     write_prompts(directory / "prompts.jsonl", workload)
-    if not workload.models.scripted:
-        for role in workload.roles:
-            made = _model(role, workload, cache, progress)
-            parameters[role] = int((made / "parameters").read_text(encoding="utf-8"))
-            shutil.copytree(made / "model", directory / role)
-    facts = Facts(*_examine(directory, workload, progress), parameters)
+    for role in workload.roles:
+        progress(f"making the {role}", 0.0)
+        made = _model(role, workload, cache)
+        parameters[role] = int((made / "parameters").read_text(encoding="utf-8"))
+        shutil.copytree(made / "model", directory / role, copy_function=os.link)
+    lengths = [int(str(prompt.columns["length"])) for prompt in read_prompts(directory)]
+    facts = Facts(statistics(lengths, workload.lengths.cap), parameters)
     spec = {
         "workload": workload.name,
         "batch": workload.batch,
@@ -372,7 +315,7 @@ def _build(directory: Path, workload: BenchWorkload, cache: Path, progress: Prog
         "gamma": workload.gamma,
         "lam": workload.lam,
         "reward": workload.reward,
-        "lengths": "scripted" if workload.models.scripted else "trained",
+        "dtype": workload.models.dtype,
         "measured": asdict(facts),
         "recipe": asdict(workload),
     }
@@ -383,45 +326,41 @@ def _build(directory: Path, workload: BenchWorkload, cache: Path, progress: Prog
     (directory / "spec.json").write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
 
 
-def _model(role: str, workload: BenchWorkload, cache: Path, progress: Progress) -> Path:
+def _model(role: str, workload: BenchWorkload, cache: Path) -> Path:
     """Return the directory of a model in ``cache``, made first if it is missing; workloads may share it."""
-    shape, language, positions = workload.shape(role), language_of(workload), workload.positions
-    lessons = workload.models.taught if role == "actor" else 0
+    large, positions = workload.models.vocabulary > 0, workload.positions
 
     def build(directory: Path) -> None:
-        with alone(workload.seed):
-            if lessons:
-                model = taught(language, shape, steps=lessons, positions=positions, progress=progress)
-            elif role == "teacher":
-                model = LlamaForCausalLM(config_of(shape, language.vocabulary, positions))
-            else:
-                model = scalar_model(shape, language.vocabulary, positions)
-        with quiet():
-            model.save_pretrained(directory / "model")
-            language.tokenizer(positions).save_pretrained(directory / "model")
+        if role != "actor" and large:
+            model = drawn(workload, role, "meta")
+            model.config.save_pretrained(directory / "model")
+        else:
+            quick = "cuda" if large and torch.cuda.is_available() else "cpu"
+            with alone(workload.seed), quiet(), torch.device(quick):
+                model = counting(workload) if role == "actor" else untrained(workload, role)
+                model.save_pretrained(directory / "model")
+        language_of(workload).tokenizer(positions).save_pretrained(directory / "model")
         (directory / "parameters").write_text(f"{model.num_parameters()}\n", encoding="utf-8")
 
-    recipe = [role, asdict(shape), lessons, workload.lengths.cap, positions, workload.seed]
+    models, shape = workload.models, asdict(workload.shape(role))
+    recipe = [role, shape, models.vocabulary, models.dtype, workload.lengths.cap, positions, workload.seed]
     return made_once(cache / f"{role}-{_digest(recipe)}", build)
 
 
-def _examine(
-    directory: Path, workload: BenchWorkload, progress: Progress
-) -> tuple[LengthStatistics, LengthStatistics | None]:
-    """Return the statistics of the announced lengths and of the actor's responses; ``None`` for scripted ones."""
-    prompts, cap = read_prompts(directory), workload.lengths.cap
-    wanted = [int(str(prompt.columns["length"])) for prompt in prompts]
-    announced = statistics(wanted, wanted, cap)
-    if workload.models.scripted:
-        return announced, None
-    progress("examining the actor", 0.0)
-    actor = load_causal(directory / "actor")
-    lengths = lengths_written(actor, prompts[:EXAMINED], cap=cap, seed=workload.seed)
-    written = statistics(lengths, wanted[:EXAMINED], cap)
-    if written.as_announced < AS_ANNOUNCED:
-        raise ModelError(
-            f"only {written.as_announced:.1%} of the actor's responses are as long as announced, and a comparison asks "
-            f"for {AS_ANNOUNCED:.0%}: raise models.taught of workload {workload.name!r} in "
-            "benchmarks/ladder/workloads.toml"
-        )
-    return announced, written
+def untrained(workload: BenchWorkload, role: str) -> PreTrainedModel:
+    """Return a model of random weights from torch's global generator; those but actor and teacher have a score."""
+    sizes = workload.shape(role), vocabulary_of(workload), workload.positions
+    dtype = getattr(torch, workload.models.dtype)
+    model: PreTrainedModel
+    if role in {"actor", "teacher"}:
+        model = AutoModelForCausalLM.from_config(config_of(*sizes), dtype=dtype)
+    else:
+        model = AutoModelForSequenceClassification.from_config(scalar_config(*sizes), dtype=dtype)
+    model.train(mode=False)
+    return model
+
+
+def drawn(workload: BenchWorkload, role: str, device: torch.device | str) -> PreTrainedModel:
+    """Return a model that is not saved, on a device: the same for all contestants there."""
+    with alone(workload.seed), torch.device(device):
+        return untrained(workload, role)

@@ -5,7 +5,7 @@ disturbance of the machine meets both. Figures of one contestant cover all of it
 
 The cost of a layer relative to a decode step depends on the cores. So a workload that states the shares of all phases
 is run serially, the depths of its reward model and its critic are chosen from the measured costs, and it is run again,
-until the shares are within their bounds. The actor, which is taught once, keeps its depth.
+until the shares are within their bounds. The actor keeps its depth.
 """
 
 from __future__ import annotations
@@ -387,7 +387,7 @@ class Ladder:
             "plan": asdict(self.plan),
             "remarks": dict(self.remarks),
             "versions": dict(self.versions),
-            "lengths": {"by": "script" if self.workload.models.scripted else "a trained actor", **facts},
+            "lengths": facts,
             "recipe": asdict(self.workload),
             "calibration": None if self.calibration is None else self.calibration.as_json(),
             "records": {

@@ -21,16 +21,15 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
-from benchmarks.ladder.directory import EOS, PAD, Files, config_of, language_of, scalar_config
-from benchmarks.ladder.workloads import LISTED, BenchWorkload, Layout, Mode, Phase, Scorers, Shape
+from benchmarks.ladder.directory import EOS, PAD, Files, drawn, language_of
+from benchmarks.ladder.workloads import LISTED, BenchWorkload, Layout, Mode, Phase, Scorers
 from oppo.algorithms.base import Roles
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.group import GRPO
 from oppo.algorithms.ppo import PPO
-from oppo.demo.assets import alone, made_once
-from oppo.events import Drop, Prompt, StepReport
+from oppo.events import Drop, StepReport
 from oppo.graph import Graph
 from oppo.hf.devices import DeviceThread, ModelPlace, use_cores
 from oppo.hf.loading import load_causal, load_scalar
@@ -108,7 +107,6 @@ class Part:
     files: Files
     actor: PreTrainedModel  # the model that is trained
     sampling: Sampling
-    limit: Callable[[Prompt], int] | None  # the length of a response; `None`: it ends by itself
     seat: Seat
     device: str
     listener: SpanListener  # receives the spans of decoding, of track `actor` and label `decode`
@@ -123,7 +121,7 @@ def on_transformers(part: Part) -> Acting:
     """Decode with the model that is trained, in a thread."""
     thread = DeviceThread("actor", part.device, setup=part.seat.take, first=True)
     thread.listener = part.listener
-    policy = HfPolicy(part.actor, sampling=part.sampling, place=thread, limit=part.limit)
+    policy = HfPolicy(part.actor, sampling=part.sampling, place=thread)
     counters = policy.counters
     return Acting(policy, lambda: Progress(counters.decode_steps, counters.tokens), thread.close)
 
@@ -134,7 +132,7 @@ def on_vllm(part: Part) -> Acting:
 
     workload = part.files.workload
     engine = VllmEngine.start(
-        _directory(part),
+        part.files.model("actor"),
         arguments={
             "dtype": workload.models.dtype,
             "max_model_len": workload.positions,
@@ -144,7 +142,7 @@ def on_vllm(part: Part) -> Acting:
         cores=part.seat.threads,
         log=ERRORS,
     )
-    policy = VllmPolicy(engine, sampling=part.sampling, limit=part.limit)
+    policy = VllmPolicy(engine, sampling=part.sampling)
     policy.reporter.listener = lambda span: part.listener(replace(span, track="actor"))
     return Acting(policy, lambda: Progress(0, policy.progress), engine.close)
 
@@ -157,15 +155,6 @@ def _share(part: Part) -> dict[str, object]:
     kept = at_rest(lambda: part.actor)
     left = free - 2 * (kept.optimizer + kept.gradients)
     return {"gpu_memory_utilization": max(0.05, round(left / 2 / total, 2))}
-
-
-def _directory(part: Part) -> Path:
-    """Return the directory of the actor; one of random weights, whose lengths are scripted, is saved first."""
-    files = part.files
-    if not files.workload.models.scripted:
-        return files.model("actor")
-    saved = files.directory.with_name(f"{files.directory.name}-actor")
-    return made_once(saved, part.actor.save_pretrained)
 
 
 ENGINES: Final[Mapping[str, Act]] = MappingProxyType({"transformers": on_transformers, "vllm": on_vllm})  # by name
@@ -232,22 +221,45 @@ def pipeline(
     home = kind if scorers == "thread" else Process
     scoring = home("scorers", setup=seats.scorers.take)
     training.listener = scoring.listener = listener
-    scripted = workload.models.scripted
-    sampling = Sampling(
-        max_new_tokens=workload.lengths.cap,
-        temperature=workload.temperature,
-        stop=() if scripted else (EOS,),
-        seed=workload.seed,
+    sampling = sampling_of(workload)
+    acting = ENGINES[engine](Part(files, models.actor, sampling, seats.actor, device, listener))
+    trainer = trainer_of(workload, models, training, apart=apart)
+    graph = graph_of(workload, mode, models, policy=acting.policy, trainer=trainer, scoring=scoring)
+    for place in (scoring, training):
+        if isinstance(place, Process):
+            place.wait_until_ready()
+    return Pipeline(graph, mode.lookahead, acting, (scoring, training))
+
+
+def sampling_of(workload: BenchWorkload) -> Sampling:
+    return Sampling(
+        max_new_tokens=workload.lengths.cap, temperature=workload.temperature, stop=(EOS,), seed=workload.seed
     )
-    limit = length_of if scripted else None
-    acting = ENGINES[engine](Part(files, models.actor, sampling, limit, seats.actor, device, listener))
-    at = {name: ModelPlace(scoring, name, REMEDY) for name in _SCORERS}
-    reward: Scorer[float | Drop] = FunctionReward(countdown_reward, decode=_words(workload))
-    if models.reward is not None:
-        reward = RewardModel(models.reward, place=at["reward"])
+
+
+def trainer_of(workload: BenchWorkload, models: Models, place: Place, *, apart: bool) -> HfTrainer:
+    """Return the trainer of actor and critic; ``apart``: of copies of them."""
     trained = ActorCritic(models.actor, models.critic)
     if apart:
         trained = trained.copied()
+    return HfTrainer(
+        trained.actor,
+        trained.critic,
+        sampling=sampling_of(workload),
+        place=place,
+        settings=settings_of(workload),
+        loss=algorithm_of(workload).loss(),
+    )
+
+
+def graph_of(
+    workload: BenchWorkload, mode: Mode, models: Models, *, policy: Policy, trainer: HfTrainer, scoring: Place
+) -> Graph[StepReport]:
+    at = {name: ModelPlace(scoring, name, REMEDY) for name in _SCORERS}
+    sampling = sampling_of(workload)
+    reward: Scorer[float | Drop] = FunctionReward(countdown_reward, decode=_words(workload))
+    if models.reward is not None:
+        reward = RewardModel(models.reward, place=at["reward"])
     critic = teacher = reference = None
     if models.critic is not None:
         critic = ValueModel(models.critic, place=at["critic"])
@@ -255,31 +267,20 @@ def pipeline(
         teacher = TeacherLogprobs(models.teacher, sampling=sampling, place=at["teacher"], top_k=LISTED)
     if models.reference is not None:
         reference = ReferenceLogprobs(models.reference, sampling=sampling, place=at["reference"])
-    algorithm = algorithm_of(workload)
     roles = Roles(
-        policy=acting.policy,
+        policy=policy,
         reference=reference,
         teacher=teacher,
         reward=reward,
         critic=critic,
         proximal=None,
-        trainer=HfTrainer(
-            trained.actor,
-            trained.critic,
-            sampling=sampling,
-            place=training,
-            settings=_settings(workload),
-            loss=algorithm.loss(),
-        ),
+        trainer=trainer,
         admission=mode.admission(workload),
         chunks=mode.chunks(workload),
         max_new_tokens=workload.lengths.cap,
     )
-    graph = algorithm.graph(roles)
-    for place in (scoring, training):
-        if isinstance(place, Process):
-            place.wait_until_ready()
-    return Pipeline(held(graph) if mode.held else graph, mode.lookahead, acting, (scoring, training))
+    graph = algorithm_of(workload).graph(roles)
+    return held(graph) if mode.held else graph
 
 
 def algorithm_of(workload: BenchWorkload) -> PPO | GRPO | Distill:
@@ -290,10 +291,6 @@ def algorithm_of(workload: BenchWorkload) -> PPO | GRPO | Distill:
     return PPO(kl=workload.kl, gamma=workload.gamma, lam=workload.lam)
 
 
-def length_of(prompt: Prompt) -> int:
-    return int(str(prompt.columns["length"]))
-
-
 def countdown_reward(prompts: Sequence[str], completions: Sequence[str], length: Sequence[int]) -> list[float]:
     """Return 1 for each completion of the announced length, else 0."""
     del prompts
@@ -301,15 +298,14 @@ def countdown_reward(prompts: Sequence[str], completions: Sequence[str], length:
 
 
 def load(files: Files, device: str) -> Models:
-    """Return the models of a workload, loaded and probed, or with random weights for scripted lengths."""
+    """Return the models of a workload: loaded and probed, or, of those that are not saved, drawn."""
     workload = files.workload
 
     def model(role: str, *, scalar: bool = False) -> PreTrainedModel:
-        if workload.models.scripted:
-            return drawn(workload, workload.shape(role), device, scalar=scalar)
-        if scalar:
-            return load_scalar(files.model(role), device=device)
-        return load_causal(files.model(role), device=device)
+        if role != "actor" and workload.models.vocabulary:
+            return drawn(workload, role, device)
+        loaded = load_scalar if scalar else load_causal
+        return loaded(files.model(role), device=device, dtype=workload.models.dtype)
 
     taught = workload.teacher is not None
     return Models(
@@ -321,27 +317,13 @@ def load(files: Files, device: str) -> Models:
     )
 
 
-def drawn(workload: BenchWorkload, shape: Shape, device: str, *, scalar: bool) -> PreTrainedModel:
-    configured = scalar_config if scalar else config_of
-    config = configured(shape, workload.models.vocabulary or language_of(workload).vocabulary, workload.positions)
-    dtype = getattr(torch, workload.models.dtype)
-    model: PreTrainedModel
-    with alone(workload.seed), torch.device(device):
-        if scalar:
-            model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
-        else:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.train(mode=False)
-    return model
-
-
 def _words(workload: BenchWorkload) -> Callable[[Sequence[int]], str]:
     """Return a detokenizer to words between blanks, as many as tokens without padding."""
     words = language_of(workload).words()
     return lambda tokens: " ".join(words[token] if token < len(words) else "?" for token in tokens if token != PAD)
 
 
-def _settings(workload: BenchWorkload) -> TrainerSettings:
+def settings_of(workload: BenchWorkload) -> TrainerSettings:
     return TrainerSettings(
         learning_rate=workload.learning_rate,
         epochs=workload.epochs,

@@ -1,9 +1,8 @@
 """Runs what a request asks for: workloads, made and calibrated, whose contestants take turns in interleaved rounds.
 
 All contestants are loaded first and warmed up, which is not counted. Then each round runs a few steps of each in turn
-(:func:`benchmarks.harness.turns`). On a device that cannot hold all of them they run one after the other instead, which
-the result says. A commit's contestants run its own workers from a checkout, in the same rounds as today's. They read a
-copy of the workload's directory, whose recipe has no field that the commit does not know.
+(:func:`benchmarks.harness.turns`). A commit's contestants run its own workers from a checkout, in the same rounds as
+today's. They read a copy of the workload's directory, whose recipe has no field that the commit does not know.
 """
 
 from __future__ import annotations
@@ -82,17 +81,14 @@ def run(
     started: dict[str, Mapping[str, object]] = {}
     records: dict[str, list[list[StepRecord]]] = {entry.name: [] for entry in contestants}
     peaks: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="oppo-bench-") as logs:
-        groups = [list(contestants)] if plan.together else [[entry] for entry in contestants]
-        for group in groups:
-            with ExitStack() as stack:
-                logger.info(f"loading {', '.join(entry.name for entry in group)}")
-                running = [stack.enter_context(entry.start(Path(logs))) for entry in group]
-                started |= {each.name: each.ready() for each in running}
-                for number, each in turns(running, plan.rounds):
-                    logger.info(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
-                    records[each.name].append(each.run(plan.steps if number else plan.warm_up))
-                    peaks[each.name] = each.peak_rss_mb
+    with tempfile.TemporaryDirectory(prefix="oppo-bench-") as logs, ExitStack() as stack:
+        logger.info(f"loading {', '.join(entry.name for entry in contestants)}")
+        running = [stack.enter_context(entry.start(Path(logs))) for entry in contestants]
+        started |= {each.name: each.ready() for each in running}
+        for number, each in turns(running, plan.rounds):
+            logger.info(f"{'warm-up' if not number else f'round {number}/{plan.rounds}'}: {each.name}")
+            records[each.name].append(each.run(plan.steps if number else plan.warm_up))
+            peaks[each.name] = each.peak_rss_mb
     require_equal_work(records)
     counted = {name: rounds[1:] for name, rounds in records.items()}
     figures = _figures(counted, peaks)
@@ -165,7 +161,7 @@ def bench(request: Request, console: Console) -> list[Ladder]:
     layouts = layouts_of(request)
     plan = plan_of(request)
     workloads = workloads_of(request)
-    other = None if request.peer is None else peer_of(request.peer, request, workloads)
+    other = None if request.peer is None else peer_of(request.peer, workloads)
     if request.plot is not None:
         require_svg(request.plot)
     if len(cores_here()) == 1:
@@ -206,12 +202,10 @@ def write(ladders: Sequence[Ladder], request: Request) -> None:
         plot(results, request.plot)
 
 
-def peer_of(name: str, request: Request, workloads: Sequence[BenchWorkload]) -> Peer:
+def peer_of(name: str, workloads: Sequence[BenchWorkload]) -> Peer:
     if name not in PEERS:
         raise ConfigError(f"there is no peer {name!r}; expected {' or '.join(PEERS)}")
     found = PEERS[name]
-    if request.device != "cpu":
-        raise ConfigError("on a GPU lengths are scripted, and the peer cannot be told how long its responses are")
     for workload in workloads:
         if workload.algorithm != ("GRPO" if found.by_groups else "PPO"):
             raise ConfigError(

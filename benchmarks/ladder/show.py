@@ -34,18 +34,11 @@ def head(ladder: Ladder) -> list[Text]:
         f"  seed {workload.seed}; parameters {_counts(facts.parameters)}",
         f"  announced lengths, {len_line(facts.announced)}, cap {workload.lengths.cap}",
     ]
-    if facts.written is None:
-        lines.append("  lengths are SCRIPTED: the models have random weights, and responses end where they are told to")
-    else:
-        lines.append(
-            f"  the trained actor's,  {len_line(facts.written)}, {facts.written.as_announced:.1%} as announced"
-        )
     lines += [
         f"layout {ladder.layout}; {machine.cpu}, {machine.cores} core(s), {machine.memory_gb} GB, {machine.device}",
         f"  load {machine.load} at the end: figures of a machine that has other things to do mean little",
         f"  the policy on {plan.engine}, scorers in a {plan.scorers}",
-        f"  {plan.rounds} rounds of {plan.steps} steps after {plan.warm_up} to warm up, "
-        + ("interleaved" if plan.together else "one contestant after the other, NOT interleaved"),
+        f"  {plan.rounds} rounds of {plan.steps} steps after {plan.warm_up} to warm up, interleaved",
     ]
     lines += [] if ladder.calibration is None else [f"  {ladder.calibration.message()}"]
     lines += [f"  {name}: {remark}" for name, remark in ladder.remarks.items()]

@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.harness import cores_here, versions
 from benchmarks.ladder.contestant import StepRecord
 from benchmarks.ladder.directory import open_files, workload_in
-from benchmarks.ladder.pipeline import ENGINES, WORK, Pipeline, Seats, pipeline, seats
+from benchmarks.ladder.pipeline import ENGINES, WORK, Pipeline, Progress, Seats, pipeline, seats
 from benchmarks.ladder.workloads import MODES, BenchWorkload
 from benchmarks.peer.service import peak_rss_mb
 from oppo import observe
@@ -113,24 +113,26 @@ async def serve(
     async with work.graph.open(prompts, observers=[watch], lookahead=work.lookahead) as run:
         say(answers, {"ready": ready})
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
-            steps = await timed_steps(run, work, watch, json.loads(line)["run"])
+            steps = await timed_steps(run, work.acting.progress, watch, json.loads(line)["run"])
             say(answers, {"steps": [step.as_json() for step in steps], "peak_rss_mb": peak_rss_mb()})
 
 
-async def timed_steps(run: Run[StepReport], work: Pipeline, watch: Watch, count: int) -> list[StepRecord]:
+async def timed_steps(
+    run: Run[StepReport], progress: Callable[[], Progress], watch: Watch, count: int
+) -> list[StepRecord]:
     """Run some steps and return their records: no step is in flight before and afterwards.
 
     A step's seconds are those since the one before it ended. So filling and emptying the pipeline of steps in flight is
     part of the sum, though not where decode steps and tokens of several steps are told apart.
     """
     records: list[StepRecord] = []
-    before, start = work.acting.progress(), observe.now()
+    before, start = progress(), observe.now()
     last = watch.done + count - 1
     while watch.done <= last:
         (report,) = await run.advance(UNKNOWN, lambda step: step == last) or (None,)
         if report is None:
             raise DataError("the prompts have ended")
-        after, now = work.acting.progress(), observe.now()
+        after, now = progress(), observe.now()
         decode_steps, decoded = after.decode_steps - before.decode_steps, after.tokens - before.tokens
         records.append(watch.record(report, now - start, decode_steps, decoded))
         before, start = after, now

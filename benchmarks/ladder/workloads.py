@@ -74,13 +74,8 @@ class Models:
     actor: Shape
     reward: Shape
     critic: Shape
-    taught: int  # optimizer steps that teach the actor to count down; 0: random weights and scripted lengths
     dtype: str = "float32"  # of all models
-    vocabulary: int = 0  # at least that of the language; 0: the same
-
-    @property
-    def scripted(self) -> bool:
-        return not self.taught
+    vocabulary: int = 0  # of models for a GPU, more than the language's; 0: the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,51 +139,24 @@ _TABLES: Final[Mapping[str, dict[str, Any]]] = tomllib.loads(
 def _workload(name: str) -> dict[str, Any]:
     table = dict(_TABLES[name])
     like = table.pop("like", "")
-    return {**(_workload(like) if like else {}), **table, "name": name}
+    base = _workload(like) if like else {}
+    models = {**base.get("models", {}), **table.get("models", {})}
+    return {**base, **table, "models": models, "name": name}
 
 
-# By name; `all` does not include `smoke`
+# By name; `all` includes neither `smoke` nor those of a GPU
 WORKLOADS: Final = MappingProxyType(
     {name: TypeAdapter(BenchWorkload).validate_python(_workload(name)) for name in _TABLES}
 )
-PAPER, GRPO, DISTILL, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE = WORKLOADS.values()
-
-# Qwen2.5's shapes
-ACTORS_ON_A_GPU: Final[Mapping[str, Shape]] = MappingProxyType(
-    {
-        "0.5b": Shape(hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2),
-        "1.5b": Shape(hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2),
-    }
-)
-
-REWARD_ON_A_GPU: Final = Shape(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4)
+PAPER, GRPO, DISTILL, TRAIN_BOUND, RULE_REWARD, CAPPED, BALANCED, SMOKE, *_ = WORKLOADS.values()
 
 
-def on_gpu(workload: BenchWorkload, actor: str) -> BenchWorkload:
-    """Return the workload with models of usual sizes: random weights, bf16, a 7B-shaped reward model.
-
-    Their lengths are scripted, since teaching them takes too long. It states no shares, which depend on the machine.
-    """
-    shape = ACTORS_ON_A_GPU[actor]
-    return replace(
-        workload,
-        name=f"{workload.name}-{actor}",
-        batch=64,
-        extra=2 * workload.extra,
-        chunk=128,
-        lengths=replace(workload.lengths, median=128, sigma=0.85, cap=1024),
-        models=Models(
-            actor=shape,
-            reward=replace(REWARD_ON_A_GPU, architecture=workload.models.reward.architecture),
-            critic=shape,
-            taught=0,
-            dtype="bfloat16",
-            vocabulary=151_936,
-        ),
-        teacher=workload.teacher and REWARD_ON_A_GPU,
-        shares=(),
-        prompt_tokens=(64, 256),
-    )
+def tiny(workload: BenchWorkload) -> BenchWorkload:
+    """Return a workload as small as smoke, to try on a CPU what is for a GPU."""
+    kept = {name: getattr(workload, name) for name in ("about", "reward", "samples")}
+    full = workload.lengths.median > workload.lengths.cap
+    lengths = replace(workload.lengths, cap=SMOKE.lengths.cap) if full else SMOKE.lengths
+    return replace(SMOKE, name=f"{workload.name}-tiny", lengths=lengths, **kept)
 
 
 def with_reward_architecture(workload: BenchWorkload, architecture: Architecture) -> BenchWorkload:
@@ -267,8 +235,7 @@ class Request:
     Attributes:
         workload: paper, grpo, distill, train-bound, rule-reward, balanced, capped, several with commas between them, or
             all; smoke measures nothing and shows that everything runs.
-        layout: split (each side on a core of its own), shared (all cores for the running side), or all;
-            a GPU is always shared.
+        layout: split (each side on a core of its own), shared (all cores for the running side), or all.
         modes: serial, rollout, chunk, overcommit, fixed, adaptive, lookahead, lookahead+adaptive, several with commas
             between them, or all.
         against: run every mode as this commit does, too, in the same rounds.
@@ -280,8 +247,6 @@ class Request:
         plot: write a picture of the ladder to this file.
         decoding: measure our decoder beside generate instead.
         scorers: the place of reward, reference and critic: a thread beside the actor's, or a process of their own.
-        device: of the models; on a GPU they are large and have random weights, and lengths are scripted.
-        actor: on a GPU, the size of the actor: 0.5b or 1.5b.
         reward_architecture: of the reward model: llama; qwen3_5_text, as large, whose layers are recurrent but for each
             fourth; or all.
         policy: the engine that serves the actor: transformers, or vllm where that is installed.
@@ -300,8 +265,6 @@ class Request:
     plot: Path | None = None
     decoding: Flag = False
     scorers: Scorers = "process"
-    device: str = "cpu"
-    actor: str = "0.5b"
     reward_architecture: str = "llama"
     policy: Engine = "transformers"
     cache: Path | None = None
@@ -312,41 +275,32 @@ class Plan:
     steps: int = 3  # of each contestant in a round
     rounds: int = 5  # counted ones
     warm_up: int = 8  # steps of each contestant before the first round
-    device: str = "cpu"  # of the models
     scorers: Scorers = "process"  # the place of the scorers: a thread, or a process of their own
-    together: bool = True  # all contestants are loaded at once, and interleaved
+    device: str = "cpu"  # of the models
     engine: Engine = "transformers"  # serves the policy
 
 
 def plan_of(request: Request) -> Plan:
-    """Return the plan of a request; a GPU does not hold several contestants at once."""
-    steps, rounds, warm_up, on_cpu = request.steps, request.rounds, request.warm_up, request.device == "cpu"
+    steps, rounds, warm_up = request.steps, request.rounds, request.warm_up
     if min(steps, rounds, warm_up) < 1:
         raise ConfigError(f"at least one step, round and step of warm-up are needed, not {steps}, {rounds}, {warm_up}")
-    scorers = request.scorers if on_cpu else "thread"  # a process cannot receive models on a GPU
-    return Plan(steps, rounds, warm_up, request.device, scorers, on_cpu, request.policy)
+    return Plan(steps, rounds, warm_up, request.scorers, engine=request.policy)
 
 
 def layouts_of(request: Request) -> list[Layout]:
-    """Return the requested layouts; a GPU is always shared."""
     names = chosen("layout", request.layout, get_args(Layout), get_args(Layout))
-    return [cast("Layout", name) for name in names] if request.device == "cpu" else ["shared"]
+    return [cast("Layout", name) for name in names]
 
 
 def workloads_of(request: Request) -> list[BenchWorkload]:
-    standard = [name for name in WORKLOADS if name != SMOKE.name]
+    small = [name for name, each in WORKLOADS.items() if not each.models.vocabulary]
     known = get_args(Architecture)
     architectures = chosen("reward architecture", request.reward_architecture, known, known)
-    workloads = [
+    return [
         with_reward_architecture(WORKLOADS[name], cast("Architecture", architecture))
-        for name in chosen("workload", request.workload, WORKLOADS, standard)
+        for name in chosen("workload", request.workload, small, [name for name in small if name != SMOKE.name])
         for architecture in architectures
     ]
-    if request.device == "cpu":
-        return workloads
-    if request.actor not in ACTORS_ON_A_GPU:
-        raise ConfigError(f"there is no actor {request.actor!r} for a GPU; expected {' or '.join(ACTORS_ON_A_GPU)}")
-    return [on_gpu(each, request.actor) for each in workloads]
 
 
 def chosen(what: str, listed: str, known: Collection[str], everything: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ import trl
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -53,6 +54,7 @@ def main(about: str, build: Build, options: Mapping[str, Sequence[str]]) -> None
     parser.add_argument("--rollout-batch", type=int, required=True, help="rows that generate and are scored at a time")
     parser.add_argument("--minibatches", type=int, required=True, help="forward and backward passes an epoch")
     parser.add_argument("--threads", type=int, required=True, help="intra-op threads")
+    parser.add_argument("--device", default="cpu", help="of the models")
     for name, values in options.items():
         parser.add_argument(f"--{name}", choices=values, default=values[0])
     given = parser.parse_args()
@@ -91,12 +93,17 @@ def tokenizer_of(directory: Path, spec: Spec) -> PreTrainedTokenizerBase:
 
 
 def load(
-    kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification], directory: Path, attention: str = "sdpa"
+    kind: type[AutoModelForCausalLM | AutoModelForSequenceClassification], directory: Path, given: Namespace, spec: Spec
 ) -> PreTrainedModel:
-    model: PreTrainedModel = kind.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation=attention, local_files_only=True
-    )
-    return model
+    """Return a model of the workload; one of which there is a configuration only has random weights."""
+    model: PreTrainedModel
+    chosen = {"dtype": getattr(torch, spec.dtype), "attn_implementation": getattr(given, "attention", "sdpa")}
+    if (directory / "model.safetensors").exists():
+        model = kind.from_pretrained(directory, local_files_only=True, **chosen)
+        return model
+    with torch.device(given.device):
+        model = kind.from_config(AutoConfig.from_pretrained(directory), **chosen)
+    return model.eval()
 
 
 def optimizers(

@@ -51,6 +51,7 @@ class Spec:
     lam: float
     reward: str  # `model` for the one in `reward/`, `rule` for a function
     samples: int = 0  # responses to each prompt, which GRPO compares; 0: one, and PPO
+    dtype: str = "float32"  # of all models
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,6 @@ def read_spec(directory: Path) -> Spec:
     if missing := [key.name for key in fields(Spec) if key.default is MISSING and key.name not in content]:
         raise ValueError(f"{path} has no {', '.join(missing)}: it was made for another version of the ladder")
     spec = Spec(**{key.name: content[key.name] for key in fields(Spec) if key.name in content})
-    if content.get("lengths") == "scripted":
-        raise ValueError(f"{path} scripts its lengths, and a peer's responses end where its actor ends them")
     if spec.reward not in {"model", "rule"}:
         raise ValueError(f"{path} asks for the reward {spec.reward!r}: expected 'model' or 'rule'")
     return spec

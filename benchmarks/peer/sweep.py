@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -64,6 +65,8 @@ class Peer:
 
     def interpreter(self, checkout: Path = CHECKOUT) -> Path:
         python = checkout / f".venv-{self.name}" / "bin" / "python"
+        if self.by_groups and not python.exists() and find_spec("trl"):  # as on a machine that is lent
+            return Path(sys.executable)
         if not python.exists():
             raise ConfigError(
                 f"the peer has no environment at {python.parent}: `make bench-peer PEER={self.name}` makes it"

@@ -106,14 +106,14 @@ def settings(spec: Spec, given: Namespace, output: str) -> GRPOConfig:
             f"--rollout-batch {given.rollout_batch} must divide the batch of {spec.batch}, and be a multiple of the "
             f"{rows} rows of a pass, which --minibatches {given.minibatches} cuts it into"
         )
-    if spec.samples < 2 or spec.reward != "model" or (spec.epochs, spec.minibatches) != (1, 1):
+    if spec.samples < 2 or (spec.epochs, spec.minibatches) != (1, 1):
         raise ValueError(
-            "a workload of this program has two samples or more, a reward model and one optimizer step for each batch, "
-            f"not {spec.samples}, {spec.reward!r} and {spec.epochs} x {spec.minibatches}"
+            "a workload of this program has two samples or more and one optimizer step for each batch, "
+            f"not {spec.samples} and {spec.epochs} x {spec.minibatches}"
         )
     return GRPOConfig(
         output_dir=output,
-        use_cpu=True,
+        use_cpu=given.device == "cpu",
         bf16=False,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
@@ -147,20 +147,29 @@ def texts(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list
     return written
 
 
+def rewarded(completions: Sequence[str], length: Sequence[int], **_: object) -> list[float]:
+    """Return 1 for each completion of the announced length, else 0; its end is no word."""
+    return [float(len(text.split()) in {wanted - 1, wanted}) for text, wanted in zip(completions, length, strict=True)]
+
+
 def build(given: Namespace, spec: Spec, output: str, service: Service) -> Watched:
     directory, args = given.workload, settings(spec, given, output)
     tokenizer = tokenizer_of(directory, spec)
-    actor = load(AutoModelForCausalLM, directory / "actor", given.attention)
+    actor = load(AutoModelForCausalLM, directory / "actor", given, spec)
     prompts = read_prompts(directory)
     prompts = prompts[: len(prompts) // (spec.batch // spec.samples) * (spec.batch // spec.samples)]  # whole steps
     pace = Paced(service, prompts, spec)
     trainer = Watched(
         args=args,
         model=actor,
-        reward_funcs=load(AutoModelForSequenceClassification, directory / "reward", given.attention),
+        reward_funcs=rewarded
+        if spec.reward == "rule"
+        else load(AutoModelForSequenceClassification, directory / "reward", given, spec),
         processing_class=tokenizer,
-        reward_processing_classes=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": texts(prompts, tokenizer)}),
+        reward_processing_classes=None if spec.reward == "rule" else tokenizer,
+        train_dataset=Dataset.from_dict(
+            {"prompt": texts(prompts, tokenizer), "length": [prompt.length for prompt in prompts]}
+        ),
         optimizers=optimizers(args, service, actor, None, 0.0),
         callbacks=[pace],
     )

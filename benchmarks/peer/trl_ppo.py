@@ -147,11 +147,11 @@ def settings(spec: Spec, rollout_batch: int, minibatches: int, output: str) -> P
 def build(given: Namespace, spec: Spec, output: str, service: Service) -> PPOTrainer:
     directory, args = given.workload, settings(spec, given.rollout_batch, given.minibatches, output)
     tokenizer = tokenizer_of(directory, spec)
-    actor, reference = (load(AutoModelForCausalLM, directory / "actor") for _ in range(2))
-    critic = load(AutoModelForSequenceClassification, directory / "critic")
+    actor, reference = (load(AutoModelForCausalLM, directory / "actor", given, spec) for _ in range(2))
+    critic = load(AutoModelForSequenceClassification, directory / "critic", given, spec)
     reward: nn.Module = Rule(spec.eos)
     if spec.reward == "model":
-        reward = load(AutoModelForSequenceClassification, directory / "reward")
+        reward = load(AutoModelForSequenceClassification, directory / "reward", given, spec)
     actor.generation_config.pad_token_id = spec.pad
 
     prompts = read_prompts(directory)

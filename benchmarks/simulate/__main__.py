@@ -40,7 +40,7 @@ def check_results(
     on: str = "chunk",
     out: Annotated[Path | None, Parameter(name="--json")] = None,
 ) -> int:
-    """Compare simulated with measured ratios; the exit code is 1 if one is off by more than 10 %, or the order wrong.
+    """Compare simulated with measured ratios; the exit code is 1 if one is off by more than 10%, or the order wrong.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def table(checked: Sequence[CheckedResult]) -> Table:
                 each.over,
                 str(ratio.measured),
                 f"{ratio.simulated:.2f}",
-                f"{ratio.error:+.0%}".replace("%", " %"),
+                f"{ratio.error:+.0%}",
                 ", ".join(wrong) or "right",
             )
     return found

@@ -180,7 +180,7 @@ class CheckedResult:
 
     @property
     def right(self) -> bool:
-        """Whether every ratio is right within 10 %, and the order wherever measured ranges are disjoint."""
+        """Whether every ratio is right within 10%, and the order wherever measured ranges are disjoint."""
         return all(abs(ratio.error) <= WITHIN for ratio in self.ratios) and not self.wrong_order
 
     def as_json(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The OPPO paper's four settings in simulation: what each schedule takes, on two engines.
 
 The engine like TRL's is that of the profiles. The serving engine decodes as vLLM does on an H200, pads nothing, and
-reaches 40 to 45 % of the FLOP/s. Schedules that decode while they train have devices of their own for each: k decode,
+reaches 40 to 45% of the FLOP/s. Schedules that decode while they train have devices of their own for each: k decode,
 the others train, and reference and critic read along on the reward model's device. Each takes the k that is fastest.
 """
 
@@ -299,8 +299,8 @@ def figures(base: Sequence[ScheduleOutcome], found: Sequence[ScheduleOutcome], l
         ranged(speeds(base, found)),
         f"{staleness:.2f}",
         f"{max(each.longest_staleness for each in found)}",
-        f"{100 * idle:.0f} %",
-        f"{100 * least / per_token(found):.0f} %",
+        f"{100 * idle:.0f}%",
+        f"{100 * least / per_token(found):.0f}%",
     ]
 
 

@@ -109,7 +109,7 @@ def report(options: argparse.Namespace, before: Sequence[Answer], after: Sequenc
     print(f"{'score':10}  {comparison.before:6.3f}  {comparison.after:6.3f}")
     for name, row in parts.items():
         print(f"{name:10}  {row['before']:6.2f}  {row['after']:6.2f}")
-    print(f"paired difference {comparison.gain:+.3f}, 95 % interval [{low:+.3f}, {high:+.3f}]")
+    print(f"paired difference {comparison.gain:+.3f}, 95% interval [{low:+.3f}, {high:+.3f}]")
     for old, new in list(zip(before, after, strict=True))[: options.samples]:
         print(f"\n> {old.question}")
         print(f"before ({old.parts.score:.2f}): {old.text}\nafter  ({new.parts.score:.2f}): {new.text}")

@@ -111,7 +111,7 @@ class TailAdaptive(AdaptiveOvercommit):
 
         cost(Delta) = seconds(Delta) * (1 + price * Delta / B)
 
-    It takes the least Delta whose cost is within 1.15 % of the lowest: at once if that is below the current one, at
+    It takes the least Delta whose cost is within 1.15% of the lowest: at once if that is below the current one, at
     most doubling if above. The first step defers nothing, and alone decides on the second. The search covers the whole
     curve, so a plateau before a gain (many responses at the cap) does not stop it; where a scorer or the update takes
     the time, deferral gains nothing and Delta is 0.

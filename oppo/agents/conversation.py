@@ -28,6 +28,7 @@ from oppo.agents.requests import (
 from oppo.environments import EnvironmentFailure
 from oppo.errors import ConfigError, OppoError, one_line, shown
 from oppo.events import Drop
+from oppo.observe import WorkContext
 
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
@@ -313,10 +314,10 @@ class Session:
         single: str,
         expected: set[int],
         longest: float,
-        evaluated: bool,
+        evaluation: WorkContext | None,
     ) -> None:
         self.columns = columns
-        self.evaluated = evaluated
+        self.evaluation = evaluation
         self.scope = anyio.CancelScope()
         self.outcome: float | Drop | OppoError | None = None  # of an agent that has ended
         self.failure = failure

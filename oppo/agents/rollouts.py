@@ -40,7 +40,7 @@ from oppo.libraries import require
 from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
 from oppo.models import SamplingSettings, Scorer, Shared
-from oppo.observe import work_context
+from oppo.observe import WorkContext, work_context
 from oppo.returns import TokenRewards
 from oppo.rewards.function import ByTurn
 from oppo.scorers import WholeScorer
@@ -116,7 +116,7 @@ class RunningAgents(Shared):
         self._begun = anyio.Event()
         self._single: dict[bool, str] = {}
         self._said = False
-        self._samples = defaultdict[bool, dict[str, list[float]]](dict)
+        self._samples = defaultdict[WorkContext | None, dict[str, list[float]]](dict)
         self._server = AgentServer(
             host, port, public_url, sessions=lambda: self._keys, asked=self._notify, noted=self._noted
         )
@@ -135,8 +135,14 @@ class RunningAgents(Shared):
         self._single[is_evaluated()] = why
 
     def samples(self) -> Mapping[str, Sequence[float]]:
-        # Whether each request since the last call was refused, and was sent again; an evaluation's apart.
-        return self._samples.pop(is_evaluated(), {})
+        # Whether each request since the last call was refused, and was sent again; an evaluation's apart. What comes
+        # after an evaluation was measured counts for none.
+        asking = evaluation()
+        found = self._samples.pop(asking, {})
+        if asking is not None:
+            for late in self._samples.keys() - {None}:
+                del self._samples[late]
+        return found
 
     async def _open(self, stack: AsyncExitStack) -> None:
         listening = None if getattr(running_loop(), "virtual", False) else self._server.listening()
@@ -175,7 +181,7 @@ class RunningAgents(Shared):
             single=self.single,
             expected=self._expected[key],
             longest=self.longest,
-            evaluated=is_evaluated(),
+            evaluation=evaluation(),
         )
         visit = _Visit(prompt.columns, self._server.url, f"oppo-{secrets.token_hex(16)}")
         self._sessions[key] = self._keys[visit.key] = session
@@ -210,7 +216,7 @@ class RunningAgents(Shared):
         if not session.first.told:  # it was begun ahead
             return
         conversations, changed = float(len(session.conversations)), float(session.changes)
-        self._noted(session.evaluated, {"agents/conversations": conversations, "agents/history_changed": changed})
+        self._noted(session.evaluation, {"agents/conversations": conversations, "agents/history_changed": changed})
         if session.changes and not self._said:
             self._said = True
             logger.warning(
@@ -235,17 +241,23 @@ class RunningAgents(Shared):
         self._begun.set()
         self._begun = anyio.Event()
 
-    def _noted(self, evaluated: bool, metrics: Mapping[str, float]) -> None:
+    def _noted(self, of: WorkContext | None, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._samples[evaluated].setdefault(name, []).append(value)
+            self._samples[of].setdefault(name, []).append(value)
 
 
 def key_of(prompt: Prompt) -> tuple[int, int]:
     return prompt.admission, prompt.sample
 
 
+def evaluation() -> WorkContext | None:
+    """The evaluation that the current task works for; ``None`` for training."""
+    context = work_context()
+    return context if context.role == "evaluate" else None
+
+
 def is_evaluated() -> bool:
-    return work_context().role == "evaluate"
+    return evaluation() is not None
 
 
 class Agents(RunningAgents, Branching):

@@ -21,6 +21,7 @@ from oppo.agents.requests import BODY, MODEL, Api, Refusal, Request, Stream, apa
 from oppo.agents.responses import Responses
 from oppo.errors import ConfigError, as_itself, shortened
 from oppo.log import logger
+from oppo.observe import WorkContext
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -55,7 +56,7 @@ class AgentServer:
         *,
         sessions: Callable[[], Mapping[str, Session]],
         asked: Callable[[], None],
-        noted: Callable[[bool, Mapping[str, float]], None],
+        noted: Callable[[WorkContext | None, Mapping[str, float]], None],
     ) -> None:
         self.url = "http://agents/v1"  # on a loop of virtual time, where an agent asks the application itself
         self._address = (host, port)
@@ -152,10 +153,10 @@ class AgentServer:
     async def _complete(self, http: HttpRequest, api: Api) -> HttpResponse:
         from starlette.responses import JSONResponse, StreamingResponse  # noqa: PLC0415 - an extra
 
-        refused, repeated, evaluated = False, False, False
+        refused, repeated, evaluation = False, False, None
         try:
             session = self._session(http)
-            evaluated = session.evaluated
+            evaluation = session.evaluation
             body = await _read(http)
             again = http.headers.get("x-stainless-retry-count", "0") != "0"
             key = http.headers.get("idempotency-key", "")
@@ -169,7 +170,7 @@ class AgentServer:
             refused = True
             raise
         finally:
-            self._noted(evaluated, {"agents/refused": float(refused), "agents/repeated": float(repeated)})
+            self._noted(evaluation, {"agents/refused": float(refused), "agents/repeated": float(repeated)})
 
     def _models(self, http: HttpRequest) -> HttpResponse:
         from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra

@@ -33,8 +33,9 @@ from oppo.returns import (
     RatioBase,
     ScoreShaping,
     TokenWeight,
-    TopLogprobs,
 )
+from oppo.scorers import Lesson
+from oppo.stages.siblings import Siblings
 from oppo.training import Aggregation, Surrogate, SurrogateKind
 from oppo.turns import Environment
 
@@ -48,8 +49,9 @@ class Roles:
 
     The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
     for one that corrects nothing, and ``reference`` for one that refers to none, unless settings name a model for it,
-    to measure the KL. ``teacher`` is the model of ``models.teacher``. ``max_new_tokens`` is the cap of a response, 0 if
-    not known. An ``environment`` also joins a graph that was made without it.
+    to measure the KL. ``teacher`` is the model of ``models.teacher`` or ``[teacher]``, and ``siblings`` chooses what it
+    is shown, if that is a response. ``max_new_tokens`` is the cap of a response, 0 if not known. An ``environment``
+    also joins a graph that was made without it.
     """
 
     policy: Policy
@@ -61,7 +63,8 @@ class Roles:
     proximal: Scorer[FloatArray] | None = None
     chunks: ChunkSize = field(default_factory=Fixed)
     max_new_tokens: int = 0
-    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None
+    teacher: Scorer[Lesson | Drop] | None = None
+    siblings: Siblings | None = None
     environment: Environment | None = None
 
 

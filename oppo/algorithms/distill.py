@@ -9,20 +9,19 @@ from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize
 from oppo.algorithms.base import Clipped, Roles
 from oppo.algorithms.ppo import ppo
-from oppo.declared import Positive, changed
+from oppo.declared import Positive, PositiveCount, changed, setting
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import TopLogprobs
-from oppo.scorers import Unscored
-from oppo.stages import Distillation
+from oppo.scorers import Lesson, Unscored
+from oppo.stages import Distillation, Siblings
 
 
 def distill(
     *,
     policy: Policy,
-    teacher: Scorer[FloatArray | TopLogprobs | Drop],
+    teacher: Scorer[Lesson | Drop],
     trainer: Trainer,
     admission: Admission,
     reward: Scorer[float | Drop] | None = None,
@@ -30,6 +29,8 @@ def distill(
     reference: Scorer[FloatArray] | None = None,
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
+    siblings: Siblings | None = None,
+    samples: int = 1,
 ) -> Graph[StepReport]:
     """Return on-policy distillation, streamed: a teacher reads responses while the policy writes them.
 
@@ -50,6 +51,7 @@ def distill(
         reward: scores that are measured; ``None``: every score is 0.
         advantage: the weight of the teacher; ``Distillation()`` by default.
         reference: to measure the KL to it.
+        siblings, samples: for a teacher that is shown a response that passed, of ``samples`` to each prompt.
     """
     return ppo(
         policy=policy,
@@ -61,6 +63,8 @@ def distill(
         proximal=proximal,
         chunks=chunks,
         teacher=teacher,
+        siblings=siblings,
+        samples=samples,
     )
 
 
@@ -80,6 +84,9 @@ class Distill(Clipped):
     scoreless: ClassVar[bool] = True
 
     distill: Positive = 1.0
+    samples: PositiveCount = setting(
+        1, "responses to each prompt, of which one that passed may be shown to the teacher (`teacher.template`)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +98,7 @@ class Distill(Clipped):
 
     @property
     def responses(self) -> int:
-        return 1
+        return self.samples
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
         """Return the graph of a step.
@@ -111,4 +118,6 @@ class Distill(Clipped):
             reference=roles.reference,
             proximal=roles.proximal,
             chunks=roles.chunks,
+            siblings=roles.siblings,
+            samples=self.samples,
         )

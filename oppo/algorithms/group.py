@@ -28,8 +28,9 @@ from oppo.errors import ConfigError, in_toml
 from oppo.events import Drop, FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import Credit, GroupAdvantage, ImportanceCorrection, KLEstimator, ScoreShaping, TopLogprobs
-from oppo.stages import DynamicSampling, GroupRelative
+from oppo.returns import Credit, GroupAdvantage, ImportanceCorrection, KLEstimator, ScoreShaping
+from oppo.scorers import Lesson
+from oppo.stages import DynamicSampling, GroupRelative, Siblings
 from oppo.training import Aggregation
 from oppo.turns import Environment
 
@@ -50,7 +51,8 @@ def grpo(
     select: DynamicSampling | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None,
+    teacher: Scorer[Lesson | Drop] | None = None,
+    siblings: Siblings | None = None,
 ) -> Graph[StepReport]:
     """Return training without a critic, streamed: the responses to one prompt are compared with one another.
 
@@ -73,6 +75,7 @@ def grpo(
             default.
         teacher: log-probs of a teacher, float32 [n], which ``GroupRelative(distill=...)`` adds to the advantages; see
             :func:`oppo.distill`.
+        siblings: for a teacher that is shown a response that passed (:class:`oppo.scorers.BehindPrompt`).
 
     Raises:
         ConfigError: there are fewer than two samples, or a KL penalty has no reference.
@@ -93,6 +96,7 @@ def grpo(
         chunks=chunks or Fixed(),
         environment=environment,
         teacher=teacher,
+        siblings=siblings,
     )
     return streamed("grpo", roles, estimator, samples, select)
 
@@ -129,7 +133,6 @@ class GroupAlgorithm(ClippedAlgorithm):
 
     @property
     def compared(self) -> GroupAdvantage | Literal["each_reward"]:
-        """The estimator; see :class:`oppo.GroupRelative`."""
         return "leave_one_out"
 
     @property

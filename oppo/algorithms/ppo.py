@@ -18,8 +18,9 @@ from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, roll
 from oppo.graph import Graph, GraphBuilder
 from oppo.models import Policy, Scorer, Trainer
 from oppo.placement import Thread
-from oppo.returns import Over, TopLogprobs
-from oppo.stages import GAE, DynamicSampling, Gather, Generate, Score, Update
+from oppo.returns import Over
+from oppo.scorers import Lesson
+from oppo.stages import GAE, DynamicSampling, Gather, Generate, Score, Siblings, Update
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.score import synced_models
 from oppo.training import FunctionTrainer, Module, TrainStep
@@ -41,7 +42,8 @@ def ppo(
     proximal: Scorer[FloatArray] | None = None,
     chunks: ChunkSize | None = None,
     environment: Environment | None = None,
-    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None = None,
+    teacher: Scorer[Lesson | Drop] | None = None,
+    siblings: Siblings | None = None,
     samples: int = 1,
 ) -> Graph[StepReport]:
     """Return PPO with a learned or rule-based reward and a critic (Ziegler et al. 2019), streamed.
@@ -65,6 +67,7 @@ def ppo(
         environment: answers the turns of a response, so that it goes on after a stop token with a tool's result.
         teacher: log-probs of a teacher, float32 [n], which ``GAE(distill=...)`` adds to the advantages; see
             :func:`oppo.distill`.
+        siblings: for a teacher that is shown a response that passed (:class:`oppo.scorers.BehindPrompt`).
         samples: responses to each prompt, none compared with another; ``admission`` counts prompts.
     """
     roles = Roles(
@@ -78,6 +81,7 @@ def ppo(
         chunks=chunks or Fixed(),
         environment=environment,
         teacher=teacher,
+        siblings=siblings,
     )
     return streamed("ppo", roles, advantage or GAE(), samples)
 
@@ -98,9 +102,11 @@ def streamed(
     value = None if values is None else g.add("value", values, rollout)
     recomputed = None if roles.proximal is None else Score(roles.proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
-    taught = None if roles.teacher is None else g.add("teacher_logp", Score(roles.teacher), rollout)
+    reader = None if roles.teacher is None else Score(roles.teacher)
+    read = rollout if roles.siblings is None else g.add("siblings", roles.siblings, rollout, score)
+    taught = None if reader is None else g.add("teacher_logp", reader, read)
     batch = g.add("advantage", advantage, rollout, score, reference=ref, value=value, proximal=again, teacher=taught)
-    update = Update(roles.trainer, synced=synced_models(policy, values, recomputed), after=("generate",))
+    update = Update(roles.trainer, synced=synced_models(policy, values, recomputed, reader), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 

@@ -493,7 +493,6 @@ class Draft:
             self.lost.setdefault(reason, []).extend(names)
 
     def same(self, rows: Rows) -> None:
-        """Carry over every field that alone says what a setting is."""
         for name, (key, _, *more) in rows.items():
             if not more:
                 continue

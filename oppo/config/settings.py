@@ -47,6 +47,7 @@ from oppo.config.sections import (
     StepSection,
     named,
 )
+from oppo.config.teacher import TeacherSection, fault_of
 from oppo.declared import MOST, STRICT, Declared, Resume, Table, adapter, changed, declared, table_in
 from oppo.errors import in_toml
 from oppo.training import OF_THE_CRITIC, TrainerSettings
@@ -88,6 +89,7 @@ class Settings(BaseModel):
     run: Annotated[RunSection, Table()] = RunSection()
     models: Annotated[ModelsSection, Table()]
     rewards: RewardList
+    teacher: Annotated[TeacherSection, Table()] = TeacherSection()
     environment: Annotated[EnvironmentSection, Table()] = EnvironmentSection()
     agents: Annotated[AgentsSection, Table()] = AgentsSection()
     placement: Annotated[PlacementSection, Table()] = PlacementSection()
@@ -136,7 +138,11 @@ class Settings(BaseModel):
     def devices(self) -> Mapping[str, tuple[str, ...]]:
         # without a teacher no device of one is looked for
         found = self.placement.names(self.models.device)
-        return found if self.models.teacher else {**found, "teacher": ("cpu",)}
+        return found if self.teachers else {**found, "teacher": ("cpu",)}
+
+    @property
+    def teachers(self) -> Mapping[str, str]:
+        return {"teacher": self.models.policy} if self.teacher.own else self.models.teachers
 
     @property
     def actor_device(self) -> str:
@@ -195,7 +201,7 @@ class Settings(BaseModel):
             "reference": self.has_reference and "reference" not in self.on_vllm,
             "reward": any(isinstance(each, ModelRewardSection) for each in self.rewards) and not self.reward_engines,
             "critic": self.algorithm.has_critic and not models.shared_trunk,
-            "teacher": bool(models.teachers) and not self.on_vllm.keys() & models.teachers.keys(),
+            "teacher": bool(self.teachers) and not self.on_vllm.keys() & self.teachers.keys(),
             "trainer": len(self.devices["trainer"]) > 1,
         }
         return frozenset(name for name, possible in can.items() if possible)
@@ -556,26 +562,14 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     ),
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "
     "out, or make it a setting of yours in [loss]": lambda s: s.step.loss and _idle_of_loss(s.algorithm),
-    "step.algorithm = {s.step.algorithm!r} with algorithm.distill = {found[0]} learns the log-probs of a teacher, "
-    "and models.teacher names none: give a causal language model with the policy's tokenizer": (
-        lambda s: (
-            not s.models.teacher and getattr(s.algorithm, "distills", None) and [getattr(s.algorithm, "distill", 1.0)]
-        )
-    ),
-    "models.teacher = {s.models.teacher!r} is a teacher, and step.algorithm = {s.step.algorithm!r} learns nothing of "
-    "it: {found}, or leave models.teacher out": (
-        lambda s: (
-            s.models.teacher
-            and getattr(s.algorithm, "distills", None) is False
-            and (
-                "set algorithm.distill above 0"
-                if hasattr(s.algorithm, "distill")
-                else "choose step.algorithm = 'distill', or another"
-            )
-        )
-    ),
-    "placement.teacher = {found!r} places a teacher, and models.teacher names none: leave that out": (
-        lambda s: not s.models.teacher and s.placement.teacher
+    "{found}": lambda s: fault_of(
+        s.teacher,
+        s.models,
+        s.placement,
+        s.step,
+        s.algorithm,
+        program=s.agents.program,
+        scored=bool(s.rewards or s.agents.program),
     ),
     "[scorers.{found[0]}] serves no model of this run: {found[1]}; {found[2]}, or leave the table out": (
         lambda s: _unknown_scorer(s.scorers, [*(["reference"] if s.has_reference else []), *s.models.teachers])

@@ -95,7 +95,7 @@ class Encoding:
                 "text only: leave it out, or give it another name if only a reward function reads it"
             )
         read = max(CHARACTERS, 128 * (self.max_prompt_tokens + 1))
-        return row, _encoded(row[self.column], tokenizer, read, f"{place}, column {self.column!r}")
+        return row, encoded(row[self.column], tokenizer, read, f"{place}, column {self.column!r}")
 
     def fitted(self, tokens: IntArray) -> IntArray | None:
         if len(tokens) <= self.max_prompt_tokens:
@@ -178,7 +178,7 @@ def rows_of(
     return str(path), rows_of_file(path)
 
 
-def _encoded(value: object, tokenizer: Tokenizer, read: int, place: str) -> IntArray:
+def encoded(value: object, tokenizer: Tokenizer, read: int | None, place: str) -> IntArray:
     tokens: Sequence[int] = ()
     if isinstance(value, str):
         if value.strip():

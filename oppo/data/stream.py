@@ -94,7 +94,11 @@ class PromptStream(Iterator[Prompt]):
 
     @property
     def longest(self) -> int:
-        return max(len(prompt.tokens) for source in self._sources for prompt in source.prompts)
+        return max(len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def prompts(self) -> Iterator[Prompt]:
+        return (prompt for source in self._sources for prompt in source.prompts)
 
     def __len__(self) -> int:
         """Return how many prompts the whole stream holds; an endless one raises a ``TypeError``."""

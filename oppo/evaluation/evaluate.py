@@ -185,8 +185,7 @@ class Collect:
         self._dropped += [each for each in scored.dropped if each.rollout in self.wanted]
         for _, each in step.recorded(Averaged):
             for name, values in each.values.items():
-                if not name.startswith("deferral/"):  # nothing is deferred here
-                    self._measured.setdefault(name, []).extend(values)
+                self._measured.setdefault(name, []).extend(values)
         await out.send(_report(step, [each.rollout for each in scored.rollouts], scored.dropped))
 
     def answers(self) -> Answers:
@@ -223,11 +222,11 @@ PREFIX: Final = "eval/"
 """Prefix of a reward's or environment's metric of held-out responses, before its name in training."""
 
 Z: Final = 1.96
-"""Standard deviations on either side of the mean that hold 95 % of a normal distribution."""
+"""Standard deviations on either side of the mean that hold 95% of a normal distribution."""
 
 
 def half_width(means: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of a mean over prompts; NaN for fewer than two.
+    """Return half the width of the 95% confidence interval of a mean over prompts; NaN for fewer than two.
 
     The standard error is computed from the prompts' own means, since the responses to one prompt are no independent
     draws (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640, section 2.2), and the interval assumes a normal
@@ -314,7 +313,7 @@ class Comparison:
         before, after: mean scores.
         spread: standard deviation of the scores before.
         gain: mean of the paired differences, after minus before.
-        half_width: of the 95 % confidence interval of the gain (normal approximation).
+        half_width: of the 95% confidence interval of the gain (normal approximation).
     """
 
     before: float

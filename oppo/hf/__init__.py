@@ -31,11 +31,13 @@ if TYPE_CHECKING:
         TeacherLogprobs,
         ValueModel,
     )
+    from oppo.hf.serve.self_teacher import AveragedTeacher, SelfTeacher
     from oppo.hf.tokenizer import HfTokenizer
     from oppo.hf.train.actor_critic import value_model_on
     from oppo.hf.train.trainer import HfTrainer
 
 __all__ = [
+    "AveragedTeacher",
     "Bridge",
     "BridgedReward",
     "BridgedTeacher",
@@ -50,6 +52,7 @@ __all__ = [
     "RecomputedLogprobs",
     "ReferenceLogprobs",
     "RewardModel",
+    "SelfTeacher",
     "SimilarityReward",
     "TeacherLogprobs",
     "ValueModel",
@@ -82,6 +85,7 @@ _MODULES = {
         "TeacherLogprobs",
         "ValueModel",
     ),
+    "serve.self_teacher": ("AveragedTeacher", "SelfTeacher"),
     "tokenizer": ("HfTokenizer",),
     "train.actor_critic": ("value_model_on",),
     "train.trainer": ("HfTrainer",),

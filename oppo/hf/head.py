@@ -108,7 +108,6 @@ class OwnHead:
         return max(1, most // (4 * int(self._shell.config.get_text_config().vocab_size)))
 
     def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
-        """Return ``measure`` of each token, [T] or [T, n], from hidden states [T, D]."""
         # The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients of weights
         # are added up over chunks in float32.
         chunks = [slice(at, min(at + self.chunk, len(hidden))) for at in range(0, len(hidden), self.chunk)]

@@ -393,7 +393,6 @@ def require_finite(model: PreTrainedModel, path: str | Path) -> None:
 def outline(
     kind: Kind, path: str | Path, *, dtype: str = "float32", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Return the model of a directory or hub name without its weights."""
     with routed():  # loading the weights later logs the messages
         directory = located(path, weights=False, trust_remote_code=trust_remote_code)
         adapter = require_adapter(directory, allow_pickle=True)

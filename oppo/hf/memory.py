@@ -202,7 +202,6 @@ def _attention(  # noqa: PLR0917 - torch's own
 
 @contextmanager
 def planned_on(device: torch.device) -> Iterator[None]:
-    """Count passes inside the body as on a device: with its chunks of logits."""
     token = planned_device.set(device)
     try:
         yield

@@ -135,7 +135,6 @@ def addresses(module: nn.Module) -> frozenset[int]:
 
 
 def copies(weights: Mapping[str, object]) -> dict[str, object]:
-    """Return complete copies of tensors, by the same names, so that the originals may change."""
     copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
     for device in {value.device for value in copied.values() if isinstance(value, Tensor)}:
         synchronised(device)

@@ -126,9 +126,15 @@ def divergences(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
     Args:
         logprobs: float32 [T, K], of the policy, of K events that exclude each other, with gradient.
-        teacher: float32 [T, K], of the teacher.
+        teacher: float32 [T, K], of the teacher; NaN where it says nothing: the divergence is 0, without gradient.
         beta: 0 .. 1.
     """
+    taught = ~teacher.isnan().any(-1)
+    teacher = torch.where(taught[:, None], teacher, logprobs.detach())
+    return torch.where(taught, _divergence(logprobs, teacher, beta), 0.0)
+
+
+def _divergence(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
     if beta == 0:
         return _kl(teacher, logprobs)
     if beta == 1:

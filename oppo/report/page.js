@@ -104,7 +104,7 @@ const observer = new IntersectionObserver((entries) => {
     if (isIntersecting && drawn.get(target) !== view.changes) draw(target);
   }
   document.body.dataset.drawn = drawn.size;
-}, { rootMargin: "200px" });
+}, { rootMargin: "100px" });
 
 function find() {
   const wanted = $("find").value.toLowerCase(), samples = [...document.querySelectorAll(".sample")];

@@ -90,7 +90,6 @@ class Checkpoints:
 
     @contextmanager
     def writing(self, step: int, score: float = math.nan, measure: str = "score") -> Iterator[Path]:
-        """Yield a directory that becomes the checkpoint of ``step`` if no error ends the context."""
         # Then checkpoints beyond the number to keep are deleted, and checkpoints of later steps than a resumed run's.
         path = self._directory / _named(step)
         try:

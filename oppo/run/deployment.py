@@ -59,7 +59,6 @@ class Role:
 
     @property
     def model(self) -> str:
-        """Its name without that of one of several: ``teacher``."""
         return self.name.partition(".")[0]
 
     @property
@@ -113,7 +112,6 @@ class Deployment:
         return replace(self, settings=settings, trainer=settings.trainer)
 
     def load(self, prompt: int) -> Load:
-        """Return the load of the models, with prompts of ``prompt`` tokens."""
         step, response = self.settings.step, self.settings.sampling.max_new_tokens
         # a stage has one step at a time, however many are alive: a model holds the rollouts of one, and the deferred
         rollouts = (step.batch + step.most_overcommit) * self.settings.algorithm.responses
@@ -132,21 +130,29 @@ class Deployment:
         return self.settings.run.cores or available_cores()
 
     def roles_of(self, model: str) -> list[Role]:
-        """Return the models of a kind that vLLM does not score with: one, several teachers or rewards, or none."""
         return [role for role in self.roles.values() if role.model == model and role.on is None]
 
     def on_vllm(self, *models: str) -> list[tuple[Role, OnVllm]]:
-        """Return the models of these kinds with which vLLM scores, and the settings of their engines."""
         return [(role, role.on) for role in self.roles.values() if role.model in models and role.on is not None]
 
     @property
     def scored(self) -> list[str]:
-        """The models that transformers serves to score, and the rewards, some of which are functions."""
         return [model for model in SCORED if model == "reward" or self.roles_of(model)]
 
     @property
     def reference_is_apart(self) -> bool:
         return self.devices.reference != self.devices.actor or "reference" in self.devices.apart
+
+    @property
+    def teacher_shares(self) -> bool:
+        """Whether the policy is its own teacher with weights that are in memory without it."""
+        devices, models = self.devices, self.models
+        if "teacher" in devices.apart or not self.settings.teacher.own:
+            return False
+        if self.settings.teacher.weights == "frozen" and not models.adapts:
+            same = bool(self.roles_of("reference")) and models.reference == models.policy
+            return same and devices.reference == devices.teacher and "reference" not in devices.apart
+        return self.settings.teacher.weights != "average" and devices.teacher == devices.actor
 
     @property
     def trains_elsewhere(self) -> bool:
@@ -173,7 +179,8 @@ def _roles(settings: Settings, models: ModelsSection, devices: Devices) -> Mappi
     sources |= {named_reward(reward): (key, reward.source) for key, reward in rewards.items()}
     if settings.algorithm.has_critic:
         sources["critic"] = "models.critic", models.critic
-    sources |= {name: (f"models.{name}", path) for name, path in models.teachers.items()}
+    key = "teacher.weights" if settings.teacher.own else ""
+    sources |= {name: (key or f"models.{name}", path) for name, path in settings.teachers.items()}
     if settings.algorithm.corrects:
         sources["proximal"] = "models.policy", models.policy
     engines: dict[str, OnVllm] = {
@@ -181,6 +188,7 @@ def _roles(settings: Settings, models: ModelsSection, devices: Devices) -> Mappi
     }
     engines |= settings.on_vllm
     on_base = {"policy", *(["reference"] if models.is_reference_on_base else [])}
+    on_base |= {"teacher"} if settings.teacher.weights == "frozen" else set()
 
     def role(name: str, key: str, source: str) -> Role:
         model = name.partition(".")[0]

@@ -66,6 +66,7 @@ ROLES: Final[Mapping[str, str]] = {
     "reference": "log-probs of the model that the KL holds the policy to",
     "critic": "values of the tokens, as they are written",
     "teacher": "log-probs that the policy learns",
+    "teacher, average": "the average of the policy's weights in float32, which the teacher serves",
     "trainer": "makes the updates: gradients, optimizer states, float32 copies of what it trains",
     "trainer, whole weights": "all weights, gathered from the ranks for weight sync and checkpoints",
 }
@@ -119,6 +120,8 @@ def examine(deployment: Deployment) -> Diagnosis:
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
         supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment))
         load = deployment.load(supply.longest)
+    if settings.teacher.note:
+        logger.info(settings.teacher.note)
     needs = expected(deployment, load, known)
     faults = crowded(needs, assumed, spread=settings.placement.spread)
     layouts = proposed(deployment, load, known) if settings.placement == PlacementSection() else ()

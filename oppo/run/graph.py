@@ -26,7 +26,7 @@ from oppo.placement.trainer import HostedTrainer
 from oppo.report.log import dump_batch
 from oppo.run.checkpoint import HELD_OUT, Provenance, State
 from oppo.run.prompts import Supply, of_agents
-from oppo.stages import Generate, GroupRelative, InParts, Score, Update
+from oppo.stages import Generate, GroupRelative, InParts, Score, Siblings, Update
 
 if TYPE_CHECKING:
     from oppo.run.models import Assembly
@@ -48,7 +48,11 @@ def compose(
 ) -> Graph[StepReport]:
     """The graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
     chunks = chunks_of(settings.step, settings.sampling.max_new_tokens)
-    roles = roles_of(assembly, settings.own_admission() or admission_of(settings.step), chunks)
+    taught, responses = settings.teacher, settings.algorithm.responses
+    siblings = (
+        Siblings(responses, 1.0 if taught.threshold is None else taught.threshold) if taught.of_siblings else None
+    )
+    roles = roles_of(assembly, settings.own_admission() or admission_of(settings.step), chunks, siblings)
     graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
     update = graph.stage("update", Update)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
@@ -118,11 +122,12 @@ def require_trainer(state: State, trainer: ResumableTrainer) -> None:
         )
 
 
-def roles_of(assembly: Assembly, admission: Admission, chunks: ChunkSize) -> Roles:
+def roles_of(assembly: Assembly, admission: Admission, chunks: ChunkSize, siblings: Siblings | None = None) -> Roles:
     return Roles(
         policy=assembly.policy,
         reference=assembly.reference,
         teacher=assembly.teacher,
+        siblings=siblings,
         reward=assembly.reward,
         critic=assembly.critic,
         proximal=assembly.proximal,

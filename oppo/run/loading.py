@@ -121,7 +121,6 @@ class RoleLoader:
             return model, self.tokenizer(role.source)
 
     def critic(self, source: str) -> tuple[PreTrainedModel, Loadable]:
-        """Return the critic that begins as the model at ``source``, as it is trained and as it is served."""
         role = replace(self._deployment.roles["critic"], source=source)
         with self.attributed(role):
             model = self._loaded(role, partial(load_scalar, new_head=True))
@@ -148,7 +147,6 @@ class RoleLoader:
         return HfTokenizer(load_tokenizer(path, trust_remote_code=self._models.trust_remote_code))
 
     def recipe(self, role: Role, kind: ModelKind, device: torch.device | None = None) -> ModelRecipe:
-        """Return how a model is loaded on ``device``; by default on that on which it is served."""
         models, device = self._models, device or role.device
         return ModelRecipe(
             path=role.source,

@@ -149,7 +149,8 @@ class Outlines:
 
     def logprobs(self, name: str) -> PreTrainedModel:
         models = self.deployment.models
-        return self._made(f"models.{name}", CAUSAL, {"reference": models.reference, **models.teachers}[name])
+        path = {"reference": models.reference, **self.deployment.settings.teachers}[name]
+        return self._made(f"models.{name}", CAUSAL, path)
 
     def over_base(self, name: str) -> Callable[[PreTrainedModel], PreTrainedModel]:
         models = self.deployment.models
@@ -186,7 +187,7 @@ class Outlines:
             return self.actor(), True
         return (
             (self.logprobs(name), True)
-            if name == "reference" or name in self.deployment.models.teachers
+            if name == "reference" or name in self.deployment.settings.teachers
             else (None, True)
         )
 
@@ -346,7 +347,13 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
     for model in sorted(deployment.scored, key=lambda model: model != "proximal"):
         device, remote = devices.scoring()[model], model in devices.remote
         for role in deployment.roles_of("teacher") if model == "teacher" else ():
-            yield Expected(role.name, device, _served(made, role.name, load, device), remote)
+            served = _served(made, role.name, load, device)
+            yield Expected(
+                role.name, device, replace(served, weights=0) if deployment.teacher_shares else served, remote
+            )
+        if settings.teacher.weights == "average" and model == "teacher":
+            floats = 4 * sum(each.numel() for each in made.actor().parameters())
+            yield Expected("teacher, average", devices.actor, Bytes(floats))
         if model not in {"reward", "teacher"}:
             served = _served(made, model, load, device)
             shares = _shares_the_policy_s(deployment, model)
@@ -483,7 +490,7 @@ def _served(made: Outlines, model: str, load: Load | None, device: torch.device)
         key, make, adapt = ("logprobs", models.policy, made.adapter), made.actor, made.adapt
     else:
         make, adapt = partial(made.logprobs, model), made.over_base(model)
-        path = {"reference": models.reference, **models.teachers}[model]
+        path = {"reference": models.reference, **made.deployment.settings.teachers}[model]
         key = ("logprobs", path, models.quantization if adapt is not same else "none")
 
     def count() -> Bytes:

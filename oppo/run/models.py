@@ -24,8 +24,6 @@ from oppo.environments import Environments, FunctionEnvironment, Tools
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
-from oppo.hf.as_text.rendering import Form
-from oppo.hf.as_text.streamed import Bridge, BridgedTeacher
 from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
 from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, share_base
@@ -35,7 +33,6 @@ from oppo.hf.serve.scorers import (
     ProximalLogprobs,
     RecomputedLogprobs,
     ReferenceLogprobs,
-    TeacherLogprobs,
     ValueModel,
 )
 from oppo.hf.tokenizer import HfTokenizer
@@ -45,9 +42,8 @@ from oppo.log import logger
 from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Place, Process, Thread
-from oppo.returns import TopLogprobs
 from oppo.run.checkpoint import Checkpoints, State, write_state
-from oppo.run.deployment import Deployment, Role, named_reward, places_of
+from oppo.run.deployment import Deployment, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.loading import (
     RewardModels,
@@ -58,7 +54,8 @@ from oppo.run.loading import (
 )
 from oppo.run.memory import fitted
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
-from oppo.scorers import ByColumn, capabilities_of
+from oppo.run.teachers import check_columns, loaded_teachers, served_teacher
+from oppo.scorers import Lesson, capabilities_of
 from oppo.turns import Environment
 from oppo.vllm.scorers import VllmScorer
 
@@ -81,7 +78,7 @@ class Assembly:
 
     serving: Serving
     reference: Scorer[FloatArray] | None
-    teacher: Scorer[FloatArray | TopLogprobs | Drop] | None
+    teacher: Scorer[Lesson | Drop] | None
     reward: Scorer[float | Drop]
     critic: ValueModel | None
     proximal: RecomputedLogprobs | None
@@ -137,7 +134,6 @@ class Assembly:
         self.places.abort()
 
     def close(self) -> None:
-        """End engines, places and the processes of user code, also if one of them fails to end."""
         with ExitStack() as stack:
             for scorer in self.scoring:
                 stack.callback(scorer.engine.close)
@@ -205,7 +201,7 @@ def assemble(
         known = [*columns]
         for names in known:
             code.check_columns(names)
-        _check_teacher_column(deployment.models.teacher_column, known)
+        check_columns(settings, code.environment, tokenizer, known)
 
         def started(request: ServeRequest) -> Serving:
             serving = serve(replace(request, log=engine_log))
@@ -220,14 +216,6 @@ def assemble(
     return assembly
 
 
-def _check_teacher_column(column: str, known: Sequence[Collection[str]]) -> None:
-    if column and known and column not in known[0]:
-        raise ConfigError(
-            f"models.teacher_column = {column!r} is no column of data.prompts; the columns there are "
-            f"{', '.join(sorted(known[0]))}"
-        )
-
-
 def _assembled(
     deployment: Deployment,
     tokenizer: HfTokenizer,
@@ -240,8 +228,9 @@ def _assembled(
 ) -> Assembly:
     settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
     deterministic = settings.run.deterministic
-    actor, reference = _actor_and_reference(deployment, load)
-    teachers = {role: load.teacher(role) for role in deployment.roles_of("teacher")}
+    actor, reference, start = _actor_and_reference(deployment, load)
+    current = actor if deployment.teacher_shares else _teacher_recipe(deployment, load)
+    teachers = loaded_teachers(deployment, load, current=current, start=start or reference)
     rewards = _reward_models(deployment, tokenizer, places, load, on_vllm)
     critic = load_critic(deployment, actor, [*rewards.values()], load)
     models: dict[str, list[Loadable | None]] = {
@@ -270,8 +259,9 @@ def _assembled(
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
-    answered = code.environment is not None
-    teacher = _teacher(deployment, sampling, places, teachers, tokenizer=tokenizer, on_vllm=on_vllm, answered=answered)
+    teacher = served_teacher(
+        deployment, sampling, places, teachers, tokenizer, environment=code.environment, on_vllm=on_vllm, actor=actor
+    )
     places.wait_until_ready()
     return Assembly(
         serving=serving,
@@ -290,6 +280,7 @@ def _assembled(
         served_apart=critic.is_apart
         or served is not actor
         or settings.on_server
+        or (settings.teacher.weights == "average" and bool(chosen.adapter))
         or (deployment.has_engine and chosen.begins_off_base),
         described=_described(deployment, places, models),
         ideal=_ideal(deployment, models, serving.gpus),
@@ -343,53 +334,6 @@ def _reference(
     return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
 
 
-def _teacher(
-    deployment: Deployment,
-    sampling: Sampling,
-    places: DeviceLayout,
-    models: Mapping[Role, tuple[Loadable, HfTokenizer | None]],
-    *,
-    tokenizer: HfTokenizer,
-    on_vllm: ScorersOnVllm,
-    answered: bool,
-) -> Scorer[FloatArray | TopLogprobs | Drop] | None:
-    settings = deployment.settings
-    top_k, deterministic = getattr(settings.algorithm, "distill_top_k", None), settings.run.deterministic
-    known = dict[str, Scorer[FloatArray | TopLogprobs | Drop]]()
-    for role, (model, reader) in models.items():
-        place, name = _scoring(places, "teacher", role.name), role.name.partition(".")[2]
-        if reader is not None and top_k is not None:
-            raise ConfigError(
-                f"algorithm.distill_top_k = {top_k} has the policy learn a teacher's likeliest ids, and {role.key} "
-                "has ids of its own: leave distill_top_k out, or name a teacher with the policy's tokenizer"
-            )
-        if reader is not None and answered:
-            raise ConfigError(
-                f"{role.key} has another tokenizer and reads a response as one text, in which turns and answers "
-                "cannot be told apart: expected a teacher with the policy's tokenizer, or no [environment]"
-            )
-        if reader is not None:
-            form: Form = "chat" if reader.has_chat_template else "joined"
-            bridge = Bridge(tokenizer, reader, form, settings.data.column, "drop")
-            known[name] = BridgedTeacher(
-                cast("PreTrainedModel", model),
-                sampling=sampling,
-                bridge=bridge,
-                place=place,
-                deterministic=deterministic,
-            )
-        elif top_k is None:
-            known[name] = ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
-        else:
-            known[name] = TeacherLogprobs(
-                model, sampling=sampling, place=place, top_k=top_k, deterministic=deterministic
-            )
-    for role, on in deployment.on_vllm("teacher"):
-        known[role.name.partition(".")[2]] = on_vllm.logprobs(role, on, sampling, top_k=top_k or 0)
-    column = settings.models.teacher_column
-    return ByColumn(column, known) if column else known.get("")
-
-
 def _ideal(deployment: Deployment, models: Mapping[str, Sequence[Loadable | None]], gpus: int) -> dict[str, Passes]:
     # Of models that are here and read the policy's tokens; a head on the actor's trunk takes hardly any time.
     epochs, cores, known = deployment.trainer.epochs, deployment.cores, dict[str, Passes]()
@@ -412,14 +356,19 @@ def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:
     return ModelPlace(places.place_of(model), name or model, SERVING)
 
 
-def _actor_and_reference(deployment: Deployment, load: RoleLoader) -> tuple[PreTrainedModel, Loadable | None]:
-    # With adapters both are over the same base in memory, unless they are apart: on two devices or machines.
+def _actor_and_reference(
+    deployment: Deployment, load: RoleLoader
+) -> tuple[PreTrainedModel, Loadable | None, PreTrainedModel | None]:
+    # With adapters both are over the same base in memory, unless they are apart: on two devices or machines. So is the
+    # last one, a teacher that is the policy as it begins.
     models = deployment.models
     refers = bool(deployment.roles_of("reference"))
     adapter = adapter_of(models) if models.adapter else None
     actor = load.policy()
     shared = models.is_reference_on_base and not deployment.reference_is_apart
     base = share_base(actor) if refers and shared else None
+    frozen = deployment.settings.teacher.weights == "frozen" and deployment.teacher_shares and models.adapts
+    start = share_base(actor) if frozen else None
     if models.lora_rank:
         add_lora(
             actor,
@@ -434,9 +383,9 @@ def _actor_and_reference(deployment: Deployment, load: RoleLoader) -> tuple[PreT
             load_lora(actor, adapter)
             if base is not None and models.reference == models.adapter:
                 load_lora(base, adapter, trained=False)
-    if refers and base is None:
-        return actor, load.reference()
-    return actor, base
+            if start is not None:
+                load_lora(start, adapter, trained=False)
+    return actor, load.reference() if refers and base is None else base, start
 
 
 def _reward_models(
@@ -480,6 +429,12 @@ def _actor_recipe(deployment: Deployment, load: RoleLoader, device: torch.device
         lora=models.lora,
         adapter=models.adapter,
     )
+
+
+def _teacher_recipe(deployment: Deployment, load: RoleLoader) -> ModelRecipe:
+    devices = deployment.devices
+    recipe = _actor_recipe(deployment, load, devices.teacher)
+    return recipe if "teacher" in devices.remote else replace(recipe, device=str(devices.teacher))
 
 
 def _trainer(

@@ -127,7 +127,7 @@ def _lines(run: Path, settings: Settings, repo: str, facts: Mapping[str, Any]) -
         "Prompts": [source.path for source in sources(settings.data.prompts)],
         "Agent": [settings.agents.program],
         "Rewards": [reward.source for reward in settings.rewards],
-        "Teacher": [*settings.models.teachers.values()],
+        "Teacher": [*settings.teachers.values()],
     }
     yield f"# {repo.rpartition('/')[2]}\n"
     yield (

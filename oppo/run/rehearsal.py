@@ -65,7 +65,6 @@ async def rehearse_code(look: FirstLook) -> list[str]:
 
 
 def decided(session: PreparedRun) -> Iterator[str]:
-    """Yield what a run is, a line for each part of it."""
     for name, text in _decisions(session):
         yield from textwrap.wrap(harmless(text), WIDTH, initial_indent=f"{name:<13} ", subsequent_indent=" " * 14)
 
@@ -136,7 +135,6 @@ def _memory(session: PreparedRun) -> str:
 
 
 def many(count: int, one: str, several: str = "") -> str:
-    """Return a count with its noun: ``1 step``, ``2,000 steps``."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 

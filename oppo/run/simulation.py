@@ -82,7 +82,6 @@ class Simulation:
         seconds = self.measured * own.seconds / simulated
         off = simulated / self.measured - 1
         said = f"as it ran, a step of as many tokens took {seconds:.3g} s; simulated it takes {off:+.0%}"
-        said = said.replace("%", " %")
         if abs(off) <= CLOSE:
             return said
         return f"{said}: the calibration does not describe this run, so the figures below are not to be trusted"

@@ -271,7 +271,7 @@ class Reached:
     """Shares of a data sheet's figures that engines reach, and the bytes that passes move.
 
     The defaults of passes, and ``sampling``, are of an H100 (``benchmarks/results/gpu.md``): a 7B reward model, an
-    update of a 0.5B actor, of which the head took 40 %, and 1.5 ms for the tokens of 64 x 151,936 logits.
+    update of a 0.5B actor, of which the head took 40%, and 1.5 ms for the tokens of 64 x 151,936 logits.
     """
 
     name: EngineName = setting("vllm", "the engine that decodes: `layer` and `attention` are its own where absent")

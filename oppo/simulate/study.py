@@ -27,9 +27,9 @@ from oppo.simulate.run import Schedule, ScheduleOutcome, SimulatedRun
 
 WORTHWHILE: Final = 1.05  # the least speed-up over the present schedule that is worth a change
 
-ALIKE: Final = 0.97  # of schedules within 3 % of the fastest, the one with the least staleness is recommended
+ALIKE: Final = 0.97  # of schedules within 3% of the fastest, the one with the least staleness is recommended
 
-CONFIDENCE: Final = 1.959964  # standard deviations of a normal distribution that an interval of 95 % reaches
+CONFIDENCE: Final = 1.959964  # standard deviations of a normal distribution that an interval of 95% reaches
 
 # The default question, and `--precise`: most rollouts simulated of a schedule, half of an interval at which it is right
 DEFAULT, PRECISE = (18_432, 0.03), (147_456, 0.005)
@@ -42,7 +42,7 @@ GRAINS: Final = 1024  # ends of responses that are told apart where 512 are in a
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The mean of some measurements of the same, and its confidence interval of 95 %, by Student's distribution.
+    """The mean of some measurements of the same, and its confidence interval of 95%, by Student's distribution.
 
     Its quantile is the series of Abramowitz and Stegun 26.7.5.
     """
@@ -127,8 +127,8 @@ class Study:
     def recommended(self, limit: float) -> str:
         """Return the name of the schedule to choose: the baseline's if no other is worth a change.
 
-        It is the least stale one among those within 3 % of the fastest, of all that can be chosen, whose mean staleness
-        is at most ``limit``, and that are at least 5 % faster than the baseline in all of their interval.
+        It is the least stale one among those within 3% of the fastest, of all that can be chosen, whose mean staleness
+        is at most ``limit``, and that are at least 5% faster than the baseline in all of their interval.
         """
         allowed = {name: each for name, each in self.standings.items() if not self._fault(name, limit)}
         if not allowed:
@@ -140,7 +140,7 @@ class Study:
     def left_out(self, limit: float) -> Mapping[str, str]:
         chosen = self.recommended(limit)
         faster = [name for name, each in self.standings.items() if each.speed.mean > self.standings[chosen].speed.mean]
-        alike = f"less than 3 % faster than {chosen!r}, and staler"
+        alike = f"less than 3% faster than {chosen!r}, and staler"
         return {name: self._fault(name, limit) or alike for name in faster}
 
     def _fault(self, name: str, limit: float) -> str:
@@ -150,7 +150,7 @@ class Study:
         if each.staleness > limit + 1e-9:
             return f"its mean staleness of {each.staleness:.2f} updates is above --staleness {limit:g}"
         if each.speed.low < WORTHWHILE:
-            return f"not 5 % faster than {self.baseline!r} in all of its interval"
+            return f"not 5% faster than {self.baseline!r} in all of its interval"
         return ""
 
 
@@ -251,7 +251,7 @@ def _follow_parent() -> None:
 WIDTH: Final = 120  # columns where the output is no terminal
 
 LEGEND: Final = (
-    "Speed is trained tokens a second, relative to {baseline!r} (*), with its 95 % interval. Staleness is in updates, "
+    "Speed is trained tokens a second, relative to {baseline!r} (*), with its 95% interval. Staleness is in updates, "
     "from a response's first token to its training. Idle is the share of the time in which the actor decodes nothing; "
     "in flight is what it decodes at once at the most, with its KV cache. A step is bound by what takes the largest "
     "share of it on the busiest device; of {baseline!r}: {parts}."
@@ -300,11 +300,7 @@ def _described(each: Standing) -> str:
 
 
 def _bounds(each: Standing) -> Iterator[str]:
-    return (f"{name} {_percent(share)}" for name, share in each.parts.items())
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}".replace("%", " %")
+    return (f"{name} {share:.0%}" for name, share in each.parts.items())
 
 
 def cells(study: Study, each: Standing) -> Iterator[str]:
@@ -312,7 +308,7 @@ def cells(study: Study, each: Standing) -> Iterator[str]:
     yield ranged(each.speed)
     yield f"{each.staleness:.2f}"
     yield f"{each.longest_staleness}"
-    yield _percent(each.idle)
+    yield f"{each.idle:.0%}"
     yield f"{each.peak_tokens * study.cache / 1e9:.1f}" if study.cache else f"{each.peak_tokens:,.0f}"
 
 
@@ -330,7 +326,7 @@ def advice(study: Study, limit: float) -> str:
     chosen = study.standings[name]
     if name == study.baseline:
         said = (
-            f"leave it as it is: no schedule of a mean staleness of at most {limit:g} is 5 % faster than {name!r} in "
+            f"leave it as it is: no schedule of a mean staleness of at most {limit:g} is 5% faster than {name!r} in "
             "all of its interval"
         )
     else:

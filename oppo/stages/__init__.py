@@ -6,6 +6,7 @@ from oppo.stages.dynamic_sampling import DynamicSampling
 from oppo.stages.generate import Generate
 from oppo.stages.metrics import run_metrics
 from oppo.stages.score import Score, synced_models
+from oppo.stages.siblings import Siblings
 from oppo.stages.update import Update
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Score",
     "ScoredRollout",
     "ScoredRollouts",
+    "Siblings",
     "Update",
     "finished_rollout",
     "run_metrics",

@@ -25,7 +25,6 @@ from oppo.returns import (
     Over,
     RunningMoments,
     ScoreShaping,
-    TopLogprobs,
     distillation_advantages,
     gae,
     group_advantages,
@@ -35,6 +34,7 @@ from oppo.returns import (
     whiten,
     zero_filled,
 )
+from oppo.scorers import Lesson
 from oppo.stages.batch import LARGEST, NONFINITE, BatchPart, BatchStage, ScoredRollout, ScoredRollouts, flat
 from oppo.stages.generate import Generate
 
@@ -205,15 +205,16 @@ class AdaptiveObjective(BatchStage):
         )
 
     def _lesson(self, batch: Batch) -> NDArray[np.float64]:
-        lesson, at = np.zeros(len(batch.tokens)), batch.sampled
+        lesson = np.zeros(len(batch.tokens))
         if batch.teacher is not None:
+            at = batch.sampled & ~np.isnan(batch.teacher)
             lesson[at] = distillation_advantages(_current(batch)[at], batch.teacher[at], self.distill)
         return lesson
 
     def _taught(self, batch: Batch) -> Batch:
         if not len(batch) or batch.teacher is None:
             return batch
-        kl, at = np.zeros(len(batch.tokens), np.float32), batch.sampled
+        kl, at = np.zeros(len(batch.tokens), np.float32), batch.sampled & ~np.isnan(batch.teacher)
         kl[at] = kl_estimate(_current(batch)[at], batch.teacher[at])
         task = 0.0 if batch.advantages is None else batch.advantages
         return replace(
@@ -650,7 +651,7 @@ class InParts:
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
-        teacher: Receiver[Scored[FloatArray | TopLogprobs] | Drop] | None = None,
+        teacher: Receiver[Scored[Lesson] | Drop] | None = None,
     ) -> None:
         """Send groups as they are complete, then the step's batch; send nothing without a rollout."""
         groups = defaultdict[int, list[ScoredRollout]](list)

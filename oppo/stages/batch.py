@@ -15,6 +15,7 @@ from oppo.errors import ProtocolError, blaming, shown
 from oppo.events import Batch, Defer, Drop, Finish, FloatArray, RolloutEvent, Scored, described
 from oppo.graph import Receiver, Sender, join
 from oppo.returns import NamedScores, TokenRewards, TopLogprobs
+from oppo.scorers import Lesson, Untaught
 
 LARGEST = float(np.finfo(np.float32).max)
 NONFINITE = "nonfinite"
@@ -37,6 +38,7 @@ class ScoredRollout:
         proximal: log-probs under the weights that are about to be updated; ``None`` unless they were computed.
         teacher: log-probs of a teacher; ``None`` without one.
         top: the same with the teacher's likeliest ids; ``None`` unless it gives them.
+        taught: whether the teacher says something about it; otherwise both are NaN.
     """
 
     finish: Finish
@@ -46,6 +48,7 @@ class ScoredRollout:
     proximal: FloatArray | None = None
     teacher: FloatArray | None = None
     top: TopLogprobs | None = None
+    taught: bool = True
 
     @property
     def rollout(self) -> int:
@@ -78,8 +81,10 @@ class ScoredRollout:
             "value": None if self.values is None else self.values[sampled],
             "behaviour log-prob": self.finish.response.logprobs[sampled],
             "proximal log-prob": None if self.proximal is None else self.proximal[sampled],
-            "teacher log-prob": None if self.teacher is None else self.teacher[sampled],
-            "log-prob of the teacher's likeliest ids": None if self.top is None else self.top.top[sampled],
+            "teacher log-prob": None if self.teacher is None or not self.taught else self.teacher[sampled],
+            "log-prob of the teacher's likeliest ids": (
+                None if self.top is None or not self.taught else self.top.top[sampled]
+            ),
         }
         known = {name: np.ravel(value) for name, value in results.items() if value is not None}
         if (np.abs(np.concatenate([*known.values()])) <= LARGEST).all():
@@ -117,7 +122,7 @@ class ScoredRollouts:
         score: Receiver[Scored[float] | Drop],
         *,
         each: Callable[[ScoredRollout], Awaitable[None]] | None = None,
-        **per_token: Receiver[Scored[FloatArray | TopLogprobs] | Drop] | None,
+        **per_token: Receiver[Scored[Lesson] | Drop] | None,
     ) -> ScoredRollouts:
         """Return the step's rollouts once all are scored; the trained and the dropped ones in admission order.
 
@@ -216,13 +221,16 @@ def scored_rollout(
     values: Scored[FloatArray] | Drop | None = None,
     proximal: Scored[FloatArray] | Drop | None = None,
     *,
-    teacher: Scored[FloatArray | TopLogprobs] | Drop | None = None,
+    teacher: Scored[Lesson] | Drop | None = None,
 ) -> ScoredRollout | Drop:
     """Return a rollout with its results, or its first ``Drop``: of generation, a scorer, or a number not finite."""
     drops = [each for each in (finish, reference, score, values, proximal, teacher) if isinstance(each, Drop)]
     if isinstance(finish, Drop) or isinstance(score, Drop) or drops:
         return drops[0]
     require_score(score.value, finish)
+    taught = not (isinstance(teacher, Scored) and isinstance(teacher.value, Untaught))
+    if isinstance(teacher, Scored) and isinstance(teacher.value, Untaught):
+        teacher = replace(teacher, value=teacher.value.of(len(finish.response)))
     top = teacher.value if isinstance(teacher, Scored) and isinstance(teacher.value, TopLogprobs) else None
     scored = ScoredRollout(
         finish,
@@ -232,6 +240,7 @@ def scored_rollout(
         _per_token(proximal, finish, "proximal log-prob"),
         _per_token(teacher, finish, "teacher log-prob"),
         top,
+        taught,
     )
     return scored.fault() or scored
 
@@ -272,7 +281,7 @@ def _flat_if_complete(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
 
 
 def _per_token(
-    scored: Scored[FloatArray | TopLogprobs] | Drop | None, finish: Finish, what: str, *, last: bool = False
+    scored: Scored[Lesson] | Drop | None, finish: Finish, what: str, *, last: bool = False
 ) -> FloatArray | None:
     if not isinstance(scored, Scored):
         return None  # the input is not connected; a scorer's own None is an error
@@ -339,7 +348,7 @@ class BatchStage(ABC):
         reference: Receiver[Scored[FloatArray] | Drop] | None = None,
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
         proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
-        teacher: Receiver[Scored[FloatArray | TopLogprobs] | Drop] | None = None,
+        teacher: Receiver[Scored[Lesson] | Drop] | None = None,
     ) -> None:
         """Send the step's batch once every finished rollout is scored; send nothing without a rollout."""
         scored = await ScoredRollouts.of(

@@ -116,13 +116,11 @@ class Conversations:
             self._over.clear()
 
     def begin(self, step: Step, ended: Sequence[int]) -> None:
-        """Begin a step, which adds to ``ended`` each rollout that ends; of complete steps nothing more is asked."""
         for index in [each for each in self._over if each < step.observed]:
             self.release(self._over.pop(index))
         self._over[step.index] = ended
 
     async def converse(self, rollout: InFlightRollout, step: Step) -> None:
-        """Answer the turns of a rollout until its response ends or the step is cut."""
         number, decode = rollout.prompt.rollout, cast("TurnDecode", rollout.decode)
         while (tokens := await self._turn(number, decode)) is not None:
             memory = self._memories.setdefault(number, _Memory())

@@ -37,7 +37,7 @@ from oppo.stages.conversations import Conversations
 from oppo.stages.dynamic_sampling import DynamicSampling, Round
 from oppo.stages.in_flight import Groups, OpenRollouts, require_turns
 from oppo.stages.ledger import InFlightRollout, Ledger, RolloutSnapshot, require_prompt
-from oppo.stages.metrics import Averaged, DecodeMeter, observation
+from oppo.stages.metrics import DecodeMeter, StepMetrics, observation
 from oppo.turns import Branching, Environment
 
 
@@ -236,10 +236,10 @@ class Generate:
         if self.select is not None:
             await self._replace_rejected(self.select, prompts, out, step)
         if late := [unit.age > 0 for unit in self._ledger.placed for _ in unit.prompts]:
-            step.record(Averaged.once({"deferral/trained_late": sum(late) / len(late)}))
+            step.record(StepMetrics({"deferral/trained_late": sum(late) / len(late)}))
         deferred = self._ledger.end()
         if self._ledger.restarts and (discarded := [await self._rollouts.discard(unit) for unit in deferred]):
-            step.record(Averaged.once({"deferral/discarded_tokens": float(sum(discarded))}))
+            step.record(StepMetrics({"deferral/discarded_tokens": float(sum(discarded))}))
         for unit in deferred:
             for prompt in unit.prompts:
                 if prompt.rollout in self._rollouts:
@@ -280,7 +280,7 @@ class Generate:
                 )
             await self._rollouts.open(self.policy, groups)
             await self._decode(prompts, out, step)
-        step.record(Averaged.once({"selection/rounds": float(number), "selection/rejected": float(rejected)}))
+        step.record(StepMetrics({"selection/rounds": float(number), "selection/rejected": float(rejected)}))
 
     def _may_branch(self, prompt: Prompt) -> bool:
         return self._branching is not None and self._branching.goes_on(prompt)
@@ -351,7 +351,7 @@ class Generate:
         for controller in (self.admission, self.chunks):
             if isinstance(controller, ReportsMetrics):
                 with blaming(f"{type(controller).__name__}.metrics()"):
-                    step.record(Averaged.once(controller.metrics()))
+                    step.record(StepMetrics(controller.metrics()))
         return await self._take(prompts, wanted)
 
     async def _take(self, prompts: Receiver[Prompt], wanted: int) -> list[tuple[Prompt, ...]]:

@@ -69,7 +69,6 @@ class Unit:
 
     @property
     def admission(self) -> int:
-        """The admission number of the unit."""
         return self.prompts[0].admission
 
 
@@ -160,7 +159,6 @@ class Ledger:
         return blaming(f"{self._name}.{method}()")
 
     def begin(self, groups: Iterable[tuple[Prompt, ...]]) -> list[Unit]:
-        """Start a step with the deferred and the new units; return the deferred ones that are complete and placed."""
         groups = list(groups)
         in_flight = (prompt.rollout for unit in self.deferred for prompt in unit.prompts)
         require_new((prompt for group in groups for prompt in group), in_flight)
@@ -265,7 +263,6 @@ class Ledger:
         return unit if unit.placed else None
 
     def end(self) -> list[Unit]:
-        """End the step; return the deferred units, one step older, oldest first."""
         unplaced = [unit for unit in self._live if not unit.placed]
         if self.restarts:
             for unit in unplaced:

@@ -122,6 +122,16 @@ class ScorerAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What a stage of training measured in a step; no evaluation reports it, though its stages record it too."""
+
+    values: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        require_metrics("the metrics of a step", self.values, error=ProtocolError)
+
+
+@dataclass(frozen=True, slots=True)
 class Averaged:
     """Measurements by metric, which is their mean over the step; recorded by any stage.
 
@@ -130,18 +140,14 @@ class Averaged:
 
     values: Mapping[str, Sequence[float]]
 
-    @classmethod
-    def once(cls, values: Mapping[str, float]) -> Averaged:
-        require_metrics("the metrics of a step", values, error=ProtocolError)
-        return cls({name: [value] for name, value in values.items()})
-
 
 def step_metrics(step: Step) -> dict[str, float]:
+    metrics = {name: value for _, each in step.recorded(StepMetrics) for name, value in each.values.items()}
     averaged: dict[str, list[float]] = {}
     for _, each in step.recorded(Averaged):
         for name, values in each.values.items():
             averaged.setdefault(name, []).extend(values)
-    return {name: _together(name, values) for name, values in averaged.items() if values}
+    return metrics | {name: _together(name, values) for name, values in averaged.items() if values}
 
 
 def _together(name: str, values: Sequence[float]) -> float:

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 
 from oppo.errors import SessionsLost, as_itself, awaited, noted
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, RolloutEvent, Scored, ToolTokens
-from oppo.graph import Receiver, Sender, Step
+from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import PrioritisedScorer, Scorer, SyncedModel, entered, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
 from oppo.scorers import Extras, Growth, RolloutSession, capabilities_of, prioritised
@@ -74,7 +74,6 @@ class Backlog:
         return self._unread.pop(rollout, [])
 
     def portion(self, tokens: float) -> list[Growth]:
-        """Return the longest-waiting unread events of at most ``tokens`` tokens, and one at least."""
         portion: list[Growth] = []
         for event in chain.from_iterable(self._unread.values()):
             tokens -= len(event.tokens)
@@ -84,7 +83,6 @@ class Backlog:
         return portion
 
     def mark_read(self, portion: Iterable[Growth]) -> None:
-        """Remove the events of a portion; later events of their rollouts wait behind all others."""
         for rollout, count in Counter(event.rollout for event in portion).items():
             if left := self._unread.pop(rollout)[count:]:
                 self._unread[rollout] = left
@@ -113,12 +111,14 @@ class Score(Generic[T]):
 
     A scorer of frozen weights whose calls may overlap is called for rollouts that finish while it still scores others.
 
-    A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained.
+    A scorer that cannot score a rollout returns a ``Drop`` in place of its value: that rollout is not trained. One with
+    state between steps (:class:`~oppo.graph.stage.Stateful`) has it restored when a run is resumed.
 
     Attributes:
         scorer: the model.
         after: name of a stage; with lookahead the scorer reads nothing before that stage has returned in the step
             before. It then scores with the weights that are about to be updated.
+        synced: the synced model of a scorer that follows the trainer; ``None`` for a frozen one.
 
     Example:
         >>> from oppo.testing import FakeScorer, fake_scalar
@@ -128,6 +128,7 @@ class Score(Generic[T]):
 
     scorer: Scorer[T | Drop]
     after: str = ""
+    synced: ScorerWeights | None = field(init=False, repr=False)
     _prioritised: PrioritisedScorer[T | Drop] = field(init=False, repr=False)
     _sessions: dict[int, RolloutSession] = field(default_factory=dict, init=False, repr=False)
     _kept: dict[int, list[Growth]] = field(default_factory=dict, init=False, repr=False)
@@ -142,15 +143,11 @@ class Score(Generic[T]):
         self._opened = AsyncExitStack()
         can = capabilities_of(self.scorer)
         self._slice = can.time_slice
-        self._following = (
-            ScorerWeights(self.scorer, newest=bool(self.after)) if isinstance(self.scorer, SyncedModel) else None
-        )
-        self._concurrent = can.concurrent and self._following is None
-
-    @property
-    def synced(self) -> ScorerWeights | None:
-        """The synced model of a scorer that follows the trainer; ``None`` for a frozen one."""
-        return self._following
+        newest = bool(self.after)
+        self.synced = ScorerWeights(self.scorer, newest=newest) if isinstance(self.scorer, SyncedModel) else None
+        self._concurrent = can.concurrent and self.synced is None
+        if isinstance(self.scorer, Stateful):  # the stage has the state of its scorer
+            self.state_dict, self.load_state_dict = self.scorer.state_dict, self.scorer.load_state_dict
 
     async def __aenter__(self) -> Self:
         self._opened = await entered([self.scorer])
@@ -162,8 +159,8 @@ class Score(Generic[T]):
         self._deferred.clear()
         async with self._opened:
             try:
-                if self._following is not None:
-                    await self._following.close(failed=error is not None)
+                if self.synced is not None:
+                    await self.synced.close(failed=error is not None)
             finally:
                 await self._forget(list(self._sessions), IN_ORDER)
 
@@ -174,13 +171,13 @@ class Score(Generic[T]):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._listen, rollout, backlog, name="listen")
                 await step.previous(*filter(None, [self.after]))
-                if self._following is not None:
-                    await self._following.begin(step)
+                if self.synced is not None:
+                    await self.synced.begin(step)
                 while await backlog.has_work():
                     await self._score_finished(backlog, out, step, tasks)
                     await self._read_ahead(backlog, step)
-        if self._following is not None:
-            await self._following.end(step)
+        if self.synced is not None:
+            await self.synced.end(step)
 
     async def _listen(self, rollout: Receiver[RolloutEvent], backlog: Backlog) -> None:
         deferred, self._deferred = self._deferred, []
@@ -205,7 +202,7 @@ class Score(Generic[T]):
                     scores = await self._finish(finished, step, priority)
         for score in (*scores, *dropped):
             await out.send(score)
-        closed: list[Drop | Defer] = [*dropped, *(each for each in deferred if each.restart or self._following)]
+        closed: list[Drop | Defer] = [*dropped, *(each for each in deferred if each.restart or self.synced)]
         for event in closed:
             unread = backlog.take_unread(event.rollout)
             if isinstance(event, Defer) and not event.restart:
@@ -221,7 +218,7 @@ class Score(Generic[T]):
             backlog.mark_read(portion)
 
     def _same_weights(self) -> AbstractAsyncContextManager[object]:
-        return nullcontext() if self._following is None else self._following.reading()
+        return nullcontext() if self.synced is None else self.synced.reading()
 
     async def _finish_apart(self, finished: Sequence[Finish], out: Sender[Scored[T] | Drop], step: Step) -> None:
         for score in await self._finish(finished, step, IN_ORDER):
@@ -262,7 +259,7 @@ class Score(Generic[T]):
         if accepted:
             with self._sessions_may_be_lost():
                 await self._extend(accepted, step, priority)
-        for event in events if self._following is not None else ():
+        for event in events if self.synced is not None else ():
             if event.rollout in self._sessions:
                 self._kept.setdefault(event.rollout, []).append(event)
 

@@ -212,11 +212,6 @@ class Engine(Closing):
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """Initialise the weight transfer in the workers."""
 
-    async def check_adapter(self, file: str, prints: Mapping[str, str]) -> None:
-        """Have the workers compare the adapter that they serve with ``file`` and the fingerprints of its tensors."""
-        # vLLM offers no other call that reaches the transfer engine without an update, which would unload the adapter.
-        await self.init_transfer({"adapter": file, "prints": prints})
-
     @abstractmethod
     async def start_update(self) -> None:
         """Begin an update of the weights."""

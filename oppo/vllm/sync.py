@@ -243,7 +243,8 @@ class FileSender:
         async with in_time(self._deadline, version):
             if self._adapts:
                 await engine.load_adapter(version, str(path))
-                await engine.check_adapter(file, prints)
+                # No other call of vLLM has the workers check it without an update, which would unload the adapter.
+                await engine.init_transfer({"adapter": file, "prints": prints})
                 await engine.name_version(version)
                 return
             if not self._initialised:

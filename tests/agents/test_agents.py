@@ -25,6 +25,7 @@ from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.tool_calls import tool_schema
 from oppo.models import SamplingSettings
+from oppo.observe import WorkContext, working_for
 from oppo.rewards import ByTurn, TokenRewards
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
@@ -531,6 +532,23 @@ def test_conversations_are_counted_and_of_histories_that_change_the_first_differ
     assert samples["agents/history_changed"] == [counted[1]]
     assert len(messages) == counted[1]
     assert words in "".join(messages)
+
+
+def test_what_is_known_only_after_an_evaluation_was_measured_is_not_counted_in_the_next() -> None:
+    async def main() -> list[Mapping[str, Sequence[float]]]:
+        found = []
+        async with acting(with_tools) as agents:
+            for step in (1, 2):
+                with working_for(WorkContext(step, "evaluate")):
+                    begun = Rollout(agents, await anext(agents.prompts(rows(5), max_prompt_tokens=2000)))
+                    for said in TURNS:
+                        await begun.say(said)
+                    found.append(agents.samples())
+                    await begun.reward()  # closes the agent, whose conversations are known then
+            return [*found, agents.samples()]
+
+    of_one = {"agents/refused": [0.0, 0.0], "agents/repeated": [0.0, 0.0]}
+    assert run_virtual(main) == [of_one, of_one, {}]
 
 
 def test_an_answer_has_token_ids_if_asked_and_text_as_the_template_reads_it() -> None:

@@ -26,7 +26,7 @@ PATH = "/v1/chat/completions"
 class Asked:
     """A session that answers each request with its messages, once it is let."""
 
-    evaluated = False
+    evaluation = None
     id, prompt = "1", 0
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ async def served(then: Callable[[Asked, int], Any]) -> None:
     asked: Any = Asked()
     sessions: dict[str, Session] = {KEY: asked}
     http = AgentServer(
-        "127.0.0.1", 0, "", sessions=lambda: sessions, asked=lambda: None, noted=lambda evaluated, metrics: None
+        "127.0.0.1", 0, "", sessions=lambda: sessions, asked=lambda: None, noted=lambda evaluation, metrics: None
     )
     listening = http.listening()
     async with anyio.create_task_group() as tasks:

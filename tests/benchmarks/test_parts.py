@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from benchmarks import decoding, engine, learning
-from benchmarks.gpu_day import PARTS, gpu_day
 from benchmarks.harness import END, Spread, command, placed, require_writable, turns
 from benchmarks.ladder.workloads import SMOKE
 from benchmarks.vllm.compare import Recorded, compare_decoding, compare_syncing, length_of
@@ -112,44 +111,6 @@ def test_a_run_of_learning_writes_results_and_table(tmp_path: Path, monkeypatch:
     staleness = [each[0].staleness for each in learning.Found.of(results).outcomes["tool"].values()]
     assert staleness == pytest.approx([0, 2 / 3, 1])
     assert command(learning.make, ["--seeds", "0", "--out", str(tmp_path)]) == 2
-
-
-def test_each_part_of_a_gpu_day_stands_beside_its_prediction(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.set_num_threads(1)
-    out = tmp_path / "day.json"
-    monkeypatch.setitem(cast("dict[str, object]", PARTS), "tests", lambda day: 1 / 0)
-    assert gpu_day(device="cpu", parts="tests,decode,launches,agree,score,update", out=out) == 1
-    parts = json.loads(out.read_text())["parts"]
-    assert parts["facts"]["flops"] > 0
-    assert parts["tests"] == {"failed": "ZeroDivisionError: division by zero"}, "it costs no other part"
-    assert all(parts["decode"][f"{rows}, {what}"] > 0 for rows in ("equal", "ragged") for what in ("ms", "predicted"))
-    assert parts["launches"]["to the device"] == 0
-    assert 0 <= parts["agree"]["mismatch/kl_current"] < 1e-9
-    assert parts["agree"]["policy/clipfrac_avg"] == 0
-    assert all(0 < parts[name]["mfu"] < 2 and parts[name]["predicted"] > 0 for name in ("score", "update"))
-    assert parts["update"]["predicted bytes"] > 0
-    assert "tokens a second" in capsys.readouterr().out
-    assert gpu_day(device="cpu", parts="score", minutes=1e-9, out=out) == 0
-    assert json.loads(out.read_text())["parts"]["score"] == {"left out": "1e-09 minutes were over"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"parts": "decode,scoring"}, "--parts: expected some of facts, tests, .*, got 'scoring'"),
-        ({"actor": "70b"}, "--actor: expected one of 0.5b, 1.5b, got '70b'"),
-        pytest.param(
-            {"device": "cuda:0"},
-            "there is no 'cuda:0' here; cpu tries the command",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU"),
-        ),
-    ],
-)
-def test_a_gpu_day_refuses_what_it_does_not_have(options: dict[str, str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        gpu_day(**{"device": "cpu", "out": tmp_path / "day.json", **options})  # type: ignore[arg-type]  # options
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,10 @@ def test_prompts_are_taken_in_order_and_again_from_the_first() -> None:
     assert [prompt.length for batch in taken for prompt in batch] == [3, 9, 5, 3, 9, 5]
 
 
-@pytest.mark.parametrize(("changes", "named"), [({"reward": "oracle"}, "oracle"), ({"lengths": "scripted"}, "scripts")])
-def test_a_workload_that_the_peer_cannot_run_is_refused(tmp_path: Path, changes: dict[str, object], named: str) -> None:
+def test_a_workload_that_the_peer_cannot_run_is_refused(tmp_path: Path) -> None:
     assert (read_spec(workload(tmp_path)), read_prompts(tmp_path)) == (SPEC, PROMPTS)
-    with pytest.raises(ValueError, match=named):
-        read_spec(workload(tmp_path, **changes))
+    with pytest.raises(ValueError, match="oracle"):
+        read_spec(workload(tmp_path, reward="oracle"))
     (tmp_path / "spec.json").write_text('{"workload": "counted"}')
     with pytest.raises(ValueError, match="batch"):
         read_spec(tmp_path)

@@ -207,6 +207,25 @@ step.algorithm=distill | algorithm.distill = 1.0 learns | models.teacher names n
 algorithm.distill=0.5 | step.algorithm = 'ppo' with algorithm.distill = 0.5 learns | models.teacher names none
 models.teacher=large | models.teacher = 'large' | step.algorithm = 'ppo' learns nothing of it: set algorithm.distill
 step.algorithm=online_dpo models.teacher=large | learns nothing of it: choose step.algorithm = 'distill'
+step.algorithm=distill teacher.weights=live | [teacher]: weights = 'live' is the policy | give column or template
+step.algorithm=distill models.teacher=large teacher.weights=frozen | models.teacher = 'large' is a teacher, and |
+    teacher.weights = 'frozen' makes the policy its own: leave one of the two out
+step.algorithm=distill models.teacher=large teacher.rate=0.1 | [teacher]: rate = 0.1 is of weights = 'average', not
+step.algorithm=distill models.teacher=large teacher.column=a teacher.template=b | leave one of the two out
+step.algorithm=distill models.teacher=large teacher.template="{a-b}" | [teacher]: template: {a-b} is no field: expected
+step.algorithm=distill models.teacher=large teacher.template="{0" | [teacher]: template: | expected
+step.algorithm=distill models.teacher=large teacher.template="{prompt}" teacher.threshold=1.0 |
+    threshold = 1.0 chooses a sibling, and no {sibling} is in template
+step.algorithm=distill teacher.weights=frozen teacher.template="{sibling}" |
+    {sibling} in teacher.template is another response to the prompt | set algorithm.samples to 2 or more
+step.algorithm=distill teacher.weights=frozen teacher.template="{sibling}" algorithm.samples=2 rewards=[] |
+    no scores without [[rewards]]: give a reward, or another template
+teacher.column=hint | [teacher] has column = 'hint', and step.algorithm = 'ppo' learns nothing of a teacher: set
+teacher.weights=frozen | weights = 'frozen', and step.algorithm = 'ppo' learns nothing of a teacher: set algorithm.disti
+step.algorithm=distill teacher.weights=live teacher.column=a step.lookahead=1 step.weight_sync=in-flight |
+    teacher.weights = 'live' makes them one model: leave one of the two out
+AGENT rewards=[] algorithm.distill=1 teacher.weights=frozen teacher.column=a data.column=prompt |
+    the conversations of agents.program = | have prompts of their own: leave column and template out
 placement.teacher=cpu | placement.teacher = 'cpu' places a teacher, and models.teacher names none
 scorers.critic.engine=vllm | [scorers.critic] serves no model of this run: expected reference | correct its name
 algorithm.kl=0 scorers.reference.engine=vllm | has neither a reference nor a teacher; name one in models.reference

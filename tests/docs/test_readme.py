@@ -233,7 +233,8 @@ def test_the_blocks_that_stand_alone_run(page: str, tmp_path: Path, monkeypatch:
 def test_the_tools_of_the_page_are_shown_and_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     policy = byte_tokenizer(
-        (ROOT / "tests" / "hf" / "templates" / "qwen3.jinja").read_text(), special=("<|im_end|>", "<|im_start|>")
+        (ROOT / "tests" / "hf" / "templates" / "qwen3.jinja").read_text(),
+        special=("<|im_end|>", "<|im_start|>", "</think>", "<think>"),
     )
     policy.save(tmp_path / "policy")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "2 + 3?"}], "gold": "5"}\n')
@@ -271,6 +272,11 @@ def test_the_tools_of_the_page_are_shown_and_called(tmp_path: Path, monkeypatch:
             names["tasks"] = names["agents"].prompts(PromptStream(names["sums"]), max_prompt_tokens=2000)
             assert (await solved())[1:] == (None, [1.0])
             assert "2 + 3?" in policy.decode_whole(prompt.tokens.tolist())
+            names["agents"] = names["thinkers"]
+            names["tasks"] = names["agents"].prompts(PromptStream(names["sums"]), max_prompt_tokens=2000)
+            async with names["claude"]:
+                prompt, *result = await solved()
+            assert (result, prompt.limit.thinking) == ([None, [1.0]], 200)
 
     anyio.run(both)
 

@@ -271,9 +271,9 @@ def test_a_run_with_evaluations_trains_what_it_trains_without(setting: Setting, 
     assert policy.seen == [(step, step + 1) for step in made], "it is the weights after the step, at any lookahead"
     for each in found:
         assert all((answer.finish.response.versions == each.version).all() for answer in each.answers)
-        assert not any("deferral" in name for name in each.metrics)
         report = evaluated.reports[each.step]
         assert {name: report.metrics[name] for name in each.metrics} == each.metrics
+        assert not any("deferral" in name for name in each.metrics), "what the stages measured of a training step"
     for report in evaluated.reports:
         assert ("eval/score" in report.metrics) == (report.index in made)
         assert ("eval/pass_at_1" in report.metrics) == (report.index in made and samples > 1)

@@ -60,7 +60,7 @@ def test_the_committed_curve_is_of_the_committed_settings_and_rises() -> None:
     curve = committed["curve"]
     assert [point["updates"] for point in curve] == [*range(0, settings["run"]["steps"] + 1, settings["eval"]["every"])]
     assert curve[-1]["score"] - curve[-1]["score_ci95"] > curve[0]["score"] + curve[0]["score_ci95"]
-    shown = [f"{100 * point['right']:.0f} %" for point in curve]
+    shown = [f"{100 * point['right']:.0f}%" for point in curve]
     assert f"| {' | '.join(shown)} |" in (EXAMPLE / "README.md").read_text(encoding="utf-8")
 
 

@@ -186,6 +186,6 @@ def test_two_models_are_scored_by_the_reward_on_the_same_prompts(
         for row, asked in zip(document["answers"], read("held_out.jsonl")[:5], strict=True):
             assert row["question"] == question(asked)
             assert row["after"]["score"] == rules.judge(row["question"], row["after"]["text"]).score
-    assert "paired difference +0.000, 95 % interval [+0.000, +0.000]" in capsys.readouterr().out
+    assert "paired difference +0.000, 95% interval [+0.000, +0.000]" in capsys.readouterr().out
     assert evaluate.main(["--before", str(tmp_path / "absent"), "--after", str(tmp_path)]) == 2
     assert str(tmp_path / "absent") in capsys.readouterr().err

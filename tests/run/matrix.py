@@ -275,6 +275,17 @@ OF_THE_TURNS = {
 }
 
 
+def own_teacher(row: Row) -> list[str]:
+    """Return what makes the policy its own teacher, behind another prompt, in most rows that have one; no axis."""
+    if row["teacher"] == "no" or row["dialogue"] in ("agent", "branches") or row["data"] == "mixed":
+        return []
+    grouped = row["algorithm"] in ("grpo", "rloo", "dr_grpo", "dapo", "gspo")
+    weights = {"0": "live", "1": "average", "2": "frozen" if grouped else "average"}[row["lookahead"]]
+    hint = "{prompt} {sibling}" if grouped and row["kl"] != "default" else "{prompt} {number}"
+    more = ["teacher.threshold=0.3"] * ("sibling" in hint) + ["teacher.rate=0.3"] * (weights == "average")
+    return ["models.teacher=", f"teacher.weights={weights}", f"teacher.template={hint}", *more]
+
+
 def overrides(row: Row) -> list[str]:
     """Return what a row sets, ``section.key=value`` each."""
     dialogue, given = row["dialogue"], dict(row)
@@ -284,7 +295,7 @@ def overrides(row: Row) -> list[str]:
         del given["rewards"]
     elif dialogue in ("function", "class") and row["rewards"] in OF_THE_TURNS:
         more.append(OF_THE_TURNS[given.pop("rewards")])
-    return [*(each for axis, value in given.items() for each in AXES[axis][value]), *more]
+    return [*(each for axis, value in given.items() for each in AXES[axis][value]), *more, *own_teacher(row)]
 
 
 class Killer(Observer):
@@ -383,17 +394,13 @@ def _weights(run: Path) -> Iterator[bytes]:
                 yield tensor.contiguous().numpy().tobytes()
 
 
-AT_A_CUT = "step", "answered"
-
-
 def _records(run: Path, name: str) -> list[bytes]:
     """Return the lines of a file without what they say of the clock, in an order of their own."""
     lines = read_lines(run / name) if (run / name).exists() else []
     # an agent ends, and its last request is refused, before this evaluation is measured or before the next one is
     timed = "at", "seconds", *(f"agents/{name}" for name in ("refused", "repeated", "conversations", "history_changed"))
     kept = [
-        # a turn that ends at the cut is answered in its step, or when the next one begins
-        {key: value for key, value in line.items() if not key.endswith(timed) and (key, line.get("event")) != AT_A_CUT}
+        {key: value for key, value in line.items() if not key.endswith(timed)}
         for line in lines
         if line.get("event") != "observed"
     ]

@@ -70,7 +70,7 @@ DEEP = {"whole responses", "slope", "lookahead", "tail bound", "a slow scorer, a
     "name", [pytest.param(each, marks=[pytest.mark.deep] if each in DEEP else []) for each in CASES]
 )
 def test_a_step_takes_as_long_as_in_the_graph_of_training(name: str) -> None:
-    """Within 3 %, with the controller's own choices and the same staleness."""
+    """Within 3%, with the controller's own choices and the same staleness."""
     system, workload, chosen = CASES[name]
     bulk = SimulatedRun(system, workload, chosen, 20, 5, seed=1).run()
     graph = GraphRun(system, workload, chosen, 20 + LAST + chosen.lookahead, 5, seed=1).run()

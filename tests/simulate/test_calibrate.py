@@ -26,7 +26,7 @@ def seconds(system: System, name: str) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("on", ["chunk", "fixed", pytest.param("serial", marks=pytest.mark.deep)])
 def test_one_run_tells_what_every_schedule_takes(layout: str, on: str, tmp_path: Path) -> None:
-    """Within 5 %: in split and in shared, from a run of another schedule and of other lengths."""
+    """Within 5%: in split and in shared, from a run of another schedule and of other lengths."""
     truth = machine(LAYOUTS[layout])
     record = RunRecord.read(recorded(truth, SCHEDULES[on], tmp_path))
     found = calibrated(record.steps, prompt=record.prompt, contention=LAYOUTS[layout])

@@ -123,11 +123,11 @@ def test_what_an_h100_took_is_predicted_within_15_percent_from_its_data_sheet() 
     assert updating.whole(np.full(32, 1024.0)) == pytest.approx(measured(3, "update")["seconds"], rel=0.15)
     bare = replace(actor, vocabulary=0)
     head = 1 - reached.update(gpu, bare, head=False).token / updating.token
-    assert head == pytest.approx(0.4, abs=0.1), "its head took 40 % of the update"
+    assert head == pytest.approx(0.4, abs=0.1), "its head took 40% of the update"
 
 
 def test_an_update_of_7b_reaches_the_utilisation_that_is_published_for_one_with_checkpointing() -> None:
-    """KempnerForge's 52 to 58 % of an H200's FLOP/s, all of its passes counted, is of fused kernels: an upper bound."""
+    """KempnerForge's 52 to 58% of an H200's FLOP/s, all of its passes counted, is of fused kernels: an upper bound."""
     model, gpu = MODELS["qwen2.5-7b"], GPUS["h200"]
     seconds = Reached().update(gpu, model, head=True, checkpointing=True).whole(np.full(8, 4096.0))
     useful = 4 * model.passes(gpu.flops).whole(np.full(8, 4096.0))

@@ -96,7 +96,7 @@ def test_what_is_faster_and_left_out_is_named_with_the_reason() -> None:
         "'in flight', 2.58 (2.53 - 2.63) times as fast: its mean staleness of 2.50 updates is above --staleness 1\n"
         in (said)
     )
-    assert "'adaptive', 1.37 (1.35 - 1.39) times as fast: less than 3 % faster than 'fixed', and staler\n" in said
+    assert "'adaptive', 1.37 (1.35 - 1.39) times as fast: less than 3% faster than 'fixed', and staler\n" in said
     assert "'rollout', 3.00 times as fast: models.engine = 'x' cannot do it\n" in said
     assert "not simulated: streamed updates" in said
     assert json.loads(as_json(found, 1.0))["left_out"].keys() == {"in flight", "adaptive", "rollout"}
@@ -150,10 +150,10 @@ def test_a_table_has_a_line_for_each_schedule_and_says_what_each_does() -> None:
     with console.capture() as printed:
         console.print(table(found))
     lines = printed.get().splitlines()
-    assert any(line.startswith("chunk *") and "1.5" in line and "25 %" in line for line in lines)
+    assert any(line.startswith("chunk *") and "1.5" in line and "25%" in line for line in lines)
     assert "Bound by" not in legend(found), "nothing is known of what bounds it"
     bound = replace(FIXED, outcomes=[replace(OUTCOME, parts={"launching kernels": 0.4})])
-    assert "bound by launching kernels 40 %" in legend(made(bound))
+    assert "bound by launching kernels 40%" in legend(made(bound))
     assert "Bound by launching kernels: a decode step waits for each layer's kernels" in legend(made(bound))
     assert any(line.startswith("fixed") and "1.35 (1.30 - 1.40)" in line for line in lines)
     said = legend(found)

@@ -201,6 +201,12 @@ def test_one_alone_in_its_group_has_no_advantage_and_stays_and_branches_have_tha
     assert whole.dropped == (Drop(4, ALONE),)
 
 
+def test_a_rollout_counts_once_whatever_it_summarised() -> None:
+    rows = [written(0, [3], [1.0]), written(0, [2], [1.0], branch=1), written(0, [4], [1.0], branch=2)]
+    batch = GroupRelative("centred").batch([*rows, written(1, [2], [0.0])])
+    assert close(by_turn(batch), [[0.5], [0.5], [0.5], [-0.5]])
+
+
 def test_groups_in_parts_have_the_advantages_of_the_batch() -> None:
     parts = InParts(GroupRelative("centred", credit="turns", gamma=0.5), 3)
     batch = parts.estimator.batch(three())

@@ -305,7 +305,7 @@ def test_over_a_long_run_the_lengths_trained_are_those_generated(extra: int) -> 
     assert sorted(trained) == sorted(generated), "no length was discarded"
     half = len(pipeline.batches) // 2
     late = lengths_of(pipeline.batches[half:]).tolist()
-    critical = 1.36 * np.sqrt(1 / len(late) + 1 / len(pipeline.setting.lengths))  # 5 %, two samples
+    critical = 1.36 * np.sqrt(1 / len(late) + 1 / len(pipeline.setting.lengths))  # 5%, two samples
     assert distance(late, pipeline.setting.lengths) < critical
 
 

@@ -154,10 +154,54 @@ class Odd(FakeAsyncLLM):
         super()._put(request, output, version)
 
 
-def test_an_output_of_another_shape_says_what_was_expected_and_what_came() -> None:
-    expected = r"expected one completion with the log-prob of each token, and got Output\(outputs=\[Completion\("
-    with pytest.raises(ModelLost, match=f"vLLM has failed, .*{expected}"):
-        Bench(Odd()).play(1)
+GENERATE, HEALTH = "/inference/v1/generate", "/health"
+AT_THE_SERVER = r"http://localhost:8000.* {}.*start the server at"
+
+
+@pytest.mark.parametrize(
+    ("llm", "instead", "message"),
+    [
+        (
+            Odd(),
+            {},
+            r"vLLM has failed, .*expected one completion with the log-prob of each token, and got Output",
+        ),
+        (
+            FakeAsyncLLM(),
+            {GENERATE: httpx.Response(400, json={"error": {"message": "too long"}})},
+            AT_THE_SERVER.format("answered 400 Bad Request: .*too long"),
+        ),
+        (
+            FakeAsyncLLM(),
+            {GENERATE: httpx.Response(200, text='data: {"choices": [{}]}\n\n')},
+            AT_THE_SERVER.format("streamed something else than tokens"),
+        ),
+        (
+            FakeAsyncLLM(),
+            {GENERATE: httpx.Response(200, text='data: {"error": {"message": "no"}}\n\n')},
+            AT_THE_SERVER.format("could not go on: .*no"),
+        ),
+        (
+            FakeAsyncLLM(),
+            {GENERATE: httpx.Response(200, text="data: [DONE]\n\n")},
+            AT_THE_SERVER.format("ended a stream of tokens without saying why"),
+        ),
+        (FakeAsyncLLM(seconds=1000.0), {HEALTH: httpx.Response(503)}, "/health answered 503"),
+        (
+            FakeAsyncLLM(mislabelled=True),
+            {HEALTH: httpx.Response(200, json={})},
+            "weights another-9 made",
+        ),
+    ],
+)
+def test_an_engine_that_gives_no_tokens_is_lost_with_what_came_instead(
+    llm: FakeAsyncLLM, instead: dict[str, httpx.Response], message: str
+) -> None:
+    bench = Bench(llm, on="server" if instead else "engine")
+    if instead:
+        bench.fake.instead |= instead
+    with pytest.raises((ModelLost, ProtocolError), match=message):
+        bench.play(2)
 
 
 @on_both
@@ -541,38 +585,6 @@ def test_ids_that_sampling_excludes_are_known_by_what_stands_for_minus_infinity(
     assert piece.extra[Support].ids.tolist() == [5, 7, 8, 5, 9]
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (httpx.Response(400, json={"error": {"message": "too long"}}), "answered 400 Bad Request: .*too long"),
-        (httpx.Response(200, text='data: {"choices": [{}]}\n\n'), "streamed something else than tokens"),
-        (httpx.Response(200, text='data: {"error": {"message": "no"}}\n\n'), "could not go on: .*no"),
-        (httpx.Response(200, text="data: [DONE]\n\n"), "ended a stream of tokens without saying why"),
-    ],
-)
-def test_a_stream_that_is_none_loses_the_model(answer: httpx.Response, message: str) -> None:
-    bench = Bench(on="server")
-    bench.fake.instead["/inference/v1/generate"] = answer
-
-    async def main() -> None:
-        with pytest.raises(ModelLost, match=rf"http://localhost:8000.* {message}.*start the server at"):
-            await bench.step(await bench.policy.open(varied(2)))
-
-    bench.run(main)
-
-
-def test_a_server_that_is_silent_is_asked_whether_it_is_there() -> None:
-    bench = Bench(FakeAsyncLLM(seconds=1000.0), on="server")
-    bench.fake.instead["/health"] = httpx.Response(503)
-
-    async def main() -> None:
-        with pytest.raises(ModelLost, match="/health answered 503"):
-            await bench.step(await bench.policy.open(varied(1)))
-        assert anyio.current_time() < 10
-
-    bench.run(main)
-
-
 def test_a_run_may_give_a_server_up_from_another_thread() -> None:
     bench = Bench(FakeAsyncLLM(seconds=1000.0), on="server")
 
@@ -644,16 +656,6 @@ def test_a_server_with_the_weights_of_an_earlier_run_needs_those_of_this_one() -
         (decode,) = await policy.open(varied(1))
         async with policy.decoding([decode], lambda ended: False):
             assert (await read_chunk(decode, 1)).versions.tolist() == [0]
-
-    bench.run(main)
-
-
-def test_tokens_of_weights_that_nobody_synced_are_an_error() -> None:
-    bench = Bench(FakeAsyncLLM(mislabelled=True), on="server")
-
-    async def main() -> None:
-        with pytest.raises(Exception, match="vLLM says that weights another-9 made token"):
-            await bench.step(await bench.policy.open(varied(1)))
 
     bench.run(main)
 

@@ -99,7 +99,6 @@ class IncrementalPrefill:
         self._advance(list(grown.values()), final=False)
 
     def finish(self, lengths: Mapping[int, int]) -> list[ReadState]:
-        """Read the rest of finished rollouts and forget them; return their states, in order."""
         states = [self._states.whole(rollout, length) for rollout, length in lengths.items()]
         self._advance(states, final=True)
         self.forget([state.rollout for state in states])

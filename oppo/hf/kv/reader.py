@@ -205,11 +205,9 @@ class Incremental:
         return allocated + self._states.bytes_allocated(), needed + states
 
     def layer_bytes(self) -> Mapping[int, int]:
-        """Return the bytes allocated for the KV cache and the states of each layer that has some."""
         return self._rows.layer_bytes() + (Counter() if self._states is None else self._states.layer_bytes())
 
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
-        """Return the indices of ``rows``, by their numbers of new tokens, in groups for :meth:`extend`."""
         # Rows without a token so far are packed where the model reads packed rows, if that costs less. A group has at
         # most `budget` tokens, padding included, or one row.
         overhead, new = overhead_on(self.device), [at for at, row in enumerate(rows) if not self.length(row)]

@@ -132,9 +132,6 @@ class ScorerWorker(ABC, Generic[T]):
     def forget(self, rollouts: Iterable[int]) -> None:
         self.reader.forget(rollouts)
 
-    def memory(self) -> tuple[int, int]:
-        return self.reader.memory()
-
     def load(self, weights: Mapping[str, object]) -> None:
         # Every worker over the same memory computes with them.
         adopt(self._model, weights)
@@ -353,6 +350,34 @@ class StreamedScorer(ScorerHandle[T]):
         return await self._finished(finished, priority)
 
 
+class Following(StreamedScorer[T]):
+    """A scorer that serves the actor or the critic, as they are trained; sessions of older versions are stale."""
+
+    _part: Literal["actor", "critic"]
+
+    def __init__(self, make: Make[ScorerWorker[T]], model: Loadable, place: Hosting, **options: Any) -> None:
+        super().__init__(make, place, **options)
+        self._model = model
+
+    def serves(self, weights: Weights) -> bool:
+        return not isinstance(self._model, ModelRecipe) and share_storage(self._model, getattr(weights, self._part))
+
+    def tensors(self) -> frozenset[int]:
+        return frozenset() if isinstance(self._model, ModelRecipe) else addresses(self._model)
+
+    async def copied(self, weights: Weights) -> Weights:
+        own = await anyio.to_thread.run_sync(copies, getattr(weights, self._part))
+        return Weights(weights.version, **{self._part: own})
+
+    async def load(self, weights: Weights) -> None:
+        """Serve its part of ``weights`` from the next call on; tensors that are the model's own are not copied.
+
+        Raises:
+            ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
+        """
+        await self._follow(getattr(weights, self._part), weights.version)
+
+
 class ReferenceLogprobs(StreamedScorer[FloatArray]):
     """Scores each response token with its log-prob under a frozen causal LM: float32 [n], natural logarithm.
 
@@ -415,7 +440,7 @@ class RewardModel(StreamedScorer[float]):
         super().__init__(worker_maker(RewardWorker, model, deterministic), place)
 
 
-class ValueModel(StreamedScorer[FloatArray]):
+class ValueModel(Following[FloatArray]):
     """Scores each response token with the critic's value of the state before it, and the state after: float32 [n + 1].
 
     The critic is a sequence-classification model with one label; the value of the state before response token ``i``
@@ -424,30 +449,10 @@ class ValueModel(StreamedScorer[FloatArray]):
     :class:`RewardModel`.
     """
 
+    _part = "critic"
+
     def __init__(self, model: Loadable, *, place: Hosting, deterministic: bool = False) -> None:
-        super().__init__(worker_maker(ValueWorker, model, deterministic), place)
-        self._model = model
-
-    def serves(self, weights: Weights) -> bool:
-        return not isinstance(self._model, ModelRecipe) and share_storage(self._model, weights.critic)
-
-    def tensors(self) -> frozenset[int]:
-        """Return the addresses of the tensors that new weights change: a trunk that the policy has too, for example."""
-        return frozenset() if isinstance(self._model, ModelRecipe) else addresses(self._model)
-
-    async def copied(self, weights: Weights) -> Weights:
-        """Return the critic's part of ``weights`` in memory of its own."""
-        return Weights(weights.version, critic=await anyio.to_thread.run_sync(copies, weights.critic))
-
-    async def load(self, weights: Weights) -> None:
-        """Serve ``weights.critic`` from the next call on; tensors that are the model's own are not copied.
-
-        Another process of this machine shares the memory that is written; to another machine tensors are sent.
-
-        Raises:
-            ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
-        """
-        await self._follow(weights.critic, weights.version)
+        super().__init__(worker_maker(ValueWorker, model, deterministic), model, place)
 
 
 class ProcessRewardWorker(ScorerWorker[TokenRewards]):

@@ -134,7 +134,6 @@ class ActorCritic(nn.Module):
         return [actor, _trained(self.critic, "critic", but=self.actor)]
 
     def copied(self, device: torch.device | None = None) -> ActorCritic:
-        """Return a copy with its own trained parameters; the others stay shared where the device stays."""
         held: dict[int, Tensor] = {}
         for tensor in (*self.parameters(), *self.buffers()):
             is_parameter = isinstance(tensor, nn.Parameter)

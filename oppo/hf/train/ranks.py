@@ -51,14 +51,12 @@ class Team:
         return range(len(costs))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, which have one shape."""
         return values
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
         """Replace the gradients of ``weights`` by their sums; a weight that no rank has a gradient of keeps none."""
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor; the others give one of its shape and dtype."""
         return tensor
 
     def first(self, value: T) -> T:
@@ -66,7 +64,6 @@ class Team:
         return value
 
     def once(self, work: Callable[[], None]) -> None:
-        """Let rank 0 do ``work``; where it fails, all raise."""
         work()
 
 

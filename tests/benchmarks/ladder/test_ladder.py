@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from benchmarks import CHECKOUT
 from benchmarks.__main__ import bench
@@ -28,10 +27,10 @@ from benchmarks.ladder.directory import (
     Files,
     LengthStatistics,
     announced,
-    config_of,
+    counting,
+    drawn,
     files_of,
     language_of,
-    scalar_model,
     workload_in,
     write_prompts,
 )
@@ -45,7 +44,6 @@ from benchmarks.ladder.workloads import (
     Lengths,
     Plan,
     Request,
-    on_gpu,
     workloads_of,
 )
 from oppo.errors import ConfigError, ModelLost, ProtocolError
@@ -136,18 +134,17 @@ def test_prompts_say_how_long_the_response_is_that_is_trained(tmp_path: Path) ->
 
 
 def test_a_workload_is_read_back_from_its_directory_and_another_recipe_has_another(tmp_path: Path) -> None:
-    scripted = replace(SMOKE, models=replace(SMOKE.models, taught=0))
-    files = files_of(scripted, tmp_path)
-    assert workload_in(files.directory) == scripted
-    assert files_of(scripted, tmp_path).directory == files.directory
-    assert files_of(replace(scripted, chunk=9), tmp_path).directory != files.directory
-    grouped = files_of(replace(scripted, samples=2), tmp_path)
+    files = files_of(SMOKE, tmp_path)
+    assert workload_in(files.directory) == SMOKE
+    assert files_of(SMOKE, tmp_path).directory == files.directory
+    assert files_of(replace(SMOKE, chunk=9), tmp_path).directory != files.directory
+    grouped = files_of(replace(SMOKE, samples=2), tmp_path)
     assert workload_in(grouped.directory).samples == 2
     assert [json.loads((each.directory / "spec.json").read_text()).get("samples") for each in (files, grouped)] == [
         None,
         2,
     ]
-    taught = replace(scripted, teacher=SMOKE.models.reward)
+    taught = replace(SMOKE, teacher=SMOKE.models.reward)
     assert workload_in(files_of(taught, tmp_path).directory) == taught
     with pytest.raises(ConfigError, match=str(tmp_path)):
         workload_in(tmp_path)
@@ -164,9 +161,7 @@ def test_a_workload_is_read_back_from_its_directory_and_another_recipe_has_anoth
         (["--peer", "verl"], "'verl'"),
         (["--steps", "0"], "one step"),
         (["--warm-up", "0"], "warm-up"),
-        (["--device", "cuda", "--actor", "70b"], "'70b'"),
         (["--reward-architecture", "mamba"], "'mamba'"),
-        (["--device", "cuda", "--peer", "trl"], "scripted"),
         (["--plot", "ladder.png"], "ladder.png"),
         (["--json", "/dev/null/results.json"], "--json"),
         (["--decoding", "--plot", "/dev/null/ladder.svg"], "--plot"),
@@ -190,29 +185,20 @@ def test_what_cannot_be_measured_is_refused_by_name_before_anything_runs(
 
 def test_models_are_as_large_as_the_workloads_say() -> None:
     llama, recurrent = workloads_of(Request(workload="paper", reward_architecture="all"))
-    vocabulary = language_of(DISTILL).vocabulary
-    with torch.device("meta"):
-        sizes = [
-            scalar_model(each.models.reward, language_of(each).vocabulary, each.positions).num_parameters()
-            for each in (llama, recurrent)
-        ]
-        student, teacher = (
-            LlamaForCausalLM(config_of(DISTILL.shape(role), vocabulary, DISTILL.positions)).num_parameters()
-            for role in DISTILL.roles
-        )
+    sizes = [drawn(each, "reward", "meta").num_parameters() for each in (llama, recurrent)]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
-    assert teacher == pytest.approx(8 * student, rel=0.01)
-    for workload in (recurrent, DISTILL):
-        large = on_gpu(workload, "0.5b")
-        assert (large.models.scripted, large.shares) == (True, ()), "shares depend on the machine"
-        assert large.models.reward.architecture == workload.models.reward.architecture
+    with torch.device("meta"):
+        student = counting(DISTILL).num_parameters()
+    assert drawn(DISTILL, "teacher", "meta").num_parameters() == pytest.approx(8 * student, rel=0.01)
+    large = drawn(WORKLOADS["gpu"], "reward", "meta")
+    assert (large.dtype, large.num_parameters()) == (torch.bfloat16, pytest.approx(7.07e9, rel=0.01))
 
 
 def made(folder: Path, workload: BenchWorkload = SMOKE) -> Files:
-    lengths = LengthStatistics(7, 20, 9, 0.0, 1.0)
+    lengths = LengthStatistics(7, 20, 9, 0.0)
     (folder / "spec.json").write_text(json.dumps({"workload": workload.name, "recipe": asdict(workload)}))
     (folder / "prompts.jsonl").write_text("")
-    return Files(folder, workload, Facts(lengths, lengths, {}))
+    return Files(folder, workload, Facts(lengths, {}))
 
 
 def worktrees() -> str:

@@ -1,4 +1,4 @@
-"""The graph that a contestant runs, in this process: modes, scripted lengths, and what is recorded."""
+"""The graph that a contestant runs, in this process: modes, lengths, and what is recorded."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from benchmarks.ladder.pipeline import Seat, Seats, pipeline, seats
 from benchmarks.ladder.workloads import MODES, SMOKE, Layout, Scorers
 from oppo.observe import Span
 
-SCRIPTED = replace(SMOKE, name="smoke-scripted", models=replace(SMOKE.models, taught=0))
-
 
 def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tuple[list[StepRecord], list[Span]]:
     workload = files.workload
@@ -35,7 +33,7 @@ def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tup
 
     async def main() -> list[StepRecord]:
         async with work.graph.open(files.prompts(), observers=[watch], lookahead=work.lookahead) as running:
-            return await worker.timed_steps(running, work, watch, steps)
+            return await worker.timed_steps(running, work.acting.progress, watch, steps)
 
     with closing(work):
         return anyio.run(main), spans
@@ -43,7 +41,7 @@ def run(files: Files, mode: str, steps: int, scorers: Scorers = "thread") -> tup
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return files_of(SCRIPTED, tmp_path_factory.mktemp("cache"))
+    return files_of(SMOKE, tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -65,8 +63,8 @@ def test_every_mode_trains_full_batches_of_the_announced_lengths(files: Files, m
 
 @pytest.mark.parametrize("mode", ["serial", "fixed"])
 def test_grpo_has_no_critic_and_a_distillation_its_teacher_alone(mode: str, tmp_path: Path) -> None:
-    grouped = files_of(replace(SCRIPTED, name="smoke-groups", samples=2), tmp_path)
-    taught = replace(SCRIPTED, name="smoke-distill", reward="rule", teacher=SMOKE.models.reward)
+    grouped = files_of(replace(SMOKE, name="smoke-groups", samples=2), tmp_path)
+    taught = replace(SMOKE, name="smoke-distill", reward="rule", teacher=SMOKE.models.reward)
     for files, scorers in ((grouped, {"reference", "reward"}), (files_of(taught, tmp_path), {"teacher"})):
         records, _ = run(files, mode, 2)
         for record in records:
@@ -107,7 +105,7 @@ def test_where_a_mode_looks_ahead_steps_overlap_and_none_is_in_flight_between_re
         async with work.graph.open(files.prompts(), observers=[watch], lookahead=work.lookahead) as running:
             records = []
             for _ in range(2):
-                records += await worker.timed_steps(running, work, watch, 2)
+                records += await worker.timed_steps(running, work.acting.progress, watch, 2)
                 alive.append(len(running.alive))
             return records
 

@@ -38,7 +38,7 @@ from oppo.turns import SLACK, StopCriteria, turn_so_far
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, reference, serving, told
-from tests.kit.dialogues import ANSWER, Dialogue, dialogue
+from tests.kit.dialogues import ANSWER, dialogue
 from tests.kit.responses import turns_answered
 
 
@@ -126,14 +126,6 @@ async def test_a_deferred_rollout_goes_on_with_the_weights_that_were_synced(keep
         assert versions == [0] * before[k] + [1] * (len(tokens) - before[k])
         if not keep:
             assert_close(story.logprobs()[k][before[k] :], full_logprobs(other, asked[k], tokens)[before[k] :])
-
-
-async def test_the_model_that_was_given_has_the_weights_that_were_synced(serving: Serving) -> None:
-    model, other = tiny.causal(seed=0), tiny.causal(seed=1)
-    with serving(model) as policy:
-        await policy.load(Weights(1, actor=other.state_dict()))
-    assert set(other.state_dict()) == set(model.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 async def test_logits_that_are_not_finite_are_an_error_that_names_the_rollouts(serving: Serving) -> None:
@@ -453,22 +445,6 @@ async def test_an_answer_that_comes_between_the_cut_and_its_news_waits_for_the_n
             assert second.finish()
             assert (await second.read(3)).state == "eos"
     assert accepted == [False]
-
-
-async def test_a_half_written_conversation_goes_on_with_the_same_tokens(serving: Serving) -> None:
-    asked, model = prompts(4), tiny.causal()
-    with serving(model, sampling=MOST) as policy:
-        whole = await dialogue(policy, asked)
-        halves = []
-        for response, prompt in zip(whole.responses(), asked, strict=True):
-            end = int(np.flatnonzero(~response.sampled)[len(ANSWER) - 1]) + 3  # a token or two after the first answer
-            cut = [piece for piece in response.pieces() if piece.start < end]
-            half = Response.of(prompt, cut[:2])
-            halves.append(half.then(response.chunk(len(half), end)))
-        rest = Dialogue(await policy.open_turns(halves), asked, turns=1)
-        await rest.step(policy)
-    for half, tokens, all_tokens in zip(halves, rest.tokens(), whole.tokens(), strict=True):
-        assert [*half.tokens.tolist(), *tokens] == all_tokens
 
 
 async def test_a_rollout_may_be_closed_while_its_tool_works(serving: Serving) -> None:
