@@ -8,15 +8,16 @@ LOWEST := .venv-lowest
 NEWEST := .venv-newest
 VLLM   := .venv-vllm
 GYM    := .venv-gym
+TRITON := .triton
 WHEEL  := .venv-wheel
 
-.PHONY: demo test test-browser test-deep test-lowest test-newest test-vllm test-gpu gpu-day test-gym test-ray test-wheel lint types docs models-table bench bench-peer bench-peer-sweep clean
+.PHONY: demo test test-browser test-deep test-lowest test-newest test-vllm test-gpu gpu-day test-gym test-ray test-triton test-wheel lint types docs models-table bench bench-peer bench-peer-sweep clean
 
 demo: $(STAMP)
 	@$(BIN)/oppo demo $(DEMO)
 
 test: $(STAMP) lint types
-	$(BIN)/pytest $(WORKERS) -m "not browser and not deep and not gpu and not gym and not ray and not vllm and not wheel" --durations=15
+	$(BIN)/pytest $(WORKERS) -m "not browser and not deep and not gpu and not gym and not ray and not triton and not vllm and not wheel" --durations=15
 
 # A file's tests share what they have made, so each file is one worker's.
 WORKERS ?= --numprocesses logical --maxprocesses 8 --dist loadfile
@@ -31,15 +32,15 @@ types: $(STAMP)
 # Random schedules in all; fewer are quicker: make test-deep SCHEDULES=2000
 SCHEDULES ?= 10000
 test-deep: $(STAMP)
-	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not browser and not gpu and not gym and not ray and not vllm and not wheel" --timeout=1800 --durations=15 $(DEEP_TESTS)
+	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not browser and not gpu and not gym and not ray and not triton and not vllm and not wheel" --timeout=1800 --durations=15 $(DEEP_TESTS)
 
 # The lowest versions that pyproject.toml allows: the examples, what loads and serves models, whole runs.
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not browser and not deep and not gpu and not gym and not ray and not vllm and not wheel" --durations=5 $(LOWEST_TESTS)
+	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not browser and not deep and not gpu and not gym and not ray and not triton and not vllm and not wheel" --durations=5 $(LOWEST_TESTS)
 
 # The newest versions that there are, which today exclude PEFT's adapters.
 test-newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/python -m pytest $(WORKERS) -m "not adapters and not browser and not deep and not gpu and not gym and not ray and not vllm and not wheel" --durations=5 $(NEWEST_TESTS)
+	$(NEWEST)/bin/python -m pytest $(WORKERS) -m "not adapters and not browser and not deep and not gpu and not gym and not ray and not triton and not vllm and not wheel" --durations=5 $(NEWEST_TESTS)
 
 LOWEST_TESTS ?= tests/examples tests/graph tests/hf/kv/test_reader.py tests/hf/test_loading.py tests/hf/test_lora.py \
 	tests/hf/test_servable.py tests/hf/train/test_trainer.py tests/report tests/run/test_checkpoint.py tests/config/test_settings.py \
@@ -115,6 +116,15 @@ $(GYM)/.installed: pyproject.toml constraints.txt tests/gym-requirements.txt
 	$(GYM)/bin/uv pip install --quiet --python $(GYM)/openenv/bin/python openenv==0.10.0
 	@touch $@
 
+# Kernels, interpreted and compiled on the CPU. Triton comes with the builds of torch for CUDA: here it is beside one
+# for the CPU, which has to find no compiler in the other tests.
+test-triton: $(STAMP) $(TRITON)/.installed
+	PYTHONPATH=.:$(TRITON) TRITON_CACHE_DIR=$(TRITON)/cache TRITON_INTERPRET=1 $(BIN)/pytest -m triton --durations=5 tests/hf/serve/test_kernels.py
+
+$(TRITON)/.installed:
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.7.1
+	@touch $@
+
 # On the interpreter at hand, with what it has installed: for machines that come with their own CUDA build of torch.
 # The tests of places on Ray need ray, which such a machine may lack, and no GPU.
 test-gpu:
@@ -175,4 +185,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) $(PEER) $(LOWEST) $(NEWEST) $(VLLM) $(GYM) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER) $(LOWEST) $(NEWEST) $(VLLM) $(GYM) $(TRITON) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -214,6 +214,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "eval.pass_score": ("success threshold", ""),
     "eval.batch": ("evaluation batch size", "`per_device_eval_batch_size`"),
     "eval.seed": ("evaluation seed", "seed"),
+    "trainer.optimizer": ("Muon, AdamW", ""),
     "trainer.learning_rate": ("learning rate", "learning_rate"),
     "trainer.critic_learning_rate": ("critic learning rate", ""),
     "trainer.critic_warmup": ("critic warm-up", ""),

@@ -112,9 +112,14 @@ class TrainerSettings:
         ConfigError: a value is out of range.
     """
 
-    learning_rate: LearningRate = setting(3e-6, "of AdamW, for the actor")
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw",
+        "`adamw`; or `muon` for the matrices of layers, with updates as large as AdamW's and half of its memory, and "
+        "AdamW for embeddings, heads, vectors, adapters and experts in one tensor",
+    )
+    learning_rate: LearningRate = setting(3e-6, "of the optimizer, for the actor")
     critic_learning_rate: LearningRate | None = setting(
-        None, "of AdamW, for the critic; absent, or on a shared trunk: the actor's"
+        None, "of the optimizer, for the critic; absent, or on a shared trunk: the actor's"
     )
     critic_warmup: Count = setting(
         0, "updates at the beginning that train the critic only (on a shared trunk: its head)"
@@ -122,7 +127,7 @@ class TrainerSettings:
     epochs: PositiveCount = setting(4, "passes over each batch")
     minibatches: PositiveCount = setting(1, "optimizer steps in each pass")
     max_grad_norm: Limit = setting(1.0, "each model's gradient is scaled down to this norm")
-    weight_decay: NonNegative = setting(0.0, "of AdamW, for matrices only")
+    weight_decay: NonNegative = setting(0.0, "of the optimizer, for matrices only")
     router_aux_loss: NonNegative | None = setting(
         None,
         "weight of the load-balancing loss of a mixture of experts, of each minibatch as a whole, which costs one more "

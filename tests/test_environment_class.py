@@ -29,6 +29,7 @@ from oppo.rewards import RewardInputs
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from oppo.turns import Answer, Turn
 from tests.kit.turns import Said, byte_chat, call
+from tests.kit.virtual import virtually
 
 
 class Guessing:
@@ -175,7 +176,8 @@ def test_a_response_goes_on_with_an_instance_that_no_other_has_left(connections:
     assert connections == []
 
 
-def test_an_instance_whose_calls_are_made_again_in_vain_is_left(connections: list[Connected]) -> None:
+@virtually
+async def test_an_instance_whose_calls_are_made_again_in_vain_is_left(connections: list[Connected]) -> None:
     class Slow(Connected):
         async def guess(self, number: int) -> str:  # type: ignore[override]
             """Guess the number.
@@ -187,13 +189,9 @@ def test_an_instance_whose_calls_are_made_again_in_vain_is_left(connections: lis
             return str(number)
 
     environment = EnvironmentClass(Slow, chat())
-
-    async def main() -> None:
-        with anyio.move_on_after(1):
-            await environment.answer(Turn(prompt(7), 1, tokens("x"), {"key": "", "calls": [["guess", {"number": 1}]]}))
-        assert connections == []
-
-    run_virtual(main)
+    with anyio.move_on_after(1):
+        await environment.answer(Turn(prompt(7), 1, tokens("x"), {"key": "", "calls": [["guess", {"number": 1}]]}))
+    assert connections == []
 
 
 def test_rows_end_with_what_reset_says() -> None:
@@ -517,7 +515,8 @@ def test_an_evaluation_leaves_the_instances_of_deferred_responses_alone(connecti
 
 
 @pytest.mark.parametrize("admission", [TailBatched(batch=4, launch=2), Overcommit(batch=4, overcommit=3)])
-def test_what_is_open_at_the_end_of_a_step_without_its_reward_is_of_responses_that_go_on(
+@virtually
+async def test_what_is_open_at_the_end_of_a_step_without_its_reward_is_of_responses_that_go_on(
     admission: Admission, connections: list[Connected]
 ) -> None:
     environment = EnvironmentClass(Connected, cast("ChatFormat", Stub()), max_turns=2)
@@ -526,16 +525,12 @@ def test_what_is_open_at_the_end_of_a_step_without_its_reward_is_of_responses_th
         return [0.0] * len(completions)
 
     graph = playing(environment, straggling(3, 7, cap=20), reward=FunctionReward(zeros, str), admission=admission)
-
-    async def main() -> None:
-        async with graph.open(games(4, 5)) as run:
-            async for report in run.steps(6):
-                going_on = 0 if isinstance(admission, TailBatched) else len(report.deferred)
-                assert len(connections) <= going_on
-                deferred.append(len(report.deferred))
-
     deferred = list[int]()
-    run_virtual(main)
+    async with graph.open(games(4, 5)) as run:
+        async for report in run.steps(6):
+            going_on = 0 if isinstance(admission, TailBatched) else len(report.deferred)
+            assert len(connections) <= going_on
+            deferred.append(len(report.deferred))
     assert sum(deferred) > 0
 
 
@@ -589,7 +584,8 @@ class Asked(EnvironmentClass):
     st.sampled_from([0, 1]),
     st.booleans(),
 )
-def test_an_instance_lives_as_long_as_its_rollout_and_what_was_done_is_scored(
+@virtually
+async def test_an_instance_lives_as_long_as_its_rollout_and_what_was_done_is_scored(
     turns: list[tuple[int, ...]], cap: int, admission: Admission, lookahead: int, drops: bool
 ) -> None:
     Tallied.instances = []
@@ -606,15 +602,11 @@ def test_an_instance_lives_as_long_as_its_rollout_and_what_was_done_is_scored(
     both: dict[str, Any] = {"won": (1.0, environment.reward), "none": (1.0, second)}
     reward = Rewards(both, str, inputs=RewardInputs(environments=environment.instance))
     graph = playing(environment, policy, reward=reward, trainer=trainer, admission=deepcopy(admission))
-
-    async def main() -> None:
-        async with graph.open(games(4, 5), lookahead=lookahead) as run:
-            async for report in run.steps(4):
-                in_flight = 0 if isinstance(admission, TailBatched) else len(report.deferred)
-                assert lookahead or sum(not each.left for each in Tallied.instances) <= in_flight
-                assert lookahead or len(environment._lives) <= in_flight + len(report.trained) + len(report.dropped)
-
-    run_virtual(main)
+    async with graph.open(games(4, 5), lookahead=lookahead) as run:
+        async for report in run.steps(4):
+            in_flight = 0 if isinstance(admission, TailBatched) else len(report.deferred)
+            assert lookahead or sum(not each.left for each in Tallied.instances) <= in_flight
+            assert lookahead or len(environment._lives) <= in_flight + len(report.trained) + len(report.dropped)
     scores = [(at, score) for batch in trainer.batches for at, score in zip(batch.rollouts, batch.scores, strict=True)]
     assert scores or drops
     assert all(score == environment.of[at] for at, score in scores)

@@ -28,6 +28,7 @@ from oppo.rewards import FunctionReward, load_function as load_reward_function
 from oppo.testing.virtual_time import run_virtual
 from oppo.user_code import UserFunction, load_function, load_object, spec_of
 from tests.kit.responses import ended
+from tests.kit.virtual import virtually
 from tests.rewards.test_function import TWO, decode, module
 
 
@@ -500,7 +501,8 @@ class Opened(Shared):
         self.closes += 1
 
 
-def test_what_several_users_enter_at_once_is_opened_once_and_closed_by_the_last() -> None:
+@virtually
+async def test_what_several_users_enter_at_once_is_opened_once_and_closed_by_the_last() -> None:
     shared = Opened()
 
     async def use(seconds: float) -> None:
@@ -508,10 +510,7 @@ def test_what_several_users_enter_at_once_is_opened_once_and_closed_by_the_last(
             await anyio.sleep(seconds)
             assert (shared.opens, shared.closes) == (1, 0)
 
-    async def main() -> None:
-        async with anyio.create_task_group() as tasks:
-            for seconds in (0.1, 0.5, 0.2):
-                tasks.start_soon(use, seconds)
-
-    run_virtual(main)
+    async with anyio.create_task_group() as tasks:
+        for seconds in (0.1, 0.5, 0.2):
+            tasks.start_soon(use, seconds)
     assert (shared.opens, shared.closes) == (1, 1)

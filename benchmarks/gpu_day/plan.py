@@ -101,7 +101,7 @@ class Card:
                 batch=workload.batch // workload.group, samples=workload.group, prompt=workload.prompt_tokens[1]
             ),
             lengths=LengthsSection(cap=law.cap, median=law.median, sigma=law.sigma),
-            models=ModelsSection(actor="actor", **{role: role for role in scored}),
+            models=ModelsSection(actor="actor", **{role: role for role in scored}),  # type: ignore[arg-type]  # names
             layout=LayoutSection(gpu="card", decode=1, corunning=TOGETHER),
             engine=engine,
             gpus={"card": self.gpu},
@@ -141,7 +141,7 @@ class Outcome:
 
 def figures(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
     first = next(iter(outcomes))
-    found = {}
+    found = dict[str, float]()
     for name, each in outcomes.items():
         found |= {f"{name}, s a step": each.seconds, f"{name}, tokens a second": 1 / each.per_token}
         if name != first:

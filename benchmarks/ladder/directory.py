@@ -195,7 +195,8 @@ def counting(workload: BenchWorkload) -> PreTrainedModel:
         head[numbers - 1] = SHARP / shape.hidden * embedding[numbers]
         head[EOS] = head[language.number(0)]
         head[language.number(0)] = 0
-    return model.to(getattr(torch, workload.models.dtype)).eval()
+    model.to(getattr(torch, workload.models.dtype)).train(mode=False)
+    return model
 
 
 @dataclass(frozen=True, slots=True)

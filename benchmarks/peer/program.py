@@ -102,8 +102,9 @@ def load(
         model = kind.from_pretrained(directory, local_files_only=True, **chosen)
         return model
     with torch.device(given.device):
-        model = kind.from_config(AutoConfig.from_pretrained(directory), **chosen)
-    return model.eval()
+        model = kind.from_config(AutoConfig.from_pretrained(directory), **chosen)  # type: ignore[no-untyped-call]
+    model.train(mode=False)
+    return model
 
 
 def optimizers(

@@ -21,8 +21,11 @@ def right(completions: Sequence[str], answer: Sequence[int]) -> list[float]:
 def main(folder: Path = Path(__file__).parent) -> None:
     """Write the model with its tokenizer, and as prompts ten digits, whose answers no text that it read had."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=12, bos_token_id=None, eos_token_id=END, **shape))
+    shape = LlamaConfig(
+        vocab_size=12, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    shape.bos_token_id, shape.eos_token_id = None, END
+    model = LlamaForCausalLM(shape)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     for _ in range(200):
         digits, mark, end = torch.randint(10, (64, 2)), torch.full((64, 1), MARK), torch.full((64, 1), END)

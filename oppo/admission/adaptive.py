@@ -92,11 +92,8 @@ class SlopeAdaptive(AdaptiveOvercommit):
         self._scores = list(cast("list[float]", state["scores"]))
 
 
-MARGIN = 0.0115
-"""Costs within this share of the lowest count as equal: the precision of the estimates."""
-
-RISE = 4
-"""``overcommit`` at most doubles in a step, but may always rise by this many units."""
+MARGIN = 0.0115  # costs within this share of the lowest count as equal: the precision of the estimates
+RISE = 4  # `overcommit` at most doubles in a step, but may always rise by this many units
 
 
 @dataclass

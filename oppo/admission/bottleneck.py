@@ -44,32 +44,20 @@ from oppo.admission.protocol import Observation, Scoring
 StepPart: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
 """A part of a step's time."""
 
-PARTS: tuple[StepPart, ...] = get_args(StepPart)
-"""All parts; of equal ones the first is the largest."""
+PARTS: tuple[StepPart, ...] = get_args(StepPart)  # all parts; of equal ones the first is the largest
 
 Schedule: TypeAlias = Literal["stream", "defer", "lookahead"]
 """A kind of schedule that shortens a step; those with less staleness first."""
 
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-"""All kinds."""
-
-NUMBERS = ("limit", "scoring", "capped", "finished")
-"""The other fields of a bottleneck that are metrics."""
-
-PREFIX = "bottleneck/"
-"""Prefix of its metrics' names."""
-
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)  # all kinds
+NUMBERS = ("limit", "scoring", "capped", "finished")  # the other fields of a bottleneck that are metrics
+PREFIX = "bottleneck/"  # prefix of its metrics' names
 LIMITS = {schedule: f"{PREFIX}limit_{schedule}" for schedule in SCHEDULES}
 """The metric of the limit of each kind of schedule."""
 
-RESERVE = 2
-"""Units to defer beyond the mean number that end at the cap: a step may have more."""
-
-WORTHWHILE = 1.05
-"""A schedule that promises less is not recommended."""
-
-ALIKE = 0.85
-"""Of schedules that promise so much of what the best does, the one with the least staleness is recommended."""
+RESERVE = 2  # units to defer beyond the mean number that end at the cap: a step may have more
+WORTHWHILE = 1.05  # a schedule that promises less is not recommended
+ALIKE = 0.85  # of schedules that promise so much of what the best does, the one with the least staleness is recommended
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,7 @@ def kaplan_meier(finished: Sequence[int], deferred: Sequence[int]) -> Survival:
 AtMost: TypeAlias = Callable[[FloatVector], FloatVector]
 """Takes means, float64 [rows, n], and returns for row r the probability of at most the r-th count, in their shape."""
 
-POINTS = 1024
-"""Means of a table."""
+POINTS = 1024  # means of a table
 
 BELOW, ABOVE = 8.0, 12.0
 """Standard deviations from a count to the ends of its table, beyond which the probability is 1 and 0."""
@@ -132,17 +131,10 @@ def tabulated(counts: Sequence[int]) -> AtMost:
     return at_most
 
 
-GRID = 256
-"""Points of the integral."""
-
-TABLE = 4096
-"""Points of the tabulated survival function."""
-
-KNOTS = 64
-"""Largest number of values of ``overcommit`` solved for: a large batch costs little more than a small one."""
-
-ROUNDS = 16
-"""Halvings of the bracket of N: its error is below ``longest / 2**16``."""
+GRID = 256  # points of the integral
+TABLE = 4096  # points of the tabulated survival function
+KNOTS = 64  # largest number of values of `overcommit` solved for: a large batch costs little more than a small one
+ROUNDS = 16  # halvings of the bracket of N: its error is below `longest / 2**16`
 
 
 def cut_intervals(survival: Survival, batch: int, most: int, max_deferrals: int) -> FloatVector:
@@ -187,12 +179,8 @@ def knots(most: int) -> list[int]:
     return [int(each) for each in np.unique(np.rint(roots**2))]
 
 
-PER_STEP = 0.8
-"""Prior mean of the share of decode time that is paid per decode step; the other share is paid per token."""
-
-SPREAD = 0.3
-"""Standard deviation of the prior of each share."""
-
+PER_STEP = 0.8  # prior mean of the share of decode time that is paid per decode step; the other share is paid per token
+SPREAD = 0.3  # standard deviation of the prior of each share
 LEAST_NOISE = 0.02
 """Lower bound of the relative noise of decode seconds, which a few collinear points would underestimate."""
 

@@ -19,7 +19,6 @@ from oppo.agents.requests import (
     Wanted,
     asked,
     called,
-    openai_error,
     text_of,
     with_calls,
 )
@@ -63,7 +62,7 @@ class ChatCompletions(Api):
 
     def whole(self, request: Request, said: Said) -> Json:
         calls = _calls(said)
-        message = {"role": "assistant", "content": said.content or (None if calls else "")}
+        message: Json = {"role": "assistant", "content": said.content or (None if calls else "")}
         message |= {"tool_calls": calls} if calls else {}
         message |= {"reasoning_content": said.reasoning} if said.reasoning else {}
         choice = {"index": 0, "message": message, "finish_reason": said.reason, **_shown(request, said)}
@@ -72,8 +71,6 @@ class ChatCompletions(Api):
 
     def stream(self, request: Request) -> Stream:
         return _Chunks(request)
-
-    error = staticmethod(openai_error)
 
 
 class _Chunks(Stream):
@@ -104,7 +101,7 @@ class _Chunks(Stream):
         yield "data: [DONE]\n\n"
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        yield _event(openai_error(refusal))
+        yield _event(Api.error(refusal))
 
 
 def _event(data: Json) -> str:

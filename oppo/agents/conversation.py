@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
     from oppo.hf.tokenizer import HfTokenizer
 
-CONTEXT: Final = 40
-"""Characters before the first difference of two texts that are shown."""
+CONTEXT: Final = 40  # characters before the first difference of two texts that are shown
 
 
 def plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +83,7 @@ class Conversation:
         self.rollout = rollout
         self._tools: list[Json] = []
         self._format: tuple[HfTokenizer, ChatFormat] | None = None
-        self._messages: list[Json] = []
+        self.messages: list[Json] = []
         self._names: dict[str, tuple[str, str]] = {}
         self._turn: list[int] = []
         self._read: list[int] = []
@@ -92,14 +91,6 @@ class Conversation:
     @property
     def begun(self) -> bool:
         return self._format is not None
-
-    @property
-    def messages(self) -> list[Json]:
-        return self._messages
-
-    @property
-    def next_id(self) -> str:
-        return self._id()[:24]
 
     @property
     def request(self) -> Request | None:
@@ -161,7 +152,7 @@ class Conversation:
 
     def _before(self, messages: Sequence[Json]) -> tuple[list[Json], int]:
         # What was said, as these messages would show it, and how many of them are that.
-        before = self._messages
+        before = self.messages
         if before and not before[-1]["content"].strip() and not before[-1].get("tool_calls"):
             shown_again = any(each["role"] == "assistant" for each in messages[len(before) - 1 :])
             before = before if shown_again else before[:-1]  # frameworks leave out an answer that says nothing
@@ -244,13 +235,13 @@ class Conversation:
             content = _without(stopped, content)
         self._names = {}
         for call in () if parsed.malformed or not request.wanted.calls else parsed.tool_calls:
-            key = self._id(len(calls))[:9]  # of letters and digits, as Mistral's templates ask for
+            key = self.id_of(len(calls))[:9]  # of letters and digits, as Mistral's templates ask for
             self._names[key] = (call.name, call.id)
             calls.append(Call(key, call.name, dict(call.arguments)))
         message: Json = {"role": "assistant", "content": content}
         if calls:
             message["tool_calls"] = [called(*call, "the answer") for call in calls]
-        self._messages = [*request.messages, message]
+        self.messages = [*request.messages, message]
         self.said |= {essence(message)} - {""}
         self._read += request.tokens.tolist()
         capped = len(turn) == request.limit.tokens and not chat.ends.intersection(turn[-1:]) and not stopped
@@ -277,7 +268,7 @@ class Conversation:
         _, chat = self._format
         return [] if chat.thinking is None or chat.ends.intersection(turn[-1:]) else chat.thinking[2]
 
-    def _id(self, *of: object) -> str:
+    def id_of(self, *of: object) -> str:
         # Another for each turn of each conversation, and the same when its agent is run anew.
         return digest_of([self.rollout, self.branch, self.told, *of])
 
@@ -291,12 +282,8 @@ def _logprobs(turn: Sequence[int], logprobs: Sequence[float], tokenizer: HfToken
     return [(tokenizer.decode_whole([token]), logprob) for token, logprob in zip(turn, logprobs, strict=True)]
 
 
-MOST: Final = 64
-"""Conversations that an agent may hold."""
-
-BRANCHES: Final = 2**20
-"""Above their numbers."""
-
+MOST: Final = 64  # conversations that an agent may hold
+BRANCHES: Final = 2**20  # above their numbers
 ENDED: Final = Refusal("the rollout of this key has ended", code="rollout_ended")
 
 
@@ -369,7 +356,7 @@ class Session:
             raise ENDED.again()
         if talk is not self.first and not talk.branch:
             self._begin(talk, request)
-        request.id = talk.next_id
+        request.id = talk.id_of()[:24]
         self.notify()
         return request
 
@@ -400,7 +387,10 @@ class Session:
         if self.single:
             return self.first  # which refuses it, and says why
         if len(self.conversations) == MOST:
-            raise Refusal(f"an agent may hold {MOST} conversations: continue one of them")
+            raise Refusal(
+                f"an agent may hold {MOST} conversations, all of which are trained: continue one, or return; of "
+                "this one nothing is sampled"
+            )
         return Conversation(self._requests, self.rollout)
 
     def _begin(self, talk: Conversation, request: Request) -> None:

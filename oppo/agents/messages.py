@@ -58,7 +58,7 @@ class Messages(Api):
         )
 
     def whole(self, request: Request, said: Said) -> Json:
-        content = [
+        content: list[Json] = [
             *([{"type": "thinking", "thinking": said.reasoning, "signature": ""}] if said.reasoning else []),
             *([{"type": "text", "text": said.content}] if said.content or not said.calls else []),
             *({"type": "tool_use", "id": id_, "name": name, "input": arguments} for id_, name, arguments in said.calls),

@@ -25,17 +25,10 @@ T = TypeVar("T")
 
 Json: TypeAlias = dict[str, Any]
 
-MODEL: Final = "policy"
-"""The name of the model that agents are served; they may ask for any."""
-
-FORMATS: Final = 64
-"""Sets of tools whose chat formats are kept."""
-
-BODY: Final = 8 * 2**20
-"""The most bytes of a request."""
-
-LONG: Final = 20_000
-"""Bytes or characters above which they are processed in a thread."""
+MODEL: Final = "policy"  # the name of the model that agents are served; they may ask for any
+FORMATS: Final = 64  # sets of tools whose chat formats are kept
+BODY: Final = 8 * 2**20  # the most bytes of a request
+LONG: Final = 20_000  # bytes or characters above which they are processed in a thread
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to an agent
@@ -149,28 +142,18 @@ class Request:
         self.news.set()
         self.news = anyio.Event()
 
-    async def begun(self) -> None:
-        """Wait for the first of an answer."""
+    async def result(self) -> Said | None:
+        """Wait for the answer, or the first of one that is streamed."""
         self.waiting += 1
         try:
             while self.reply is None and not self.deltas:
                 await self.news.wait()
+            self.heard = not self.wanted.stream
         finally:
             self.waiting -= 1
         if isinstance(self.reply, Refusal) and not self.deltas:
             raise self.reply.again()
-
-    async def result(self) -> Said:
-        self.waiting += 1
-        try:
-            while self.reply is None:
-                await self.news.wait()
-            self.heard = True
-        finally:
-            self.waiting -= 1
-        if isinstance(self.reply, Refusal):
-            raise self.reply.again()
-        return self.reply
+        return None if self.wanted.stream or isinstance(self.reply, Refusal) else self.reply
 
 
 class Stream(ABC):
@@ -204,13 +187,9 @@ class Api(ABC):
     def stream(self, request: Request) -> Stream: ...
 
     @staticmethod
-    @abstractmethod
-    def error(refusal: Refusal) -> Json: ...
-
-
-def openai_error(refusal: Refusal) -> Json:
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": shortened(str(refusal)), "type": kind, "param": None, "code": refusal.code}}
+    def error(refusal: Refusal) -> Json:
+        kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+        return {"error": {"message": shortened(str(refusal)), "type": kind, "param": None, "code": refusal.code}}
 
 
 class ChatRequests:
@@ -239,16 +218,7 @@ class ChatRequests:
         }
 
     def fields(self, body: object, known: Collection[str], same_as: Mapping[str, str], *, messages: str) -> Json:
-        """Return the fields of a body that are set and read.
-
-        Args:
-            body: JSON, with messages in the field of that name.
-            known: fields that the API's reader reads, or that may be set in vain.
-            same_as: fields that the run has set already, by the API's name for them.
-
-        Raises:
-            Refusal: another field is set, or one of ``same_as`` differs from what the run samples with.
-        """
+        # Those that are set: known ones, and none of `same_as`, which are as the run samples under the API's names.
         if not isinstance(body, dict) or not body.get(messages):
             raise Refusal(f"expected a JSON object with {messages!r}, which are not empty")
         found = {name: value for name, value in body.items() if value is not None}
@@ -385,11 +355,7 @@ def asked(messages: list[Json]) -> list[Json]:
 
 
 def with_calls(choice: object, tools: Sequence[Json], *, same: Collection[object] = ("auto",)) -> bool:
-    """Return whether calls of tools are answered as calls: ``tool_choice``.
-
-    Raises:
-        Refusal: it is neither none nor one of ``same``, which ask for nothing else than the policy's own choice.
-    """
+    """Return whether calls of tools are answered as calls; ``same`` ask for nothing else than the policy's choice."""
     if choice is None or not tools or choice in same:
         return True
     if choice in ("none", {"type": "none"}):

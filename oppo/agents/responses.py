@@ -19,7 +19,6 @@ from oppo.agents.requests import (
     Wanted,
     asked,
     called,
-    openai_error,
     spoken,
     text_of,
     with_calls,
@@ -86,8 +85,6 @@ class Responses(Api):
     def stream(self, request: Request) -> Stream:
         return _Events(request)
 
-    error = staticmethod(openai_error)
-
 
 class _Events(Stream):
     def __init__(self, request: Request) -> None:
@@ -143,7 +140,7 @@ class _Events(Stream):
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, refusal: Refusal) -> Iterator[str]:
-        yield self._event("error", **openai_error(refusal), message=str(refusal), code=refusal.code, param=None)
+        yield self._event("error", **Api.error(refusal), message=str(refusal), code=refusal.code, param=None)
 
 
 _TEXT: Final[dict[Kind, str]] = {"content": "output_text", "reasoning": "reasoning_text"}

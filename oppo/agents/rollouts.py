@@ -55,11 +55,8 @@ if TYPE_CHECKING:
 AgentFunction: TypeAlias = Callable[[dict[str, object], str, str], object]
 """``f(row, base_url, api_key)``: returns the reward of its conversation, or a ``ByTurn`` or a ``Drop``."""
 
-AHEAD: Final = 16
-"""Agents that are started before their prompts are asked for, so that they start side by side."""
-
-FAILURES: Final = 100
-"""Rows in a row that give no prompt, after which the run ends."""
+AHEAD: Final = 16  # agents that are started before their prompts are asked for, so that they start side by side
+FAILURES: Final = 100  # rows in a row that give no prompt, after which the run ends
 
 _Said: TypeAlias = Callable[[], Awaitable[Sequence[Chunk]]]
 

@@ -34,17 +34,12 @@ APIS: Final[Mapping[str, Api]] = {each.path: each for each in (ChatCompletions()
 
 PATHS: Final = ", ".join(each.removeprefix("/v1") for each in APIS)
 
-BACKLOG: Final = 2048
-"""Connections that may wait to be accepted."""
-
+BACKLOG: Final = 2048  # connections that may wait to be accepted
 FOREVER: Final = 10**9
 """Seconds for which an idle connection is kept: its client may be about to send, and closes idle ones itself."""
 
-FILES: Final = 65_536
-"""The most open files that are asked of the system."""
-
-RESERVED: Final = 64
-"""Open files that are left for other things, at least."""
+FILES: Final = 65_536  # the most open files that are asked of the system
+RESERVED: Final = 64  # open files that are left for other things, at least
 
 
 class AgentServer:
@@ -162,9 +157,8 @@ class AgentServer:
             key = http.headers.get("idempotency-key", "")
             request, repeated = await session.ask(api, body, again=again, key=key)
             self._asked()
-            if not request.wanted.stream:
-                return JSONResponse(api.whole(request, await _while_connected(http, request.result)))
-            await _while_connected(http, request.begun)
+            if (said := await _while_connected(http, request.result)) is not None:
+                return JSONResponse(api.whole(request, said))
             return StreamingResponse(_events(http, request, api.stream(request)), media_type="text/event-stream")
         except Refusal:
             refused = True

@@ -659,6 +659,8 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "them one model: leave one of the two out": lambda s: s.step.weight_sync == "in-flight" and s.models.shared_trunk,
     "step.stream_updates = true trains a group before the batch is complete, which does not go with {found}: change "
     "that, or leave stream_updates out": lambda s: s.step.stream_updates and _unlike_a_sum(s),
+    "trainer.optimizer = 'muon' trains matrices of layers, and models.lora_rank or adapter trains adapters, which "
+    "have AdamW: leave optimizer out": lambda s: s.trainer.optimizer == "muon" and s.models.adapts,
     "models.{found} would be of new adapters, and models.lora_rank = 0 adds none: give a rank, or leave that out": (
         lambda s: not s.models.lora_rank and " and models.".join(changed(s.models, {"lora_experts", "lora"}))
     ),

@@ -169,9 +169,7 @@ READERS: Final[Mapping[str, Callable[[Path], Iterator[Located]]]] = {
 """The reader of a file, by its suffix."""
 
 
-HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""A dataset's name at a hub: owner and name."""
-
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # a dataset's name at a hub: owner and name
 WRITTEN: Final = ("dataset_info.json", "dataset_dict.json")
 """Files of which ``save_to_disk`` writes one: of a dataset, or of several splits."""
 

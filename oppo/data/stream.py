@@ -27,8 +27,7 @@ from oppo.events import IntArray, Prompt
 from oppo.log import logger
 from oppo.placement.place import run_detached
 
-LONGEST_CYCLE: Final = 10_000
-"""The largest sum of weights as whole numbers without a common divisor."""
+LONGEST_CYCLE: Final = 10_000  # the largest sum of weights as whole numbers without a common divisor
 
 
 class PromptStream(Iterator[Prompt]):

@@ -92,8 +92,7 @@ MOODS: Final = ((0.26, (0.76, 0.16, 0.08)), (0.42, (0.34, 0.30, 0.36)), (0.32, (
 
 OFF_TOPIC: Final = 0.2  # probability that a clause is about a thing of another topic
 TWO_CLAUSES: Final = 0.3  # probability that a sentence has a second clause
-LONGEST: Final = 32
-"""Most sentences of a review, opener and closing remark aside."""
+LONGEST: Final = 32  # most sentences of a review, opener and closing remark aside
 CLOSING: Final = 0.4  # probability that a review ends with a closing remark
 
 _SENTENCE: Final = re.compile(r"[.?!:]")

@@ -66,7 +66,6 @@ class Findings:
     directory: Path
     actor: Path  # directory of the trained policy
     assets: Path  # directory of the models and prompts that the demo made
-    steps: int
     seconds: float
     others: float = 0.0  # share of the cores that other processes took meanwhile
 
@@ -200,7 +199,6 @@ def demo(
         directory=settings.run_directory,
         actor=settings.run_directory / FINAL / "actor",
         assets=assets.directory,
-        steps=plan.steps,
         seconds=narrator.seconds,
         others=narrator.others(),
     )
@@ -267,6 +265,7 @@ class Narrator:
         self._console = console
         self._began = observe.now()
         self._quiet_until = 0.0
+        self._part = ""
         self._cores = Cores()
 
     def others(self) -> float:
@@ -281,7 +280,9 @@ class Narrator:
         self._console.out(f"{self.seconds:4.0f} s  {words}", highlight=False)
 
     def progress(self, words: str, done: float) -> None:
-        if self.seconds >= self._quiet_until:
+        part = words.partition(",")[0]
+        if part != self._part or self.seconds >= self._quiet_until:
+            self._part = part
             self.say(f"{done:4.0%}  {words}")
             self._quiet_until = self.seconds + SECONDS_BETWEEN_LINES
 
@@ -291,8 +292,8 @@ def introduce(console: Console, assets: Assets) -> None:
     console.out(
         f"base policy: {facts.parameters['actor']:,} parameters, vocabulary {facts.vocabulary}\n"
         f"language: reviews of {facts.language_tokens['p50']:.0f} tokens in the median, "
-        f"{facts.language_tokens['p99']:.0f} at p99; {facts.capped:.1%} of the policy's responses are cut off\n"
-        f"reward model: orders {facts.pair_accuracy:.0%} of held-out preference pairs as their labels do\n"
+        f"{facts.language_tokens['p99']:.0f} at the 99th percentile; the length cap cuts off {facts.capped:.0%} of the "
+        f"policy's responses\nreward model: orders {facts.pair_accuracy:.0%} of held-out preference pairs as labelled\n"
         f"both are kept in {assets.directory}",
         highlight=False,
     )

@@ -89,8 +89,7 @@ class _Life:
 BEGUN: Final = 4096
 """Instances that are kept of rows that were read, each until the first response to its row; others are made again."""
 
-ROUTE = "environment"
-"""The column that names the environment of a row, where there are several."""
+ROUTE = "environment"  # the column that names the environment of a row, where there are several
 
 
 TURN_REWARD: Final = "get_turn_reward"

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
     from oppo.hf.tool_calls import ToolCall
 
-LONGEST = 250_000
-"""Characters of an answer, which the event loop tokenises: more than a response has room for."""
+LONGEST = 250_000  # characters of an answer, which the event loop tokenises: more than a response has room for
 
 
 class EnvironmentFailure(OppoError):  # noqa: N818 - it says what happened
@@ -217,8 +216,7 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         return tokens
 
 
-OWNER: Final = object()
-"""Stands for the instance in a method of a class that has none yet."""
+OWNER: Final = object()  # stands for the instance in a method of a class that has none yet
 
 
 def by_position(

@@ -17,9 +17,7 @@ from oppo.libraries import require
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
 
-OPEN_SECONDS: Final = 30.0
-"""In which a server must accept a session."""
-
+OPEN_SECONDS: Final = 30.0  # in which a server must accept a session
 _GENERIC: Final = frozenset({"Action", "CallToolAction", "ListToolsAction"})
 """Titles of the schemas of actions that call the tools that a server lists."""
 

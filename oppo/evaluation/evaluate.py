@@ -221,8 +221,7 @@ class _Counting(Observer):
 PREFIX: Final = "eval/"
 """Prefix of a reward's or environment's metric of held-out responses, before its name in training."""
 
-Z: Final = 1.96
-"""Standard deviations on either side of the mean that hold 95% of a normal distribution."""
+Z: Final = 1.96  # standard deviations on either side of the mean that hold 95% of a normal distribution
 
 
 def half_width(means: Sequence[float]) -> float:
@@ -347,8 +346,7 @@ def compare(before: FloatArray, after: FloatArray) -> Comparison:
 FIRST: Final = 10**12
 """The number of the first held-out prompt: above the prompts of training, so that scorers and noise tell them apart."""
 
-BEFORE: Final = -1
-"""The step of an evaluation before the first."""
+BEFORE: Final = -1  # the step of an evaluation before the first
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -109,8 +109,7 @@ class StepLink:
 
 M = TypeVar("M")
 
-UNKNOWN: Final = sys.maxsize
-"""Remaining steps of a run without a known end."""
+UNKNOWN: Final = sys.maxsize  # remaining steps of a run without a known end
 
 
 ChannelCounters: TypeAlias = Mapping[str, Mapping[str, int]]

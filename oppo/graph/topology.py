@@ -17,9 +17,7 @@ from oppo.errors import GraphError
 from oppo.graph.channel import Key, Merge, Receiver, Sender
 from oppo.graph.stage import AnyStage, Demanding, Observing, Stateful
 
-KEYWORDS: Final = ("out", "step")
-"""Parameters of ``run`` that the executor passes, not the graph."""
-
+KEYWORDS: Final = ("out", "step")  # parameters of `run` that the executor passes, not the graph
 _UNIONS: Final = (typing.Union, types.UnionType)
 _BY_NAME: Final = inspect.Parameter.KEYWORD_ONLY
 _BY_POSITION: Final = (
@@ -121,11 +119,8 @@ def in_words(classes: Classes) -> str:
     return " | ".join(sorted(one.__name__ for one in classes or ())) or "anything"
 
 
-SOURCE = "prompts"
-"""The name of a graph's input."""
-
-RESERVED = (SOURCE, "without")
-"""Names that no stage may have: the source, and an argument of :meth:`Graph.rebuild`."""
+SOURCE = "prompts"  # the name of a graph's input
+RESERVED = (SOURCE, "without")  # names that no stage may have: the source, and an argument of `Graph.rebuild`
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 In 16 bits a logit of 20 is off by up to 0.06, and the log-probs of one token would differ by as much between decoder,
 reference and trainer, whose matrix products round differently. So hidden states and weights of 16 bits have logits in
-float32 on a GPU, in which a product is summed up anyway.
+float32 on a GPU, in which a product is summed up anyway. Scores and values, a number or a few of a token, are in
+float32 everywhere.
 
 Where transformers has no sequence classifier of a causal model, a class of ours (:func:`scored`) has its trunk, under
 the same name, so that it takes the weights of the same checkpoint. It is called and saved as transformers would call
@@ -31,7 +32,12 @@ from oppo.losses import Input
 
 AGREEMENT = 1e-4  # largest difference between logits of an actor and of its OwnHead, in units of the largest logit
 
-LOGITS_BYTES: Final = 256 << 20  # the most that logits take in float32; more are computed a chunk of tokens at a time
+LOGITS_BYTES: Final = 256 << 20
+"""The most that logits take in float32; more are computed a chunk of tokens at a time.
+
+On a GPU up to four times as much, for as many tokens as the trunk is wide: each chunk adds a gradient to the whole
+weight, which for a 0.5B model and 441 tokens moves as many bytes as a third of all passes over their logits.
+"""
 
 CPU_LOGITS_BYTES: Final = 32 << 20
 """The same on a CPU, where a chunk that stays in its caches is faster: an update takes 0.7 to 1.05 of the time."""
@@ -50,13 +56,22 @@ WIDE: Final = frozenset({"cuda"})
 """Devices that multiply 16 bits to float32 as fast as to 16. A CPU takes up to 1.5 times as long for a decode step."""
 
 
+SCORE_HEADS: Final = ("score", "classifier")
+
+NARROW: Final = 64  # the most numbers of a token that are computed in float32 on every device: scores, not logits
+
+
 def widen_head(model: PreTrainedModel) -> None:
-    head = model.get_output_embeddings()
-    if type(head) is nn.Linear and head.weight.dtype.itemsize == 2 and not isinstance(head.forward, partial):
-        head.forward = partial(_wide, head)  # type: ignore[method-assign] # a partial: deep copies read their own weights
+    heads: list[object] = [model.get_output_embeddings(), *(getattr(model, each, None) for each in SCORE_HEADS)]
+    for head in heads:
+        if type(head) is nn.Linear and head.weight.dtype.itemsize == 2 and not isinstance(head.forward, partial):
+            head.forward = partial(_wide, head)  # type: ignore[method-assign] # deep copies of it read their own weights
 
 
 def _wide(head: nn.Linear, /, hidden: Tensor) -> Tensor:
+    if head.out_features <= NARROW:
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias)
     if head.weight.device.type not in WIDE:
         return nn.functional.linear(hidden, head.weight, head.bias)
     logits: Tensor = _Wide.apply(hidden, head.weight)  # type: ignore[no-untyped-call] # torch's
@@ -104,8 +119,11 @@ class OwnHead:
     @property
     def chunk(self) -> int:
         device = planned_device.get() or self._shell.device
-        most = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if device.type == "cpu" else LOGITS_BYTES
-        return max(1, most // (4 * int(self._shell.config.get_text_config().vocab_size)))
+        token = 4 * int(self._shell.config.get_text_config().vocab_size)
+        if device.type == "cpu":
+            return max(1, min(LOGITS_BYTES, CPU_LOGITS_BYTES) // token)
+        width = int(self._shell.get_output_embeddings().weight.shape[1])
+        return max(1, LOGITS_BYTES // token, min(width, 4 * LOGITS_BYTES // token))
 
     def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
         # The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients of weights

@@ -37,7 +37,7 @@ from oppo.hf.kv.states import RowCache
 from oppo.hf.model_parts import FAILURES, backbone, longest, require_pieces, set_only_whole
 from oppo.hf.servable import known_reason
 from oppo.hf.serve.decoder import ChunkedPrefill, DecodeRow, Signals
-from oppo.hf.serve.sampling import Noise, draw
+from oppo.hf.serve.sampling import Drawing
 from oppo.hf.serve.scorers import (
     ProcessRewardWorker,
     ReferenceWorker,
@@ -227,7 +227,7 @@ T = TypeVar("T")
 class Bytes:
     """Memory of one model.
 
-    ``optimizer``: AdamW's moments, and float32 copies of 16-bit weights. ``keys_values``: of all rollouts in flight at
+    ``optimizer``: its moments, and float32 copies of 16-bit weights. ``keys_values``: of all rollouts in flight at
     their longest, states included. ``activations``: everything else that is alive at the worst moment.
     """
 
@@ -308,11 +308,7 @@ def of_policy(
             while prefill:
                 prefill.read(signals)
         logits = reader.step([row.key for row in rows], torch.zeros(len(rows), dtype=torch.int64))
-        noise = None
-        if sampling.temperature > 0:
-            places, at = [(row.key, 0) for row in rows], [load.response] * len(rows)
-            noise = Noise(sampling.seed)(places, at, logits.shape[-1], logits.device)
-        draw(logits, noise, sampling)
+        Drawing(sampling, logits.device)(logits, [(row.key, 0) for row in rows], [load.response] * len(rows))
         return _serving(live, weights, reader.layer_bytes(), resting, layers)
 
 
@@ -410,9 +406,10 @@ def of_trainer(
             return _micro_batch(models, stacks, shape, sampling=sampling, settings=settings, loss=loss)
 
         found = _extrapolated(whole, peaks, every)
-        weights, copies, gradients = (found.pop(name) for name in ("weights", "copies", "gradients"))
+        names = ("weights", "copies", "gradients", "states")
+        weights, copies, gradients, states = (found.pop(name) for name in names)
         activations = max(found.values()) - weights - copies - gradients
-        return Bytes(weights, copies + 2 * gradients, gradients, activations=activations)
+        return Bytes(weights, copies + states, gradients, activations=activations)
 
     return max(map(trained, shapes), key=lambda each: each.total)
 
@@ -448,7 +445,8 @@ def _micro_batch(
         core.backward(part, core.outputs(part), Whole.of(batch, minibatch, sampling.max_new_tokens))
         peaks.enter("after")
     gradients = sum(weight.nbytes for weight in trained)
-    return {"weights": weights, "copies": copies, "gradients": gradients, **peaks.of}
+    states = core.optimisation.state_bytes
+    return {"weights": weights, "copies": copies, "gradients": gradients, "states": states, **peaks.of}
 
 
 class _Peaks:

@@ -48,22 +48,13 @@ from oppo.redact import redacted_values
 from oppo.scorers import capabilities_of
 from oppo.user_code import UNBLOCK
 
-NOTICE_SECONDS = 30.0
-"""Seconds without a move before a stall is reported, and again whenever they have doubled."""
-
-CALL_TIMEOUT = 3600.0
-"""Seconds that one call may last while nothing else moves."""
-
-GRACE_SECONDS = 30.0
-"""Seconds without a move or a save after which a cancelled run is ended by force."""
+NOTICE_SECONDS = 30.0  # seconds without a move before a stall is reported, and again whenever they have doubled
+CALL_TIMEOUT = 3600.0  # seconds that one call may last while nothing else moves
+GRACE_SECONDS = 30.0  # seconds without a move or a save after which a cancelled run is ended by force
 
 
-ANSWER_SECONDS = 1.0
-"""Seconds in which an event loop that is not blocked runs a scheduled callback."""
-
-PART_SECONDS = 10.0
-"""Seconds in which a part of the watchdog returns, such as a listener."""
-
+ANSWER_SECONDS = 1.0  # seconds in which an event loop that is not blocked runs a scheduled callback
+PART_SECONDS = 10.0  # seconds in which a part of the watchdog returns, such as a listener
 T = TypeVar("T")
 
 
@@ -165,8 +156,7 @@ def _threads() -> list[dict[str, object]]:
     return [{"name": name, "stack": traceback.format_stack(frame)} for name, frame in frames]
 
 
-DEEPEST = 200
-"""Calls of a task that are reported: an object may answer for ever that it awaits another."""
+DEEPEST = 200  # calls of a task that are reported: an object may answer for ever that it awaits another
 
 
 def await_chain(awaited: object) -> Iterator[str]:
@@ -189,11 +179,8 @@ def thread_frames() -> Iterator[tuple[str, FrameType]]:
         yield names.get(identity, str(identity)), frame
 
 
-STANDARD_ERROR = 2
-"""The file descriptor, whatever ``sys.stderr`` is."""
-
-CPU_SECONDS = 10.0
-"""The least processor seconds for each core before the timer runs down."""
+STANDARD_ERROR = 2  # the file descriptor, whatever `sys.stderr` is
+CPU_SECONDS = 10.0  # the least processor seconds for each core before the timer runs down
 
 
 class LastWord:
@@ -224,14 +211,9 @@ def held_at(thread: int) -> str:
     return place_among(stack[begun:], foreign=True)
 
 
-PERIOD = 0.005
-"""Seconds between two beats."""
-
-GAP = "loop/worst_gap_s"
-"""The metric of the worst delay in a step."""
-
-HELD = 1.0
-"""Seconds of a delay above which the code that held the event loop is logged."""
+PERIOD = 0.005  # seconds between two beats
+GAP = "loop/worst_gap_s"  # the metric of the worst delay in a step
+HELD = 1.0  # seconds of a delay above which the code that held the event loop is logged
 
 
 class Heartbeat:
@@ -560,8 +542,7 @@ class Watchdog(Observer):
 
 LAST_RESORT = "the last resort"
 
-SECONDS = 600.0
-"""Seconds without a move after which a run is ended."""
+SECONDS = 600.0  # seconds without a move after which a run is ended
 
 
 @runtime_checkable

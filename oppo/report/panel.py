@@ -305,4 +305,4 @@ def held_out(metrics: Mapping[str, float]) -> str:
 
 
 def _short(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "-"
+    return f"{value:z.3f}" if math.isfinite(value) else "-"  # no minus before a zero

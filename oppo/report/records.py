@@ -222,9 +222,9 @@ def gaps(path: Path, steps: int) -> list[str]:
     return [f"{path}: no record of {listed('step', missing)}, nor of what was trained then"] if missing else []
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str, several: str = "") -> str:
     """Return a count as a person writes it: ``1 response``, ``1,024 responses``."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
 
 
 def listed(noun: str, numbers: Sequence[int]) -> str:

@@ -35,10 +35,15 @@ IDENTITY: Final = "run-id"  # the file with the run's identity in a tracker: a r
 class Tracker(Observer, ABC):
     """An observer that hands each step's metrics to a service, under their names in ``metrics.jsonl``.
 
-    A context manager that completes what the service keeps.
+    A context manager that completes what the service keeps. Arguments that several trackers have:
+
+    - ``path``: the folder, which is made, for what the tracker keeps of the run here: below it, in one of its name.
+    - ``name``: of the run.
+    - ``project``: of the run; when absent, the service's environment variable, or ``oppo``.
+    - ``config``: settings to show with the run, without secrets.
 
     Attributes:
-        kept: what that is, in errors.
+        kept: what the service keeps, in errors.
         sampled: returns rollouts of a step's batch, as records with the keys of :data:`SAMPLE`; ``None`` shows none.
     """
 
@@ -52,11 +57,10 @@ class Tracker(Observer, ABC):
 
     @abstractmethod
     def write_samples(self, step: int, samples: Sequence[Record]) -> None:
-        """Hand over rollouts of the step that is then the ``step``-th, as a table."""
+        """Hand over rollouts of the ``step``-th step, as a table."""
 
     @abstractmethod
-    def _finish(self, *, failed: bool) -> None:
-        """Complete what the service keeps."""
+    def _finish(self, *, failed: bool) -> None: ...
 
     def close(self, *, failed: bool = False) -> None:
         """Complete what the service keeps; ``failed``: the run has ended with an error.
@@ -71,8 +75,9 @@ class Tracker(Observer, ABC):
             self._finish(failed=failed)
 
     def _submit(self, job: Callable[[], object]) -> None:
-        if self._writer is not None:
-            self._writer.submit(job)
+        # In a thread: the service may be slow.
+        self._writer = self._writer or Writer()
+        self._writer.submit(job)
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         """Hand over rollouts of a batch, and the first evaluation, as one of step 0."""
@@ -169,12 +174,8 @@ class WeightsAndBiases(Tracker):
     sent.
 
     Args:
-        path: the folder, which is made, for what wandb keeps in ``wandb`` below it.
-        name: of the run.
-        project: of the run; when absent, ``WANDB_PROJECT`` or ``oppo``.
-        config: settings to show with the run, without secrets.
+        path, name, project, config: as of any :class:`Tracker`.
         mode: ``offline`` keeps everything in the folder, for ``wandb sync``; when absent, ``WANDB_MODE`` or ``online``.
-        threaded: log in a thread; otherwise at once, as virtual time needs it.
 
     Attributes:
         url: where the run is shown; empty when offline.
@@ -193,7 +194,6 @@ class WeightsAndBiases(Tracker):
         project: str | None = None,
         config: Mapping[str, object] | None = None,
         mode: Literal["online", "offline"] | None = None,
-        threaded: bool = True,
     ) -> None:
         import wandb  # noqa: PLC0415 - an extra
 
@@ -201,7 +201,7 @@ class WeightsAndBiases(Tracker):
         chosen = mode or os.environ.get("WANDB_MODE")  # wandb reads it once in a process
         mode = "offline" if chosen == "offline" else "online" if chosen == "online" else None
         try:
-            identity = _identity(path / "wandb") or _named(path / "wandb", secrets.token_hex(8))
+            identity = _identity(path / "wandb", secrets.token_hex(8))
             self._run = wandb.init(
                 project=project or os.environ.get("WANDB_PROJECT", "oppo"),
                 name=name,
@@ -220,7 +220,6 @@ class WeightsAndBiases(Tracker):
                 "WANDB_MODE=offline and `wandb sync` it later"
             ) from error
         self.url = self._run.url or ""
-        self._writer = Writer(threaded=threaded)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._submit(partial(self._run.log, dict(metrics), step=step))
@@ -243,15 +242,15 @@ def _marked(sample: Record) -> object:
     return "\n".join(f"[{each['by']}]\n{each['text']}" for each in parts) or sample.get("completion")
 
 
-def _identity(folder: Path) -> str:
+def _identity(folder: Path, new: str = "") -> str:
+    # The run's in the service; where it has none, the new one is kept.
     file = folder / IDENTITY
-    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
-
-
-def _named(folder: Path, identity: str) -> str:
-    make(folder)
-    put(folder / IDENTITY, [identity + "\n"])
-    return identity
+    if file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    if new:
+        make(folder)
+        put(file, [new + "\n"])
+    return new
 
 
 class Trackio(Tracker):
@@ -259,13 +258,8 @@ class Trackio(Tracker):
 
     Trackio's environment variables choose where to: a folder of this machine (``TRACKIO_DIR``), a Space
     (``TRACKIO_SPACE_ID``) or a server (``TRACKIO_SERVER_URL``). A process has one such run at a time, which is
-    Trackio's own limit. A run that is resumed goes on as the same, and repeated steps are there twice.
-
-    Args:
-        path: the folder, which is made, for the run's name in ``trackio`` below it.
-        name: of the run; a number is added to one that the project has already.
-        project: of the run; when absent, ``TRACKIO_PROJECT`` or ``oppo``.
-        config: settings to show with the run, without secrets.
+    Trackio's own limit. A run that is resumed goes on as the same, and repeated steps are there twice. A number is
+    added to a name that the project has already.
 
     Raises:
         ConfigError: Trackio takes no run.
@@ -291,7 +285,7 @@ class Trackio(Tracker):
                     auto_log_gpu=False,
                     auto_log_cpu=False,
                 )
-            _named(path / "trackio", self._run.name)
+            _identity(path / "trackio", self._run.name)
         except Exception as error:
             raise ConfigError(
                 f"Trackio took no run ({one_line(error)}): look at TRACKIO_SPACE_ID, TRACKIO_SERVER_URL and "
@@ -315,13 +309,8 @@ class MLflow(Tracker):
 
     MLflow's environment variables choose where to: ``MLFLOW_TRACKING_URI``, ``MLFLOW_EXPERIMENT_NAME`` (``oppo`` by
     default), and ``MLFLOW_RUN_ID`` of a run that is there. In names ``->`` is ``.``, since MLflow takes no ``>``. A
-    run that is resumed goes on as the same. Samples are an artifact for each step, ``samples/step-N.json``.
-
-    Args:
-        path: the folder, which is made, for the run's identity in ``mlflow`` below it.
-        name: of the run.
-        config: settings, which are its parameters, without secrets.
-        threaded: log in a thread; otherwise at once, as virtual time needs it.
+    run that is resumed goes on as the same. Settings are its parameters; samples are an artifact for each step,
+    ``samples/step-N.json``.
 
     Raises:
         ConfigError: no server is named, it does not answer, or it refuses the run.
@@ -329,14 +318,7 @@ class MLflow(Tracker):
 
     kept = "the run of MLflow"
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        name: str,
-        config: Mapping[str, Mapping[str, object]] | None = None,
-        threaded: bool = True,
-    ) -> None:
+    def __init__(self, path: Path, *, name: str, config: Mapping[str, Mapping[str, object]] | None = None) -> None:
         from mlflow.entities import Metric, Param  # noqa: PLC0415 - an extra
         from mlflow.exceptions import MlflowException  # noqa: PLC0415 - an extra
         from mlflow.tracking import MlflowClient  # noqa: PLC0415 - an extra
@@ -360,10 +342,9 @@ class MLflow(Tracker):
                 params = [Param(key, str(value)[:MOST_OF_A_PARAMETER]) for key, value in flat.items()]
                 for start in range(0, len(params), PARAMETERS_AT_A_TIME):
                     self._client.log_batch(self._id, params=params[start : start + PARAMETERS_AT_A_TIME])
-                _named(path / "mlflow", self._id)
+                _identity(path / "mlflow", self._id)
         except (MlflowException, OSError) as error:
             raise ConfigError(f"MLflow took no run at MLFLOW_TRACKING_URI = {uri!r}: {one_line(error)}") from error
-        self._writer = Writer(threaded=threaded)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         at = round(datetime.now(UTC).timestamp() * 1000)

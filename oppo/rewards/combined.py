@@ -29,8 +29,7 @@ Weighted: TypeAlias = tuple[float, "RewardFunction | Scorer[float | Drop] | str"
 OnDrop: TypeAlias = Literal["drop", "skip"]
 """When a part drops a rollout: the rollout is dropped, or the part counts as one that does not apply."""
 
-NONE_APPLIES = "none of its rewards applies"
-"""Reason of a drop for a rollout to which no part applies."""
+NONE_APPLIES = "none of its rewards applies"  # reason of a drop for a rollout to which no part applies
 
 
 class Rewards(Shared, Scorer["float | Drop"]):

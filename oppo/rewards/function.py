@@ -35,8 +35,7 @@ from oppo.user_code import CallsFunction, CheckedFunction, UserCalls, UserFuncti
 
 K = TypeVar("K")
 
-REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-"""The text of bytes that are no character."""
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are no character
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,9 +354,7 @@ def parameters_of(function: Callable[..., object], name: str) -> tuple[Sequence[
 OnFailure: TypeAlias = Literal["fail", "drop", "retry"]
 """The consequence of a failure: the run stops; the rollout is dropped; the function is called again, then it stops."""
 
-PAUSES = (1.0, 5.0, 25.0)
-"""Seconds before each further attempt: a restarting service is back within half a minute."""
-
+PAUSES = (1.0, 5.0, 25.0)  # seconds before each further attempt: a restarting service is back within half a minute
 DOES_NOT_APPLY = "the reward does not apply"
 """Reason of a drop for a rollout for which an optional function returned ``None``."""
 

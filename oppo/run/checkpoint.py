@@ -271,8 +271,7 @@ def _joined(plain: object, arrays: Mapping[str, Array]) -> object:
 CODE = ("rewards", "environment", "agents", "step.algorithm", "step.admission", "step.loss")
 """How the settings begin that name a file of code."""
 
-HELD_OUT = "eval.prompts"
-"""The setting of prompts that nothing is trained on."""
+HELD_OUT = "eval.prompts"  # the setting of prompts that nothing is trained on
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,17 +359,12 @@ def digest(path: Path, *, linked: bool = True) -> str:
         return error.strerror or str(error)
 
 
-CHECKPOINTS = "checkpoints"
-"""The checkpoints in a run directory."""
-
-CLUSTER = "placement.cluster"
-"""It may change the rounding of sums by whether there is one, and not by its address."""
-
+CHECKPOINTS = "checkpoints"  # the checkpoints in a run directory
+CLUSTER = "placement.cluster"  # it may change the rounding of sums by whether there is one, and not by its address
 DRAINING = "run.checkpoint_every"
 """It may not change with ``step.lookahead``: it decides after which steps none is in flight."""
 
-ENGINE_ARGUMENTS = "vllm."
-"""Before the arguments of vLLM's engine: they may change, as another machine may need others."""
+ENGINE_ARGUMENTS = "vllm."  # before the arguments of vLLM's engine: they may change, as another machine may need others
 
 
 def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:

@@ -159,11 +159,8 @@ def chunks_of(step: StepSection, cap: int) -> ChunkSize:
     return Tuned(cap) if step.chunk == "tuned" else Fixed(step.chunk)
 
 
-STAGE: Final = "evaluate"
-"""The name of the stage."""
-
-SCORE: Final = "eval/score"
-"""The metric by which the best checkpoint is chosen."""
+STAGE: Final = "evaluate"  # the name of the stage
+SCORE: Final = "eval/score"  # the metric by which the best checkpoint is chosen
 
 
 def is_due(index: int, every: int, steps: int) -> bool:

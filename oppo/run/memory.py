@@ -332,7 +332,13 @@ def _trained(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes
 
     rows = load and min(load.rollouts, max(1, (trainer.micro_batch_tokens or CPU_TOKENS) // (load.sequence - 1)))
     models = (deployment.models.policy, made.adapter, critic, rows, load and (load.prompt, load.response))
-    chosen = (trainer.gradient_checkpointing, trainer.micro_batch_tokens, repr(loss), sampling.temperature)
+    chosen = (
+        trainer.optimizer,
+        trainer.gradient_checkpointing,
+        trainer.micro_batch_tokens,
+        repr(loss),
+        sampling.temperature,
+    )
     return made.counted(("trainer", models, device.type, chosen), count)
 
 

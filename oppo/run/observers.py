@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from oppo.run.models import Assembly
 
 
-HANG_REPORT = "hang-report.json"
-"""The report in the directory of a run that was ended because nothing moved."""
+HANG_REPORT = "hang-report.json"  # the report in the directory of a run that was ended because nothing moved
 
 
 @dataclass(slots=True, eq=False)
@@ -131,8 +130,7 @@ def watchdog_of(
     )
 
 
-EVENTS: Final = "tensorboard"
-"""The folder of TensorBoard's event files, in the run directory."""
+EVENTS: Final = "tensorboard"  # the folder of TensorBoard's event files, in the run directory
 
 
 def require_trackers(names: Sequence[TrackerName]) -> None:

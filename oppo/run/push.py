@@ -21,9 +21,7 @@ from oppo.run.train import FINAL
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelCard
 
-CARD: Final = "model-card.md"
-"""The model card in the run directory; at the hub it is the README.md."""
-
+CARD: Final = "model-card.md"  # the model card in the run directory; at the hub it is the README.md
 SHOWN: Final[Mapping[tuple[str, str], str]] = {
     ("trained", "total"): "Rollouts trained",
     ("score", "first"): "Mean score of the first steps (ten, at most half of the run)",

@@ -27,6 +27,7 @@ from oppo.events import Drop, Finish, Prompt
 from oppo.log import routed
 from oppo.models import Sampling, VariesSampling
 from oppo.redact import harmless
+from oppo.report.records import counted
 from oppo.run.rewards import AnyEnvironment, FirstLook
 from oppo.run.train import PreparedRun
 from oppo.scorers import capabilities_of
@@ -35,17 +36,10 @@ from oppo.stages import Generate
 if TYPE_CHECKING:
     from oppo.hf.tokenizer import HfTokenizer
 
-LONGEST: Final = 32
-"""Tokens that are sampled at most."""
-
-WIDTH: Final = 100
-"""Characters of a line of text."""
-
-SAID: Final = "I do not know."
-"""Every turn of the policy before there is one."""
-
-TURNS: Final = 4
-"""Turns of a conversation before there is a policy, at most."""
+LONGEST: Final = 32  # tokens that are sampled at most
+WIDTH: Final = 100  # characters of a line of text
+SAID: Final = "I do not know."  # every turn of the policy before there is one
+TURNS: Final = 4  # turns of a conversation before there is a policy, at most
 
 
 async def rehearse_code(look: FirstLook) -> list[str]:
@@ -61,7 +55,7 @@ async def rehearse_code(look: FirstLook) -> list[str]:
         tried = await environment.rehearse(look.prompts[0], [*said, *sorted(environment.ends)[:1]], TURNS)
     ended = "goes on" if tried.outcome is None else f"returns {tried.outcome}"
     refused = f"; a request of it was refused: {tried.refused}" if tried.refused else ""
-    return [harmless(f"the agent {ended} after {many(tried.answered, 'answer')} of {SAID!r}{refused}")]
+    return [harmless(f"the agent {ended} after {counted(tried.answered, 'answer')} of {SAID!r}{refused}")]
 
 
 def decided(session: PreparedRun) -> Iterator[str]:
@@ -76,22 +70,25 @@ def _decisions(session: PreparedRun) -> Iterator[tuple[str, str]]:
     step, run, trainer, evaluated = settings.step, settings.run, settings.trainer, settings.eval
     samples, updates = settings.algorithm.responses, trainer.epochs * trainer.minibatches
     responses = step.batch * samples
-    yield "run", f"{many(steps, 'step')}, written to {nearby(settings.run_directory)}"
+    yield "run", f"{counted(steps, 'step')}, written to {nearby(settings.run_directory)}"
     yield (
         "algorithm",
         f"{nearby(step.algorithm)}{_unlike_defaults(settings.keys['algorithm'], settings.tables()['algorithm'])}",
     )
-    more = f", with up to {many(step.most_overcommit, 'prompt')} more in flight" if step.most_overcommit else ""
-    yield "step", f"{many(step.batch, 'prompt')} x {many(samples, 'response')} = {many(responses, 'response')}{more}"
-    passes = f"{many(trainer.epochs, 'epoch')} x {many(trainer.minibatches, 'minibatch', 'minibatches')}"
+    more = f", with up to {counted(step.most_overcommit, 'prompt')} more in flight" if step.most_overcommit else ""
+    yield (
+        "step",
+        f"{counted(step.batch, 'prompt')} x {counted(samples, 'response')} = {counted(responses, 'response')}{more}",
+    )
+    passes = f"{counted(trainer.epochs, 'epoch')} x {counted(trainer.minibatches, 'minibatch', 'minibatches')}"
     rate = f"learning rate {trainer.learning_rate:g}, {trainer.schedule}"
-    yield "update", f"once a step: {passes} = {many(updates, 'optimizer step')}; {rate}"
+    yield "update", f"once a step: {passes} = {counted(updates, 'optimizer step')}; {rate}"
     prompts = steps * step.batch
     if settings.data.epochs and isinstance(session.prompts, PromptStream):
         prompts = min(prompts, len(session.prompts))
     most = f"at most {prompts * samples * assembly.sampling.max_new_tokens:,} tokens"
-    trained = many(prompts, "prompt"), many(prompts * samples, "response"), most
-    yield "in all", ", ".join([*trained, many(steps * updates, "optimizer step")])
+    trained = counted(prompts, "prompt"), counted(prompts * samples, "response"), most
+    yield "in all", ", ".join([*trained, counted(steps * updates, "optimizer step")])
     yield from assembly.described.items()
     for reward in settings.rewards:
         if (name := named_reward(reward)) not in assembly.described:
@@ -103,9 +100,9 @@ def _decisions(session: PreparedRun) -> Iterator[tuple[str, str]]:
         yield "environment", ", ".join(map(nearby, sources))
     if settings.agents.program:
         yield "agent", nearby(settings.agents.program)
-    every = f"before the first step, every {many(evaluated.every, 'step')}, and after the last"
+    every = f"before the first step, every {counted(evaluated.every, 'step')}, and after the last"
     yield "evaluation", f"of held-out prompts {every}" if evaluated.prompts else "none: eval.prompts names no prompts"
-    last = f"every {many(run.checkpoint_every, 'step')} and after the last; kept: the newest {run.keep_last}"
+    last = f"every {counted(run.checkpoint_every, 'step')} and after the last; kept: the newest {run.keep_last}"
     yield "checkpoints", last if run.checkpoint_every else "none: run.checkpoint_every = 0"
     yield "memory", _memory(session)
 
@@ -132,10 +129,6 @@ def _memory(session: PreparedRun) -> str:
         there = "" if memory is None else f" of {decimal(memory[0])} free"
         found.append(f"{decimal(at_worst(models))}{there} on {device}")
     return f"{'; '.join(found)}, at most, besides PyTorch's own: see `oppo doctor`"
-
-
-def many(count: int, one: str, several: str = "") -> str:
-    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 async def rehearse(session: PreparedRun, called: Sequence[str] = ()) -> list[str]:

@@ -307,8 +307,7 @@ def track_of(reward: RewardSection) -> str:
     return "reward model" if reward.name is None else f"reward model {reward.name!r}"
 
 
-LOOKED: Final = 100
-"""Rows of a file that are looked at before the libraries of models are imported."""
+LOOKED: Final = 100  # rows of a file that are looked at before the libraries of models are imported
 
 
 @dataclass(frozen=True, slots=True, eq=False)

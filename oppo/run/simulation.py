@@ -35,9 +35,7 @@ from oppo.simulate.costs import (
 from oppo.simulate.run import Schedule, ladder
 from oppo.simulate.study import Study, study
 
-AS_IT_RAN: Final = "as it ran"
-"""The schedule of the run that a simulation is calibrated on."""
-
+AS_IT_RAN: Final = "as it ran"  # the schedule of the run that a simulation is calibrated on
 CLOSE: Final = 0.10
 """The relative error of the simulated seconds of the run's own schedule up to which a calibration describes it."""
 

@@ -18,11 +18,8 @@ from oppo.returns import NamedScores, TokenRewards, TopLogprobs
 from oppo.scorers import Lesson, Untaught
 
 LARGEST = float(np.finfo(np.float32).max)
-NONFINITE = "nonfinite"
-"""Prefix of the reason of a drop for a number that is not finite."""
-
-UNSAMPLED = "nothing was sampled"
-"""Reason of a drop for a response without a sampled token: none has earned the score."""
+NONFINITE = "nonfinite"  # prefix of the reason of a drop for a number that is not finite
+UNSAMPLED = "nothing was sampled"  # reason of a drop for a response without a sampled token: none has earned the score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,13 +222,10 @@ def scored_rollout(
 ) -> ScoredRollout | Drop:
     """Return a rollout with its results, or its first ``Drop``: of generation, a scorer, or a number not finite."""
     drops = [each for each in (finish, reference, score, values, proximal, teacher) if isinstance(each, Drop)]
-    if isinstance(finish, Drop) or isinstance(score, Drop) or drops:
+    if isinstance(finish, Drop) or isinstance(score, Drop) or isinstance(teacher, Drop) or drops:
         return drops[0]
     require_score(score.value, finish)
-    taught = not (isinstance(teacher, Scored) and isinstance(teacher.value, Untaught))
-    if isinstance(teacher, Scored) and isinstance(teacher.value, Untaught):
-        teacher = replace(teacher, value=teacher.value.of(len(finish.response)))
-    top = teacher.value if isinstance(teacher, Scored) and isinstance(teacher.value, TopLogprobs) else None
+    lesson = None if teacher is None else _read(teacher.value, finish)
     scored = ScoredRollout(
         finish,
         _per_token(reference, finish, "reference log-prob"),
@@ -239,8 +233,8 @@ def scored_rollout(
         _per_token(values, finish, "value", last=True),
         _per_token(proximal, finish, "proximal log-prob"),
         _per_token(teacher, finish, "teacher log-prob"),
-        top,
-        taught,
+        lesson if isinstance(lesson, TopLogprobs) else None,
+        taught=teacher is None or not isinstance(teacher.value, Untaught),
     )
     return scored.fault() or scored
 
@@ -280,12 +274,17 @@ def _flat_if_complete(arrays: Sequence[FloatArray | None]) -> FloatArray | None:
     return flat(known) if len(known) == len(arrays) else None
 
 
+def _read(lesson: Lesson, finish: Finish) -> FloatArray | TopLogprobs:
+    return lesson.of(len(finish.response)) if isinstance(lesson, Untaught) else lesson
+
+
 def _per_token(
     scored: Scored[Lesson] | Drop | None, finish: Finish, what: str, *, last: bool = False
 ) -> FloatArray | None:
     if not isinstance(scored, Scored):
         return None  # the input is not connected; a scorer's own None is an error
-    values = scored.value.tokens if isinstance(scored.value, TopLogprobs) else scored.value
+    lesson = _read(scored.value, finish)
+    values = lesson.tokens if isinstance(lesson, TopLogprobs) else lesson
     require_per_token(values, finish, what, last=last)
     return values
 

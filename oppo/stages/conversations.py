@@ -169,7 +169,8 @@ class Conversations:
             memory = self._memories.get(rollout.prompt.rollout, _Memory())
 
             def turn() -> list[int]:
-                return rollout.response().tokens[memory.length :].tolist()
+                tokens: list[int] = rollout.response().tokens[memory.length :].tolist()
+                return tokens
 
             self._follow(rollout.prompt, memory.answered, turn)
 

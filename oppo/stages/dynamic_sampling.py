@@ -24,8 +24,7 @@ from oppo.graph import Receiver, Sender, Step
 Accept: TypeAlias = Callable[[FloatArray], bool]
 """Whether a group is trained, by the scores of its responses, float32 [n]; a pure function."""
 
-REJECTED = "rejected"
-"""Reason of a drop for a response whose group is not trained."""
+REJECTED = "rejected"  # reason of a drop for a response whose group is not trained
 
 
 def differ(scores: FloatArray) -> bool:

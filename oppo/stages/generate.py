@@ -497,8 +497,7 @@ _COLUMNS: Final = (
     ("versions", np.dtype(np.int32)),
 )
 _STATES: Final = get_args(ChunkState)
-_ROUNDING: Final = 1e-3
-"""By which a log-prob may exceed 0."""
+_ROUNDING: Final = 1e-3  # by which a log-prob may exceed 0
 
 
 def _fault_of(chunk: object, limit: int, rollout: int, start: int, turns: bool) -> str:

@@ -12,8 +12,7 @@ from oppo.graph import Graph, Receiver, Sender
 from oppo.graph.topology import Node
 from oppo.stages.generate import Generate
 
-HELD: Final = "held"
-"""The name of the stage that holds, in a graph of :func:`held`."""
+HELD: Final = "held"  # the name of the stage that holds, in a graph of `held`
 
 
 @dataclass(eq=False)

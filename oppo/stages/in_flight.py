@@ -15,8 +15,7 @@ from oppo.stages.conversations import Conversations
 from oppo.stages.ledger import InFlightRollout, RolloutSnapshot, Unit
 from oppo.turns import Branching, MultiTurnPolicy, TurnDecode
 
-LENGTHS: Final = 256
-"""Ended rollouts whose mean length is the expected length of live ones."""
+LENGTHS: Final = 256  # ended rollouts whose mean length is the expected length of live ones
 
 Groups: TypeAlias = Sequence[tuple[Prompt, ...]]
 """The rollouts of some units, by their prompts."""

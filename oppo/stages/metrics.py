@@ -90,8 +90,7 @@ def _stretch(rows: NDArray[np.int64], begun: tuple[int, float], over: tuple[int,
     )
 
 
-ACCUMULATE: Final = "accumulate"
-"""The label of work on a part of a batch, before the update."""
+ACCUMULATE: Final = "accumulate"  # the label of work on a part of a batch, before the update
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +310,7 @@ def utilisation(step: Step, batch: Batch, ideal: Mapping[str, Passes]) -> Mappin
     return {f"perf/mfu/{kind}": least[kind] / took[kind] for kind in took if took[kind] > 0}
 
 
-WINDOW = 16
-"""Steps over which lengths are compared: long beside the age of any rollout, short beside a run."""
+WINDOW = 16  # steps over which lengths are compared: long beside the age of any rollout, short beside a run
 
 
 @dataclass(slots=True)

@@ -91,8 +91,7 @@ class Backlog:
 T = TypeVar("T")
 
 
-_LOST: Final = -1
-"""The version of a session that the scorer has lost."""
+_LOST: Final = -1  # the version of a session that the scorer has lost
 
 
 @dataclass(eq=False)

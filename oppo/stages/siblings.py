@@ -51,8 +51,11 @@ class Siblings:
         """Send one step's responses, a group at a time; those of groups with drops at the end."""
         groups = defaultdict[int, list[tuple[Finish, float]]](list)
         async for end, scored in join(rollout, score, key=finished_rollout):
-            if isinstance(end, Drop) or isinstance(scored, Drop):
-                await out.send(end if isinstance(end, Drop) else scored)
+            if not isinstance(end, Finish):  # a drop: the key leaves nothing else
+                await out.send(end)
+                continue
+            if isinstance(scored, Drop):
+                await out.send(scored)
                 continue
             members = groups[end.response.prompt.group]
             members.append((end, float(scored.value)))

@@ -45,8 +45,7 @@ from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics
 from oppo.stages.sync import WeightSync
 from oppo.weight_sync import name_of
 
-LEFT_OUT = "left out of the loss"
-"""Reason of a drop for a response of the batch without a token in the loss mask."""
+LEFT_OUT = "left out of the loss"  # reason of a drop for a response of the batch without a token in the loss mask
 
 Dump: TypeAlias = Callable[[Batch], Path]
 """Writes a batch for inspection; returns its path."""

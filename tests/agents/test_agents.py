@@ -602,22 +602,6 @@ def test_an_answer_has_the_log_probs_of_the_behaviour_policy_if_asked() -> None:
     assert (first[-1].token, second[0].token) == ("<|im_end|>", "5")
 
 
-def test_an_answer_is_streamed_if_asked_whole() -> None:
-    async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
-        usage = {"include_usage": True}
-        stream = await ask(to, ASK, tools=SCHEMAS, stream=True, stream_options=usage)
-        chunks = [each async for each in stream]
-        (begun,), (said,), (ended,), usage_alone = (each.choices for each in chunks)
-        assert begun.delta.role == "assistant"
-        assert [each.function.name for each in said.delta.tool_calls] == ["add", "shout"]
-        assert [each.index for each in said.delta.tool_calls] == [0, 1]
-        assert (ended.finish_reason, usage_alone) == ("tool_calls", [])
-        assert chunks[-1].usage.completion_tokens > 50
-        return 1.0
-
-    assert tried(act, lambda rollout: rollout.say(TURNS[0])) is None
-
-
 def test_a_wrong_key_or_path_is_refused() -> None:
     async def act(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
         own, to.api_key = to.api_key, "oppo-guess"

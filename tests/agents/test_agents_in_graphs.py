@@ -21,6 +21,7 @@ from oppo.events import Batch, Chunk, Prompt, Response
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.agents.conftest import graph_of, stepped
 from tests.agents.test_agents import tokenizer
+from tests.agents.test_branches import resumed
 
 pytestmark = pytest.mark.usefixtures("numbers")
 
@@ -274,19 +275,21 @@ def test_the_next_turn_is_limited_by_the_request_and_by_what_the_response_has_le
     assert {tuple(each) for each in players.said.values()} == {("length", "length")}
 
 
-@given(TIMES)
-def test_the_tokens_that_end_thinking_are_not_trained_and_the_turn_is_one(
-    seconds: Mapping[tuple[int, int], float],
+@given(TIMES, st.integers(1, 2))
+def test_the_tokens_that_end_thinking_are_not_trained_and_the_turn_is_one_after_a_resume_too(
+    seconds: Mapping[tuple[int, int], float], killed: int
 ) -> None:
+    # Rollouts decode at different speeds, so that some are deferred within their turns.
+    paced = {"length": lambda _: 8, "turns": lambda _: (), "pace": lambda prompt: 1 + prompt.admission % 3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.agents.conftest.Numbers.thinking", (-1, 99_999, [98, 99_999]))
-        players = Limited(seconds, fields={"thinking_token_budget": 5}, turns=1)
-        decoding = FakePolicy(length=lambda prompt: 8)
-        batches = batches_of(players, decoding, Overcommit(batch=4, overcommit=2))
+        players = [Limited(seconds, fields={"thinking_token_budget": 5}, turns=1) for _ in range(2)]
+        batches = resumed(players, Overcommit(batch=4, overcommit=3), killed, 3, helpers=1, **paced)
+    assert len(described([(0.0, each) for batch in batches for each in batch.responses])) == 3 * 4 * 2
     for response in (each for batch in batches for each in batch.responses):
         assert response.sampled.tolist() == [True] * 5 + [False] * 2 + [True] * 3
         assert response.tokens[5:7].tolist() == [98, 99_999]
-    assert {tuple(each) for each in players.said.values()} == {("stop",)}
+    assert {tuple(each) for one in players for each in one.said.values()} == {("stop",)}
 
 
 def batches_of(players: Players, decoding: FakePolicy, admission: Any) -> list[Batch]:

@@ -409,7 +409,7 @@ def test_a_held_out_row_whose_agent_raises_is_dropped_as_one_response_to_it() ->
 
 
 def resumed(
-    chiefs: Sequence[Chief],
+    chiefs: Sequence[Any],
     admission: Admission,
     killed: int,
     steps: int,

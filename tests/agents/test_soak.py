@@ -24,13 +24,14 @@ from oppo.events import Batch, Chunk, Prompt, StepReport
 from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Capabilities, Policy, Sampling
 from oppo.placement import PolicyPool, Process
-from oppo.testing import FakePolicy, FakeTrainer, run_virtual
+from oppo.testing import FakePolicy, FakeTrainer
 from tests.agents.conftest import Numbers, graph_of
 from tests.agents.test_agents import tokenizer
 from tests.agents.test_server import connected, received, request
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.kit.pools import Fate, Mortal
+from tests.kit.virtual import virtually
 
 Post: TypeAlias = Callable[[object], Any]
 Does: TypeAlias = Literal["fails", "hangs", "answers at length", "works"]
@@ -177,18 +178,16 @@ def sizes(small: int, large: int = 2_000) -> pytest.MarkDecorator:
 
 @sizes(60)
 @pytest.mark.usefixtures("numbers")
-def test_nothing_of_many_agents_is_lost_doubled_or_left_open_when_engines_die(count: int) -> None:
+@virtually
+async def test_nothing_of_many_agents_is_lost_doubled_or_left_open_when_engines_die(count: int) -> None:
     crowd = Crowd()
 
     async def start(index: int) -> Policy:
         await anyio.sleep(0.5)
         return mortal(Fate())
 
-    async def main() -> None:
-        pool = PolicyPool([mortal(Fate(at=at)) for at in (0.3, 0.6)], start=start)
-        await crowded(crowd, pool, count, lambda report: None)
-
-    run_virtual(main)
+    pool = PolicyPool([mortal(Fate(at=at)) for at in (0.3, 0.6)], start=start)
+    await crowded(crowd, pool, count, lambda report: None)
     assert count < 1000 or min(crowd.calls[does] for does in ("fails", "hangs", "answers at length")) > 10
 
 

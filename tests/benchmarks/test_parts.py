@@ -21,9 +21,10 @@ from benchmarks.vllm.compare import Recorded, compare_decoding, compare_syncing,
 from oppo.errors import ConfigError, DataError
 from oppo.events import Prompt, Response
 from oppo.models import Weights
-from oppo.testing import FakePolicy, run_virtual
+from oppo.testing import FakePolicy
 from oppo.testing.fake_policy import FakeDecode
 from tests.hf import tiny
+from tests.kit.virtual import virtually
 
 
 def test_everyone_has_a_turn_in_each_round_and_none_always_follows_the_same_neighbour() -> None:
@@ -165,24 +166,21 @@ class Asking(FakePolicy):
         await super().load(weights)
 
 
-def test_vllm_alone_makes_the_same_requests_in_turns_and_copies_as_many_bytes() -> None:
+@virtually
+async def test_vllm_alone_makes_the_same_requests_in_turns_and_copies_as_many_bytes() -> None:
     llm = FakeLLM()
     policy = Asking(length_of, seconds=0.1)
     policy.engine = Recorded(llm)
-
-    async def main() -> None:
-        arguments = {"lengths": (9, 3, 20), "vocabulary": 640, "clock": anyio.current_time}
-        found = await compare_decoding(policy, policy.engine, rounds=3, **arguments)  # type: ignore[arg-type]
-        assert (found.batch, found.tokens) == (3, 32)
-        assert found.ours == pytest.approx((16.0,) * 3)
-        assert found.bare == pytest.approx((32.0,) * 3)
-        synced = await compare_syncing(policy, {"a": torch.zeros(5), "b": torch.zeros(6)}, clock=anyio.current_time)
-        assert (synced.bytes, synced.syncing, synced.copying, policy.version) == (44, (3.0,) * 5, (0.0,) * 5, 6)
-        policy.length = lambda prompt: length_of(prompt) + 1
-        with pytest.raises(DataError, match=r"32.*35"):
-            await compare_decoding(policy, policy.engine, **arguments)  # type: ignore[arg-type]
-
-    run_virtual(main)
+    arguments = {"lengths": (9, 3, 20), "vocabulary": 640, "clock": anyio.current_time}
+    found = await compare_decoding(policy, policy.engine, rounds=3, **arguments)  # type: ignore[arg-type]
+    assert (found.batch, found.tokens) == (3, 32)
+    assert found.ours == pytest.approx((16.0,) * 3)
+    assert found.bare == pytest.approx((32.0,) * 3)
+    synced = await compare_syncing(policy, {"a": torch.zeros(5), "b": torch.zeros(6)}, clock=anyio.current_time)
+    assert (synced.bytes, synced.syncing, synced.copying, policy.version) == (44, (3.0,) * 5, (0.0,) * 5, 6)
+    policy.length = lambda prompt: length_of(prompt) + 1
+    with pytest.raises(DataError, match=r"32.*35"):
+        await compare_decoding(policy, policy.engine, **arguments)  # type: ignore[arg-type]
     steps = [llm.added[at : at + 3] for at in range(0, 12, 3)]
     assert llm.generated[:12] == [*steps[0], *steps[0], *steps[2], *steps[2]], "the requests of the last step each time"
     assert llm.paused

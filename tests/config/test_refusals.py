@@ -207,6 +207,7 @@ step.algorithm=distill | algorithm.distill = 1.0 learns | models.teacher names n
 algorithm.distill=0.5 | step.algorithm = 'ppo' with algorithm.distill = 0.5 learns | models.teacher names none
 models.teacher=large | models.teacher = 'large' | step.algorithm = 'ppo' learns nothing of it: set algorithm.distill
 step.algorithm=online_dpo models.teacher=large | learns nothing of it: choose step.algorithm = 'distill'
+trainer.optimizer=muon models.lora_rank=4 | trainer.optimizer = 'muon' trains matrices of layers | leave optimizer out
 step.algorithm=distill teacher.weights=live | [teacher]: weights = 'live' is the policy | give column or template
 step.algorithm=distill models.teacher=large teacher.weights=frozen | models.teacher = 'large' is a teacher, and |
     teacher.weights = 'frozen' makes the policy its own: leave one of the two out

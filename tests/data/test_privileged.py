@@ -88,7 +88,8 @@ def test_a_sibling_is_shown_as_its_text_and_without_one_there_is_no_prompt() -> 
 
 
 def test_a_tokenizer_may_depend_on_the_row() -> None:
-    maker = replace(made(column="hint"), tokenizer=lambda row: Spelling() if row["hint"] == "b" else None)
+    known = {"b": Spelling()}
+    maker = replace(made(column="hint"), tokenizer=lambda row: known[str(row["hint"])])
     assert spelt(read(maker, prompt="a", hint="b").tokens) == "b"
 
 

@@ -84,7 +84,6 @@ def findings(length_after: float, deferral_steps: Mapping[int, int] | None = Non
         directory=Path("runs/demo-1"),
         actor=Path("runs/demo-1/actor"),
         assets=Path("cache"),
-        steps=3,
         seconds=100.0,
     )
 

@@ -15,6 +15,7 @@ from oppo.errors import DeadlockError, GraphError
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step
 from oppo.testing import run_virtual
 from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Take, line
+from tests.kit.virtual import virtually
 
 Seconds = Callable[[int], float]
 
@@ -111,14 +112,11 @@ def test_a_step_begins_with_a_known_number_of_results_observed(lookahead: int, w
     assert seen == [(k, max(0, k - lookahead)) for k in range(8)]
 
 
-def test_remaining_counts_the_steps_that_are_alive() -> None:
+@virtually
+async def test_remaining_counts_the_steps_that_are_alive() -> None:
     diary = Diary()
-
-    async def main() -> None:
-        async with line().replace(relay=diary).open(range(99), lookahead=2) as run:
-            assert [result async for result in run.steps(3)] == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
-
-    run_virtual(main)
+    async with line().replace(relay=diary).open(range(99), lookahead=2) as run:
+        assert [result async for result in run.steps(3)] == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
     assert [entry for entry in diary.lines if "run" in entry] == [
         f"run {k} as relay, {3 - k} to go, at 0.0" for k in range(3)
     ]
@@ -165,18 +163,15 @@ class FailAt:
             await out.send(item)
 
 
-def test_an_error_ahead_waits_until_the_steps_before_it_have_ended() -> None:
+@virtually
+async def test_an_error_ahead_waits_until_the_steps_before_it_have_ended() -> None:
     graph = line().replace(take=TakeOrFail(), relay=Relay(1.0))
-
-    async def main() -> None:
-        async with graph.open(range(99), lookahead=1) as run:
-            assert await run.step() == (0, 1, 2)
-            assert anyio.current_time() == 3.0
-            with pytest.raises(Boom, match="nothing for step 1"):
-                await run.step()
-            assert anyio.current_time() == 3.0
-
-    run_virtual(main)
+    async with graph.open(range(99), lookahead=1) as run:
+        assert await run.step() == (0, 1, 2)
+        assert anyio.current_time() == 3.0
+        with pytest.raises(Boom, match="nothing for step 1"):
+            await run.step()
+        assert anyio.current_time() == 3.0
 
 
 @dataclass(eq=False)
@@ -209,17 +204,15 @@ def test_an_error_of_the_caller_comes_before_those_of_steps_ahead() -> None:
     assert "nothing for step 1" in str(caught.value.__notes__)
 
 
-def test_cancellation_ends_every_step() -> None:
-    async def main() -> None:
-        with anyio.move_on_after(2.5) as scope:
-            async with line().replace(relay=Relay(1.0)).open(range(99), lookahead=3) as run:
-                async for _ in run.steps(9):
-                    pass
-        assert scope.cancelled_caught
-        assert anyio.current_time() == 2.5
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(main)
+@virtually
+async def test_cancellation_ends_every_step() -> None:
+    with anyio.move_on_after(2.5) as scope:
+        async with line().replace(relay=Relay(1.0)).open(range(99), lookahead=3) as run:
+            async for _ in run.steps(9):
+                pass
+    assert scope.cancelled_caught
+    assert anyio.current_time() == 2.5
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
@@ -239,16 +232,14 @@ def test_a_scope_within_the_run_catches_its_own_cancellation(lookahead: int) -> 
     assert run_virtual(main) == 2.5
 
 
-def test_leaving_early_discards_the_steps_ahead() -> None:
-    async def main() -> None:
-        async with line().replace(relay=Relay(1.0)).open(range(99), lookahead=2) as run:
-            async for result in run.steps(9):
-                assert result == (0, 1, 2)
-                assert run.alive == [1, 2]
-                break
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(main)
+@virtually
+async def test_leaving_early_discards_the_steps_ahead() -> None:
+    async with line().replace(relay=Relay(1.0)).open(range(99), lookahead=2) as run:
+        async for result in run.steps(9):
+            assert result == (0, 1, 2)
+            assert run.alive == [1, 2]
+            break
+    assert len(asyncio.all_tasks()) == 1
 
 
 def test_the_data_may_end_while_steps_are_alive() -> None:
@@ -263,33 +254,29 @@ def test_the_data_may_end_while_steps_are_alive() -> None:
     assert run_virtual(main) == [(0, 1, 2), (3, 4, 5), (6,)]
 
 
-def test_the_state_is_given_when_nothing_is_alive() -> None:
-    async def main() -> None:
-        async with line().open(range(99), lookahead=2) as run:
-            states = []
-            async for _ in run.steps(7, drain_after=lambda index: index % 3 == 2):
-                if not run.alive:
-                    states.append(run.state_dict()["steps"])
-                else:
-                    with pytest.raises(GraphError, match="have begun; drain the run first"):
-                        run.state_dict()
-            assert states == [3, 6, 7]
-
-    run_virtual(main)
+@virtually
+async def test_the_state_is_given_when_nothing_is_alive() -> None:
+    async with line().open(range(99), lookahead=2) as run:
+        states = []
+        async for _ in run.steps(7, drain_after=lambda index: index % 3 == 2):
+            if not run.alive:
+                states.append(run.state_dict()["steps"])
+            else:
+                with pytest.raises(GraphError, match="have begun; drain the run first"):
+                    run.state_dict()
+        assert states == [3, 6, 7]
 
 
-def test_a_drain_that_nobody_planned_ends_what_is_alive_and_then_goes_on() -> None:
-    async def main() -> None:
-        async with line().open(range(99), lookahead=2) as run:
+@virtually
+async def test_a_drain_that_nobody_planned_ends_what_is_alive_and_then_goes_on() -> None:
+    async with line().open(range(99), lookahead=2) as run:
+        await run.step()
+        run.drain()
+        alive = []
+        for _ in range(4):
             await run.step()
-            run.drain()
-            alive = []
-            for _ in range(4):
-                await run.step()
-                alive.append(list(run.alive))
-            assert alive == [[2], [], [4, 5], [5, 6]]
-
-    run_virtual(main)
+            alive.append(list(run.alive))
+        assert alive == [[2], [], [4, 5], [5, 6]]
 
 
 def test_a_deadlock_names_every_step_that_is_alive() -> None:
@@ -310,15 +297,13 @@ class StuckCollect:
         await anyio.Event().wait()
 
 
-def test_snapshots_are_of_each_step_that_is_alive() -> None:
-    async def main() -> None:
-        graph = phases(2.0, 3.0)
-        async with graph.open(range(99), lookahead=1) as run, anyio.create_task_group() as tasks:
-            tasks.start_soon(run.step)
-            await anyio.sleep(3.0)
-            assert [(each.step, each.working) for each in run.snapshots()] == [(1, ["phase1"]), (2, ["phase0"])]
-
-    run_virtual(main)
+@virtually
+async def test_snapshots_are_of_each_step_that_is_alive() -> None:
+    graph = phases(2.0, 3.0)
+    async with graph.open(range(99), lookahead=1) as run, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.step)
+        await anyio.sleep(3.0)
+        assert [(each.step, each.working) for each in run.snapshots()] == [(1, ["phase1"]), (2, ["phase0"])]
 
 
 @dataclass(eq=False)
@@ -343,17 +328,14 @@ class Syncing:
     body=st.integers(0, 9),
     fast=st.sampled_from([0.0, 1.0, 7.0]),
 )
-def test_a_stage_can_wait_for_the_later_steps_whatever_the_caller_does(
+@virtually
+async def test_a_stage_can_wait_for_the_later_steps_whatever_the_caller_does(
     lookahead: int, count: int, body: int, fast: float
 ) -> None:
     graph = phases(2.0).replace(collect=Syncing(fast))
-
-    async def main() -> None:
-        async with graph.open(range(1000), lookahead=lookahead) as run:
-            async for _ in run.steps(count):
-                await anyio.sleep(body)
-
-    run_virtual(main)
+    async with graph.open(range(1000), lookahead=lookahead) as run:
+        async for _ in run.steps(count):
+            await anyio.sleep(body)
     begun = dict(graph.stage("phase0", Phase).begun)
     ended = dict(graph.stage("collect", Syncing).ended)
     for step, at in ended.items():
@@ -362,16 +344,13 @@ def test_a_stage_can_wait_for_the_later_steps_whatever_the_caller_does(
         assert last + 1 not in begun or at <= begun[last + 1], "and the next one has not begun"
 
 
-def test_a_step_does_not_wait_for_a_later_one_that_has_failed() -> None:
+@virtually
+async def test_a_step_does_not_wait_for_a_later_one_that_has_failed() -> None:
     graph = phases(2.0, 1.0).replace(phase0=FailLater(2.0), collect=Syncing(1.0))
-
-    async def main() -> None:
-        async with graph.open(range(1000), lookahead=2) as run:
-            assert await run.step() == (0, 1)
-            with pytest.raises(Boom, match="step 1"):
-                await run.step()
-
-    run_virtual(main)
+    async with graph.open(range(1000), lookahead=2) as run:
+        assert await run.step() == (0, 1)
+        with pytest.raises(Boom, match="step 1"):
+            await run.step()
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 1.5])
@@ -443,18 +422,15 @@ def test_no_step_begins_while_those_behind_one_that_has_failed_end_slowly() -> N
     assert [step for step, _ in graph.stage("phase0", Phase).begun] == [0, 1, 2, 3]
 
 
-def test_no_step_begins_behind_one_that_has_failed() -> None:
+@virtually
+async def test_no_step_begins_behind_one_that_has_failed() -> None:
     """Step 2 fails while step 0 is alive, so that step 1 has none to wait for."""
     graph = phases(2.0, 1.0).replace(phase1=FailLater(1.0, index=2), collect=Syncing(9.0))
-
-    async def main() -> None:
-        async with graph.open(range(1000), lookahead=2) as run:
-            assert [await run.step(), await run.step()] == [(0, 1), (2, 3)]
-            with pytest.raises(Boom, match="step 2"):
-                await run.step()
-        assert len(asyncio.all_tasks()) == 1
-
-    run_virtual(main)
+    async with graph.open(range(1000), lookahead=2) as run:
+        assert [await run.step(), await run.step()] == [(0, 1), (2, 3)]
+        with pytest.raises(Boom, match="step 2"):
+            await run.step()
+    assert len(asyncio.all_tasks()) == 1
     assert [step for step, _ in graph.stage("phase0", Phase).begun] == [0, 1, 2]
 
 

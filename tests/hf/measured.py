@@ -20,6 +20,7 @@ from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainerCore
+from oppo.limits import UNLIMITED
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement.trainer import TrainerCounts
@@ -77,7 +78,7 @@ def decode(load: Load, *, small: bool) -> None:
     decoder = Decoder(causal(small=small), sampling=SAMPLING, deterministic=False, prefill_tokens=PREFILL)
     core, steps = PolicyCore(decoder, recompute=True), list[DecodeStep]()
     rows = [DecodeRow(each.rollout, each, load.response) for each in prompts(load)]
-    everyone: dict[int, list[int]] = {row.key: [] for row in rows}
+    everyone = dict.fromkeys((row.key for row in rows), ((), (UNLIMITED, 0)))
     signals = Signals.of(len(rows))
 
     def stop_before_the_end(step: DecodeStep) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from oppo.events import Batch, Chunk, Prompt, Support, TokenColumns
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, ModuleT, WithoutData, longest_batch
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
-from oppo.hf.serve.sampling import draw
+from oppo.hf.serve.sampling import Drawing, draw
 from oppo.hf.serve.scorers import (
     ProcessRewardWorker,
     ReferenceWorker,
@@ -43,6 +44,7 @@ from oppo.hf.train.optim import gather_training
 from oppo.hf.train.ranks import Team
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.weights import adopt, copies
+from oppo.limits import UNLIMITED
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
 from oppo.placement.trainer import TrainerCounts
@@ -63,7 +65,16 @@ def bare(make: Make) -> PreTrainedModel:
         return make()
 
 
-def decode(make: Make = causal, *, temperature: float = 1.0) -> Counts:
+class TritonKernels(ModuleType):
+    """In place of :mod:`oppo.hf.serve.kernels`, whose launches are counted where it is interpreted."""
+
+    @staticmethod
+    def draw(logits: Tensor, *given: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        rows = len(logits)
+        return logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+
+
+def decode(make: Make = causal, *, temperature: float = 1.0, kernels: ModuleType | None = None) -> Counts:
     """Rows of many lengths, one of which ends early; then all are read again with new weights."""
     model, found = bare(make), Counts()
     with watched() as watch:
@@ -71,8 +82,10 @@ def decode(make: Make = causal, *, temperature: float = 1.0) -> Counts:
         core = PolicyCore(
             Decoder(moved(model), sampling=sampling, deterministic=False, prefill_tokens=4096), recompute=True
         )
+        if kernels is not None:
+            core._decoder._drawing = Drawing(sampling, torch.device("gpu", 0), kernels)
         rows = [DecodeRow(k, Prompt(k, k, np.arange(8 + 40 * k, dtype=np.int32)), 6 if k else 3) for k in range(8)]
-        given: dict[int, list[int]] = {row.key: [] for row in rows}
+        given = dict.fromkeys((row.key for row in rows), ((), (UNLIMITED, 0)))
         names = ["prefill", "first step", "step", "after an end", "last"]
         watch.taken()
 
@@ -84,7 +97,13 @@ def decode(make: Make = causal, *, temperature: float = 1.0) -> Counts:
         core.load(Weights(1, actor={name: each.clone() for name, each in model.state_dict().items()}))
         names[:] = ["prefill of another version"]
         again = [DecodeRow(k, Prompt(k, k, np.arange(8, dtype=np.int32)), 2) for k in range(8, 10)]
-        core.run(again, {row.key: [] for row in again}, lambda ended: False, Signals.of(len(again)), deliver)
+        core.run(
+            again,
+            dict.fromkeys((row.key for row in again), ((), (UNLIMITED, 0))),
+            lambda ended: False,
+            Signals.of(len(again)),
+            deliver,
+        )
     return found
 
 
@@ -264,6 +283,7 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "decode, greedy": partial(decode, temperature=0.0),
     "decode, six layers": partial(decode, partial(sized, num_hidden_layers=6)),
     "decode, large vocabulary": partial(decode, partial(sized, vocab_size=2**17)),
+    "decode, drawn by Triton": partial(decode, partial(sized, vocab_size=2**17), kernels=TritonKernels("kernels")),
     "truncated sampling": truncated,
     **SCORED,
     **{f"{name}, 16 rows": partial(work, rows=16) for name, work in SCORED.items()},

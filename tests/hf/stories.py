@@ -22,8 +22,9 @@ from oppo.algorithms.ppo import ppo
 from oppo.events import Chunk, Prompt, StepReport, Support, TokenColumns
 from oppo.graph import Graph
 from oppo.hf.devices import use_cores
+from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.policy import HfDecode, HfPolicy
-from oppo.hf.serve.sampling import draw, gumbel
+from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.scorers import ProximalLogprobs, ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Sampling

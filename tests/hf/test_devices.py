@@ -379,6 +379,7 @@ BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "decode": DECODE,
     "decode, six layers": DECODE,
     "decode, large vocabulary": DECODE,
+    "decode, drawn by Triton": DECODE,
     "decode, greedy": {"step": (1, 0), "after an end": (1, 1)},
     "truncated sampling": {"all": (4, 0)},
     "reference": REFERENCE,
@@ -400,6 +401,8 @@ more. None grows with the layers or the rows.
 KERNELS_OF_A_LAYER = 3
 """Of ours in a decode step, beside those of the model's own layers: the new keys, the new values, attention."""
 KERNELS_OF_AN_END = 8  # launched because a row has ended in the decode step before, with any number of layers
+DRAWING = {"decode": 12, "decode, large vocabulary": 106, "decode, drawn by Triton": 4}
+"""Kernels that a decode step launches to draw its tokens: of a small table noise is made ahead; Triton adds two."""
 
 
 @pytest.fixture(scope="module")
@@ -438,8 +441,20 @@ def test_a_row_that_ends_costs_kernels_that_do_not_grow_with_the_layers_and_a_la
             for work in ("decode", "decode, six layers")
         )
         assert six - two <= 4 * KERNELS_OF_A_LAYER, phase
+    two, six = (
+        kernels(work, "prefill of another version", "oppo/hf/kv/cache.py", "oppo/hf/kv/attention.py")
+        for work in ("decode", "decode, six layers")
+    )
+    assert six - two <= 4 * 2 * KERNELS_OF_A_LAYER, "of two passes: rows move in as many launches"
     for work in ("decode", "decode, six layers"):
         assert kernels(work, "after an end") - kernels(work, "step") <= KERNELS_OF_AN_END
+
+
+@pytest.mark.parametrize("work", DRAWING)
+def test_tokens_are_drawn_in_few_launches(work: str, found: Found) -> None:
+    for phase in ("step", "after an end", "last"):
+        places: Mapping[str, int] = found[work]["phases"][phase]["kernels"]
+        assert sum(count for place, count in places.items() if place.startswith("oppo/hf/serve/")) <= DRAWING[work]
 
 
 def test_rows_of_any_length_decode_as_one_segment(found: Found) -> None:

@@ -16,7 +16,8 @@ from oppo.events import Prompt, StepReport
 from oppo.hf import DeviceThread, HfTrainer, probe
 from oppo.hf.head import widen_head
 from oppo.hf.kv.reader import Incremental
-from oppo.hf.serve.sampling import draw, gumbel
+from oppo.hf.serve.noise import gumbel
+from oppo.hf.serve.sampling import draw
 from oppo.hf.weights import weights_digest
 from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling

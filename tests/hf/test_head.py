@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -30,15 +30,24 @@ from oppo.events import Finish, FloatArray, Prompt, Response
 from oppo.hf.head import OwnHead, require_own_head, widen_head
 from oppo.hf.loading import load_causal, load_scalar, outline
 from oppo.hf.lora import add_lora
+from oppo.hf.memory import Load, longest_batch
 from oppo.hf.model_files import SCALAR, reward_kind
 from oppo.hf.model_parts import backbone, has_experts, passes_at
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
+from oppo.hf.serve.scorers import (
+    ProcessRewardWorker,
+    ReferenceLogprobs,
+    RewardModel,
+    RewardWorker,
+    ScorerInput,
+    ValueModel,
+    ValueWorker,
+)
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import pack
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.weights import SharedModel, weights_digest
-from oppo.losses import ClippedLoss, Input
+from oppo.losses import ClippedLoss, Input, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.placement.child import pack_with_blocks, unpack
@@ -94,6 +103,33 @@ def test_gradients_of_short_weights_are_added_up_in_float32(monkeypatch: pytest.
         each.append(found.float())
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.stack(each).sum(0).bfloat16())
+
+
+@pytest.mark.parametrize("read_by", ["reward", "steps", "critic", "trained"])
+def test_scores_of_16_bits_are_in_float32_whoever_reads_them(read_by: str) -> None:
+    model = (tiny.steps(labels=3) if read_by == "steps" else tiny.scalar()).bfloat16()
+    seen = list[tuple[Tensor, Tensor]]()
+    score = model.get_submodule("score")
+    score.register_forward_hook(lambda module, given, output: seen.append((given[0].detach().clone(), output)))
+    if read_by == "trained":
+        with torch.no_grad():
+            model.get_input_embeddings().get_parameter("weight")[0] = 1.0
+        core = HfTrainerCore(
+            ActorCritic(tiny.causal(), model), SAMPLING, TrainerSettings(epochs=1), PPOLoss(), TrainerCounts.new()
+        )
+        core.update(longest_batch(4, Load(4, 8, 16, 8), critic=True))
+        before = tiny.scalar().bfloat16().get_submodule("score").get_parameter("weight")
+    else:
+        workers: dict[str, Any] = {"reward": RewardWorker, "critic": ValueWorker, "steps": ProcessRewardWorker}
+        worker = workers[read_by](model, False, *([(5,), 0, 0.0] if read_by == "steps" else []))
+        worker.extend(ScorerInput([Prompt(0, 0, np.arange(60, dtype=np.int32))]))
+        before = score.get_parameter("weight")
+    (hidden, output), *_ = seen
+    with torch.inference_mode():
+        expected = hidden.double() @ before.double().t()
+        narrow = torch.nn.functional.linear(hidden, before)
+    assert output.dtype == torch.float32
+    assert (output - expected).abs().max() < 1e-3 * (narrow - expected).abs().max()
 
 
 @pytest.mark.usefixtures("wide")

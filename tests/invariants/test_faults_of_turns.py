@@ -33,9 +33,9 @@ from oppo.testing import (
 from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import FaultKind
 from oppo.turns import Answered
+from tests.kit.dialogues import turns_answered
 from tests.kit.faulty import Garbage
 from tests.kit.pipelines import Pipeline, Setting, settings
-from tests.kit.responses import turns_answered
 from tests.stages.test_conversations import Tool, some_turns
 
 pytestmark = pytest.mark.schedules

@@ -20,10 +20,10 @@ from oppo.testing import Fault, Flap, Hang, Raise, Script, Slow
 from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import FaultKind, Method
 from oppo.turns import Answer, Answered, Turn
+from tests.kit.dialogues import turns_answered
 from tests.kit.faulty import Garbage, LoseSessions, Spoilt
 from tests.kit.pipelines import Setting, motions, settings
 from tests.kit.pools import TIMEOUT, Fate, PooledPipeline
-from tests.kit.responses import turns_answered
 from tests.stages.test_conversations import Tool, some_turns
 
 pytestmark = pytest.mark.schedules

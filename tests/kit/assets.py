@@ -79,11 +79,13 @@ async def agent(row, base_url, api_key):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for turn in range(2):
             try:
-                reply = await client.chat.completions.create(model="policy", messages=messages)
+                limited = {"max_output_tokens": 6 + turn, "stream": True}
+                async for event in await client.responses.create(model="policy", input=messages, **limited):
+                    reply = getattr(event, "response", None)
             except openai.BadRequestError:  # no room is left
                 break
-            tokens += reply.usage.completion_tokens
-            messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+            tokens += reply.usage.output_tokens
+            messages.append({"role": "assistant", "content": reply.output_text})
             messages.append({"role": "user", "content": "and?"})
     return ByTurn({0: tokens % 5 / 5, -1: tokens % 7 / 7})
 

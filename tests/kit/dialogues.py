@@ -22,6 +22,11 @@ def at_once(k: int, turn: int) -> float:
     return 0.0
 
 
+def turns_answered(response: Response) -> int:
+    """Return how many turns of a response were answered."""
+    return sum(isinstance(each, ToolTokens) for each in response.pieces())
+
+
 @dataclass
 class Dialogue:
     """What was read and heard of some decodes.

@@ -21,11 +21,6 @@ def ids(dice: random.Random, count: int) -> IntArray:
     return np.array([dice.randrange(3, VOCABULARY) for _ in range(count)], np.int32)
 
 
-def turns_answered(response: Response) -> int:
-    """Return how many turns of a response were answered."""
-    return int((~response.sampled & np.concatenate(([True], response.sampled[:-1]))).sum())
-
-
 def chunk(rollout: int, start: int, tokens: IntArray) -> Chunk:
     return Chunk(rollout, start, tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
 

@@ -18,6 +18,7 @@ from oppo.report.run_dir import RunDirectory
 from oppo.rewards import FunctionReward, RewardInputs, Rewards, TrainerState, load_function, text_of
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from tests.kit.responses import ended
+from tests.kit.virtual import virtually
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -131,14 +132,11 @@ async def logging(completions: Sequence[object], log_metric: Any, log_extra: Any
     return [float("nan") if text_of(each) == "bad" else 1.0 for each in completions]  # type: ignore[arg-type]
 
 
-def test_what_is_logged_is_a_mean_over_completions_and_a_note_of_each() -> None:
+@virtually
+async def test_what_is_logged_is_a_mean_over_completions_and_a_note_of_each() -> None:
     reward = FunctionReward(logging, decode, on_failure="drop")
-
-    async def main() -> None:
-        await reward.finish([finish(0, "a"), finish(1, "b")])
-        await reward.finish([finish(2, "c")])
-
-    run_virtual(main)
+    await reward.finish([finish(0, "a"), finish(1, "b")])
+    await reward.finish([finish(2, "c")])
     assert reward.capabilities.samples() == {"share": [2.0, 2.0, 1.0]}
     assert reward.capabilities.samples() == {}
     assert reward.capabilities.extras() == {0: {"odd": 0.5}, 1: {"odd": "<class 'object'>"}, 2: {"odd": 1}}

@@ -295,7 +295,8 @@ def overrides(row: Row) -> list[str]:
         del given["rewards"]
     elif dialogue in ("function", "class") and row["rewards"] in OF_THE_TURNS:
         more.append(OF_THE_TURNS[given.pop("rewards")])
-    return [*(each for axis, value in given.items() for each in AXES[axis][value]), *more, *own_teacher(row)]
+    muon = ["trainer.optimizer=muon"] * (row["update"] == "cosine" and row["adapters"] == "no")
+    return [*(each for axis, value in given.items() for each in AXES[axis][value]), *more, *own_teacher(row), *muon]
 
 
 class Killer(Observer):

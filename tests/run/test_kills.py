@@ -33,6 +33,7 @@ from oppo.run.checkpoint import read_state, write_state
 from oppo.stages import GAE, Generate, GroupRelative, Update
 from oppo.testing import FakePolicy, FakeTrainer, prompts, run_virtual
 from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
+from tests.kit.virtual import virtually
 
 FAST = Setting(
     lengths=(2, 3, 8, 1, 4, 2, 12, 3, 1, 2, 6),
@@ -351,75 +352,62 @@ def test_controllers_of_kl_and_scores_go_on_where_they_were(
     assert (fresh.control, fresh.shaping) == (learned.control, learned.shaping)
 
 
-def test_a_state_of_other_stages_is_refused_by_name() -> None:
-    async def main() -> None:
-        pipeline = Pipeline(CARRIED)
-        async with pipeline.graph().open(()) as run:
-            state = run.state_dict()
-            del state["stages"]["advantage"]
-            with pytest.raises(GraphError, match=r"whose stages \['generate', 'update'\] keep state"):
-                run.load_state_dict(state)
-
-    run_virtual(main)
+@virtually
+async def test_a_state_of_other_stages_is_refused_by_name() -> None:
+    pipeline = Pipeline(CARRIED)
+    async with pipeline.graph().open(()) as run:
+        state = run.state_dict()
+        del state["stages"]["advantage"]
+        with pytest.raises(GraphError, match=r"whose stages \['generate', 'update'\] keep state"):
+            run.load_state_dict(state)
 
 
-def test_a_state_comes_before_the_first_step() -> None:
-    async def main() -> None:
-        pipeline = Pipeline(CARRIED)
-        async with pipeline.graph().open(pipeline.prompts()) as run:
-            await run.step()
-            with pytest.raises(GraphError, match="has made 1 steps: load a state before the first"):
-                run.load_state_dict(run.state_dict())
-
-    run_virtual(main)
+@virtually
+async def test_a_state_comes_before_the_first_step() -> None:
+    pipeline = Pipeline(CARRIED)
+    async with pipeline.graph().open(pipeline.prompts()) as run:
+        await run.step()
+        with pytest.raises(GraphError, match="has made 1 steps: load a state before the first"):
+            run.load_state_dict(run.state_dict())
 
 
-def test_half_written_responses_are_refused_by_name_for_a_policy_that_cannot_go_on_with_them() -> None:
-    async def main() -> None:
-        pipeline = Pipeline(CARRIED)
-        async with pipeline.graph().open(pipeline.prompts()) as run:
-            await run.step()
-            state = run.state_dict()
-        other = Generate(FakePolicy(capabilities=Capabilities(resumes="refused")), pipeline.generate.admission)
-        with pytest.raises(ConfigError, match=r"rollouts \[.*\] are half-written, and FakePolicy cannot go on"):
-            other.load_state_dict(state["stages"]["generate"])
-
-    run_virtual(main)
+@virtually
+async def test_half_written_responses_are_refused_by_name_for_a_policy_that_cannot_go_on_with_them() -> None:
+    pipeline = Pipeline(CARRIED)
+    async with pipeline.graph().open(pipeline.prompts()) as run:
+        await run.step()
+        state = run.state_dict()
+    other = Generate(FakePolicy(capabilities=Capabilities(resumes="refused")), pipeline.generate.admission)
+    with pytest.raises(ConfigError, match=r"rollouts \[.*\] are half-written, and FakePolicy cannot go on"):
+        other.load_state_dict(state["stages"]["generate"])
 
 
-def test_a_state_that_was_loaded_is_the_state_until_the_first_step() -> None:
-    async def main() -> None:
-        pipeline = Pipeline(CARRIED)
-        async with pipeline.graph().open(pipeline.prompts()) as run:
-            await run.step()
-            state = run.state_dict()["stages"]["generate"]
-        other = Generate(FakePolicy(), pipeline.generate.admission)
-        other.load_state_dict(state)
-        tokens = [[each["tokens"].tolist() for each in unit["rollouts"]] for unit in state["units"]]
-        assert any(map(any, tokens)), "something half-written is deferred"
-        assert [
-            [each["tokens"].tolist() for each in unit["rollouts"]] for unit in other.state_dict()["units"]
-        ] == tokens
-
-    run_virtual(main)
+@virtually
+async def test_a_state_that_was_loaded_is_the_state_until_the_first_step() -> None:
+    pipeline = Pipeline(CARRIED)
+    async with pipeline.graph().open(pipeline.prompts()) as run:
+        await run.step()
+        state = run.state_dict()["stages"]["generate"]
+    other = Generate(FakePolicy(), pipeline.generate.admission)
+    other.load_state_dict(state)
+    tokens = [[each["tokens"].tolist() for each in unit["rollouts"]] for unit in state["units"]]
+    assert any(map(any, tokens)), "something half-written is deferred"
+    assert [[each["tokens"].tolist() for each in unit["rollouts"]] for unit in other.state_dict()["units"]] == tokens
 
 
-def test_columns_of_any_type_stay_out_of_the_state_and_are_read_again(tmp_path: Path) -> None:
+@virtually
+async def test_columns_of_any_type_stay_out_of_the_state_and_are_read_again(tmp_path: Path) -> None:
     data = PromptStream([replace(prompt, columns={"lock": Lock()}) for prompt in prompts(40)], epochs=1)
-
-    async def main() -> None:
-        pipeline = Pipeline(CARRIED)
-        pipeline.generate.columns = data.columns
-        async with pipeline.graph().open(data) as run:
-            await run.step()
-            write_state(tmp_path, run.state_dict()["stages"]["generate"])
-        other = Generate(FakePolicy(), pipeline.generate.admission, columns=data.columns)
-        other.load_state_dict(read_state(tmp_path))
-        carried = [prompt for unit in other._ledger.deferred for prompt in unit.prompts]
-        assert carried
-        assert all(prompt.columns["lock"] is data.columns(prompt.admission)["lock"] for prompt in carried)
-
-    run_virtual(main)
+    pipeline = Pipeline(CARRIED)
+    pipeline.generate.columns = data.columns
+    async with pipeline.graph().open(data) as run:
+        await run.step()
+        write_state(tmp_path, run.state_dict()["stages"]["generate"])
+    other = Generate(FakePolicy(), pipeline.generate.admission, columns=data.columns)
+    other.load_state_dict(read_state(tmp_path))
+    carried = [prompt for unit in other._ledger.deferred for prompt in unit.prompts]
+    assert carried
+    assert all(prompt.columns["lock"] is data.columns(prompt.admission)["lock"] for prompt in carried)
 
 
 def test_updates_that_were_not_finite_go_on_being_counted() -> None:

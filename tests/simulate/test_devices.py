@@ -15,6 +15,7 @@ from oppo.testing import fake_batch, fake_scalar, prompts, run_virtual
 from oppo.testing.fake_policy import FakeDecode
 from tests.kit.devices import Device, DevicePolicy, DeviceScorer, DeviceTrainer, spend
 from tests.kit.responses import read_chunk
+from tests.kit.virtual import virtually
 
 Work = tuple[str, float, float]  # A kind, when it begins, and its seconds
 
@@ -104,53 +105,47 @@ async def timed(policy: DevicePolicy, decodes: Sequence[FakeDecode], count: int)
     return anyio.current_time() - start
 
 
-def test_prompts_are_read_when_their_rollouts_join() -> None:
-    async def main() -> None:
-        policy = reading_policy()
-        first, second = await policy.open(prompts(2, length=8))
-        async with policy.decoding([first], lambda ended: True) as decoding:
-            await first.read(1)
-            assert anyio.current_time() == 8 * 0.25 + 1
-            await first.read(1)
-            assert anyio.current_time() == 8 * 0.25 + 2, "they are read once"
-            await decoding.add([second])
-            await second.read(1)
-            assert anyio.current_time() == 2 * 8 * 0.25 + 4, "the step in progress ends first, without it"
-        assert policy.prefilled == 16
-
-    run_virtual(main)
+@virtually
+async def test_prompts_are_read_when_their_rollouts_join() -> None:
+    policy = reading_policy()
+    first, second = await policy.open(prompts(2, length=8))
+    async with policy.decoding([first], lambda ended: True) as decoding:
+        await first.read(1)
+        assert anyio.current_time() == 8 * 0.25 + 1
+        await first.read(1)
+        assert anyio.current_time() == 8 * 0.25 + 2, "they are read once"
+        await decoding.add([second])
+        await second.read(1)
+        assert anyio.current_time() == 2 * 8 * 0.25 + 4, "the step in progress ends first, without it"
+    assert policy.prefilled == 16
 
 
 @pytest.mark.parametrize(("kv_on_sync", "again"), [("recompute", 4 + 4 - 1), ("keep", 0)])
-def test_deferred_rollouts_are_read_again_under_other_weights(
+@virtually
+async def test_deferred_rollouts_are_read_again_under_other_weights(
     kv_on_sync: Literal["recompute", "keep"], again: int
 ) -> None:
-    async def main() -> None:
-        policy = reading_policy(kv_on_sync)
-        decodes = await policy.open(prompts(1, length=4))
-        assert await timed(policy, decodes, 3) == 4 * 0.25 + 3
-        assert await timed(policy, decodes, 1) == 1.0, "of the same weights there are keys and values"
+    policy = reading_policy(kv_on_sync)
+    decodes = await policy.open(prompts(1, length=4))
+    assert await timed(policy, decodes, 3) == 4 * 0.25 + 3
+    assert await timed(policy, decodes, 1) == 1.0, "of the same weights there are keys and values"
+    await policy.load(Weights(1))
+    assert await timed(policy, decodes, 1) == again * 0.25 + 1
+
+
+@virtually
+async def test_live_rollouts_are_read_again_after_the_step_in_which_weights_come() -> None:
+    policy = reading_policy()
+    decodes = await policy.open(prompts(2, length=4))
+    async with policy.decoding(decodes, lambda ended: True):
+        await decodes[0].read(2)
+        start = anyio.current_time()
+        await anyio.sleep(0.5)
         await policy.load(Weights(1))
-        assert await timed(policy, decodes, 1) == again * 0.25 + 1
-
-    run_virtual(main)
-
-
-def test_live_rollouts_are_read_again_after_the_step_in_which_weights_come() -> None:
-    async def main() -> None:
-        policy = reading_policy()
-        decodes = await policy.open(prompts(2, length=4))
-        async with policy.decoding(decodes, lambda ended: True):
-            await decodes[0].read(2)
-            start = anyio.current_time()
-            await anyio.sleep(0.5)
-            await policy.load(Weights(1))
-            assert anyio.current_time() == start + 1, "between two decode steps"
-            piece = await read_chunk(decodes[0], 2)
-            assert piece.versions.tolist() == [0, 1]
-            assert anyio.current_time() == start + 1 + 2 * (4 + 3 - 1) * 0.25 + 1
-
-    run_virtual(main)
+        assert anyio.current_time() == start + 1, "between two decode steps"
+        piece = await read_chunk(decodes[0], 2)
+        assert piece.versions.tolist() == [0, 1]
+        assert anyio.current_time() == start + 1 + 2 * (4 + 3 - 1) * 0.25 + 1
 
 
 def test_what_was_written_by_others_is_read_whole() -> None:
@@ -174,14 +169,12 @@ def test_what_was_written_by_others_is_read_whole() -> None:
     run_virtual(main)
 
 
-def test_decode_steps_wait_for_each_rollout_that_ends() -> None:
-    async def main() -> None:
-        policy = DevicePolicy(lambda prompt: 2 if prompt.rollout == 0 else 4, 1.0, ending=3.0)
-        decodes = await policy.open(prompts(2))
-        async with policy.decoding(decodes, lambda ended: False):
-            await decodes[0].read(2)
-            assert anyio.current_time() == 2
-            await decodes[1].read(3)
-            assert anyio.current_time() == 2 + 3 + 1
-
-    run_virtual(main)
+@virtually
+async def test_decode_steps_wait_for_each_rollout_that_ends() -> None:
+    policy = DevicePolicy(lambda prompt: 2 if prompt.rollout == 0 else 4, 1.0, ending=3.0)
+    decodes = await policy.open(prompts(2))
+    async with policy.decoding(decodes, lambda ended: False):
+        await decodes[0].read(2)
+        assert anyio.current_time() == 2
+        await decodes[1].read(3)
+        assert anyio.current_time() == 2 + 3 + 1

@@ -39,6 +39,7 @@ from oppo.stages.batch import scored_rollout
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
 from tests.kit.known import known
 from tests.kit.pipelines import Pipeline, Setting, same_batches
+from tests.kit.virtual import virtually
 
 
 def finish(rollout: int) -> Finish:
@@ -674,7 +675,8 @@ def test_a_weight_without_a_teacher_is_a_fault_of_the_graph(stage: AdaptiveObjec
         grpo(**models, advantage=GroupRelative(distill=0.5))  # type: ignore[arg-type]
 
 
-def test_scorers_by_a_column_are_open_as_long_as_the_run() -> None:
+@virtually
+async def test_scorers_by_a_column_are_open_as_long_as_the_run() -> None:
     class Service(FakeScorer[float]):
         open = 0
 
@@ -685,30 +687,25 @@ def test_scorers_by_a_column_are_open_as_long_as_the_run() -> None:
         async def __aexit__(self, *error: object) -> None:
             self.open -= 1
 
-    async def main() -> None:
-        service = Service(lambda *_: 1.0)
-        async with Score(ByColumn("domain", {"math": service, "code": FakeScorer(lambda *_: 2.0)})):
-            assert service.open == 1
-        assert service.open == 0
-
-    run_virtual(main)
+    service = Service(lambda *_: 1.0)
+    async with Score(ByColumn("domain", {"math": service, "code": FakeScorer(lambda *_: 2.0)})):
+        assert service.open == 1
+    assert service.open == 0
 
 
-def test_scorers_by_a_column_read_their_own_rollouts_and_answer_in_order() -> None:
-    async def main() -> None:
-        parts = {"math": FakeScorer(lambda *_: 1.0), "code": FakeScorer(lambda *_: 2.0)}
-        scorer = ByColumn("domain", parts)
-        tokens = np.arange(2, dtype=np.int32)
-        prompts = [
-            Prompt(rollout, rollout, tokens, columns={"domain": name})
-            for rollout, name in enumerate(("math", "code", "math", "code"))
-        ]
-        await scorer.extend(prompts)
-        finished = [Finish(prompt.rollout, Response.empty(prompt), "eos") for prompt in prompts]
-        await scorer.forget([3, 9])
-        assert await scorer.finish(finished[2::-1]) == [1.0, 2.0, 1.0]
-        await scorer.extend(prompts[:1])
-        with pytest.raises(ModelError, match=r"expected one of math, code in the column 'domain' .* got None"):
-            await scorer.extend([replace(prompts[0], columns={})])
-
-    run_virtual(main)
+@virtually
+async def test_scorers_by_a_column_read_their_own_rollouts_and_answer_in_order() -> None:
+    parts = {"math": FakeScorer(lambda *_: 1.0), "code": FakeScorer(lambda *_: 2.0)}
+    scorer = ByColumn("domain", parts)
+    tokens = np.arange(2, dtype=np.int32)
+    prompts = [
+        Prompt(rollout, rollout, tokens, columns={"domain": name})
+        for rollout, name in enumerate(("math", "code", "math", "code"))
+    ]
+    await scorer.extend(prompts)
+    finished = [Finish(prompt.rollout, Response.empty(prompt), "eos") for prompt in prompts]
+    await scorer.forget([3, 9])
+    assert await scorer.finish(finished[2::-1]) == [1.0, 2.0, 1.0]
+    await scorer.extend(prompts[:1])
+    with pytest.raises(ModelError, match=r"expected one of math, code in the column 'domain' .* got None"):
+        await scorer.extend([replace(prompts[0], columns={})])

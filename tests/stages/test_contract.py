@@ -44,6 +44,7 @@ from oppo.testing import (
 )
 from oppo.testing.fake_policy import FakeDecode
 from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.virtual import virtually
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)
 
@@ -205,20 +206,18 @@ def test_any_one_number_is_a_score(score: float) -> None:
     assert {value for batch in pipeline.batches for value in batch.scores.tolist()} == {float(score)}
 
 
-def test_a_failed_sync_says_who_has_which_version_and_nobody_goes_back() -> None:
+@virtually
+async def test_a_failed_sync_says_who_has_which_version_and_nobody_goes_back() -> None:
     class Refusing(FakeCritic):
         async def load(self, weights: Weights) -> None:
             raise OSError("no room")
 
-    async def main() -> None:
-        trainer, policy = FakeTrainer(version=3), FakePolicy()
-        with pytest.raises(OSError, match="no room") as caught:
-            await trainer.sync_weights(policy, Refusing())
-        assert caught.value.__notes__ == [
-            "while syncing version 3: FakePolicy has version 3, Refusing has version 0; do not go on from here"
-        ]
-
-    run_virtual(main)
+    trainer, policy = FakeTrainer(version=3), FakePolicy()
+    with pytest.raises(OSError, match="no room") as caught:
+        await trainer.sync_weights(policy, Refusing())
+    assert caught.value.__notes__ == [
+        "while syncing version 3: FakePolicy has version 3, Refusing has version 0; do not go on from here"
+    ]
 
 
 def test_a_group_that_is_being_closed_when_the_run_fails_leaves_no_decode_open() -> None:

@@ -22,9 +22,9 @@ from oppo.stages.conversations import Conversations
 from oppo.stages.ledger import InFlightRollout, RolloutSnapshot
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_scalar, prompts, run_virtual
 from oppo.turns import Answer, Answered, Turn, TurnDecode
+from tests.kit.dialogues import turns_answered
 from tests.kit.known import known
 from tests.kit.pipelines import Pipeline, Setting, same_batches, settings
-from tests.kit.responses import turns_answered
 
 TurnOutcome = Answer | Drop | None
 

@@ -40,6 +40,7 @@ from oppo.stages.batch import BatchPart
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, Fault, FaultyTrainer, Raise, fake_scalar, run_virtual
 from tests.kit.known import known
 from tests.kit.pipelines import Tap
+from tests.kit.virtual import virtually
 
 SAMPLES = 3
 
@@ -303,22 +304,19 @@ def test_each_reward_is_standardised_in_its_group_and_their_sum_whitened(rows: l
 
 
 @pytest.mark.parametrize("first", [0.5, TokenRewards([0.5])])
-def test_several_rewards_give_their_scores_by_name(first: float) -> None:
+@virtually
+async def test_several_rewards_give_their_scores_by_name(first: float) -> None:
     """Also where one says which tokens earned it."""
-
-    async def main() -> None:
-        one, two = FakeScorer(lambda *_: first), FakeScorer(lambda *_: 2.0)
-        rewards = Rewards({"one": (1.0, one), "two": (0.5, two)})
-        each = each_reward_row(0, 0.0)
-        await rewards.extend([each.finish.response.prompt, *each.finish.response.pieces()])
-        (score,) = await rewards.finish([each.finish])
-        assert isinstance(score, TokenRewards if isinstance(first, TokenRewards) else NamedScores)
-        assert (float(score), score.terms) == (1.5, {"one": (1.0, 0.5), "two": (0.5, 2.0)})
-        assert [*map(type, score.terms["one"])] == [float, float]
-        copied = pickle.loads(pickle.dumps(score))
-        assert (type(copied), copied.terms) == (type(score), score.terms)
-
-    run_virtual(main)
+    one, two = FakeScorer(lambda *_: first), FakeScorer(lambda *_: 2.0)
+    rewards = Rewards({"one": (1.0, one), "two": (0.5, two)})
+    each = each_reward_row(0, 0.0)
+    await rewards.extend([each.finish.response.prompt, *each.finish.response.pieces()])
+    (score,) = await rewards.finish([each.finish])
+    assert isinstance(score, TokenRewards if isinstance(first, TokenRewards) else NamedScores)
+    assert (float(score), score.terms) == (1.5, {"one": (1.0, 0.5), "two": (0.5, 2.0)})
+    assert [*map(type, score.terms["one"])] == [float, float]
+    copied = pickle.loads(pickle.dumps(score))
+    assert (type(copied), copied.terms) == (type(score), score.terms)
 
 
 def test_what_it_cannot_compare_is_refused() -> None:

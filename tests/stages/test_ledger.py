@@ -45,6 +45,7 @@ from oppo.testing import (
     run_virtual,
 )
 from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.virtual import virtually
 
 pytestmark = pytest.mark.schedules
 
@@ -366,18 +367,15 @@ def test_no_more_units_enter_beyond_a_batch_than_the_policy_has_room_for(message
     assert ["no room for as many rollouts as admission asks for" in each for each in messages] == [True]
 
 
-def test_a_step_has_as_many_rollouts_as_the_cache_will_hold_by_what_others_needed() -> None:
+@virtually
+async def test_a_step_has_as_many_rollouts_as_the_cache_will_hold_by_what_others_needed() -> None:
     pipeline = Pipeline(Setting(lengths=(10,), batch=4, extra=3, steps=4))
     setattr(pipeline.policy, "free_kv_tokens", 10**6)  # noqa: B010 - no field of fakes
-
-    async def main() -> None:
-        async with pipeline.graph().open(prompts(100), observers=[pipeline.tap]) as run:
-            async for report in run.steps(8):
-                if report.index == 1:
-                    needed = 10 + len(pipeline.batches[0].responses[0].prompt.tokens)
-                    setattr(pipeline.policy, "free_kv_tokens", 2 * needed)  # noqa: B010
-
-    run_virtual(main)
+    async with pipeline.graph().open(prompts(100), observers=[pipeline.tap]) as run:
+        async for report in run.steps(8):
+            if report.index == 1:
+                needed = 10 + len(pipeline.batches[0].responses[0].prompt.tokens)
+                setattr(pipeline.policy, "free_kv_tokens", 2 * needed)  # noqa: B010
     entered = Counter(
         step for step, stage, item in pipeline.tap.items if stage == "generate" and isinstance(item, Prompt)
     )
@@ -456,60 +454,54 @@ async def read(policy: FakePolicy, rollout: InFlightRollout, stop: int) -> None:
                 rollout.reason = piece.state
 
 
-def test_what_was_written_goes_on_after_a_checkpoint_and_ends_with_the_same_tokens() -> None:
-    async def main() -> None:
-        policy, sent, ended = FakePolicy(lambda prompt: LENGTH), Sent(), list[int]()
-        rollouts = OpenRollouts(None, None)
-        opened = await rollouts.open(policy, GROUPS)
-        await read(policy, opened[1], 2)
-        await read(policy, opened[2], LENGTH)
-        states = [rollouts.snapshot(prompt).state_dict() for (prompt,) in GROUPS]
+@virtually
+async def test_what_was_written_goes_on_after_a_checkpoint_and_ends_with_the_same_tokens() -> None:
+    policy, sent, ended = FakePolicy(lambda prompt: LENGTH), Sent(), list[int]()
+    rollouts = OpenRollouts(None, None)
+    opened = await rollouts.open(policy, GROUPS)
+    await read(policy, opened[1], 2)
+    await read(policy, opened[2], LENGTH)
+    states = [rollouts.snapshot(prompt).state_dict() for (prompt,) in GROUPS]
 
-        again = OpenRollouts(None, None)
-        again.restore(policy, [RolloutSnapshot.of(state) for state in states])
-        assert not again
-        assert [len(again.snapshot(prompt).response) for (prompt,) in GROUPS] == [0, 2, LENGTH, 0]
-        await again.reopen(policy)
-        assert {each.prompt.rollout for each in again.live} == {0, 1, 3}
-        for held in (rollouts, again):
-            await read(policy, held[1], LENGTH)
-            for number in (2, 1):
-                await held.finish(Unit(GROUPS[number], 0, set()), sent, ended)
-        assert ended == [2, 1, 2, 1]
-        tokens = [event.response.tokens.tolist() for event in sent if isinstance(event, Finish)]
-        assert tokens[:2] == tokens[2:]
-        assert len(tokens[0]) == LENGTH
-        assert sorted(again) == [0, 3]
-
-    run_virtual(main)
+    again = OpenRollouts(None, None)
+    again.restore(policy, [RolloutSnapshot.of(state) for state in states])
+    assert not again
+    assert [len(again.snapshot(prompt).response) for (prompt,) in GROUPS] == [0, 2, LENGTH, 0]
+    await again.reopen(policy)
+    assert {each.prompt.rollout for each in again.live} == {0, 1, 3}
+    for held in (rollouts, again):
+        await read(policy, held[1], LENGTH)
+        for number in (2, 1):
+            await held.finish(Unit(GROUPS[number], 0, set()), sent, ended)
+    assert ended == [2, 1, 2, 1]
+    tokens = [event.response.tokens.tolist() for event in sent if isinstance(event, Finish)]
+    assert tokens[:2] == tokens[2:]
+    assert len(tokens[0]) == LENGTH
+    assert sorted(again) == [0, 3]
 
 
-def test_a_discarded_unit_is_closed_and_its_tokens_are_counted() -> None:
-    async def main() -> None:
-        policy, rollouts = FakePolicy(lambda prompt: LENGTH), OpenRollouts(None, None)
-        opened = await rollouts.open(policy, GROUPS)
-        await read(policy, opened[0], 3)
-        assert await rollouts.discard(Unit(GROUPS[0], 0, {0})) == 3
-        assert sorted(rollouts) == [1, 2, 3]
-        assert opened[0].decode.closed  # type: ignore[attr-defined]  # a FakeDecode
-
-    run_virtual(main)
+@virtually
+async def test_a_discarded_unit_is_closed_and_its_tokens_are_counted() -> None:
+    policy, rollouts = FakePolicy(lambda prompt: LENGTH), OpenRollouts(None, None)
+    opened = await rollouts.open(policy, GROUPS)
+    await read(policy, opened[0], 3)
+    assert await rollouts.discard(Unit(GROUPS[0], 0, {0})) == 3
+    assert sorted(rollouts) == [1, 2, 3]
+    assert opened[0].decode.closed  # type: ignore[attr-defined]  # a FakeDecode
 
 
-def test_room_is_for_rollouts_as_long_as_those_that_ended() -> None:
+@virtually
+async def test_room_is_for_rollouts_as_long_as_those_that_ended() -> None:
     class Small(FakePolicy):
         free_kv_tokens = 100
 
-    async def main() -> None:
-        policy, rollouts = Small(lambda prompt: LENGTH), OpenRollouts(None, None)
-        opened = await rollouts.open(policy, GROUPS[:2])
-        assert rollouts.room(policy, 2) == np.inf, "nothing has ended yet"
-        await read(policy, opened[0], LENGTH)
-        await rollouts.finish(Unit(GROUPS[0], 0, set()), Sent(), [])
-        whole = len(GROUPS[0][0].tokens) + LENGTH
-        assert rollouts.room(policy, 2) == (100 - LENGTH) / (2 * whole), "the other one needs so many yet"
-
-    run_virtual(main)
+    policy, rollouts = Small(lambda prompt: LENGTH), OpenRollouts(None, None)
+    opened = await rollouts.open(policy, GROUPS[:2])
+    assert rollouts.room(policy, 2) == np.inf, "nothing has ended yet"
+    await read(policy, opened[0], LENGTH)
+    await rollouts.finish(Unit(GROUPS[0], 0, set()), Sent(), [])
+    whole = len(GROUPS[0][0].tokens) + LENGTH
+    assert rollouts.room(policy, 2) == (100 - LENGTH) / (2 * whole), "the other one needs so many yet"
 
 
 def test_a_policy_that_cannot_go_on_with_responses_is_refused_when_they_are_restored() -> None:

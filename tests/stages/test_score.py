@@ -23,6 +23,7 @@ from oppo.stages import Score
 from oppo.stages.score import Backlog
 from oppo.testing import FakeCritic, FakeScorer, fake_scalar, run_virtual
 from tests.kit.pipelines import Pipeline, Setting, same_batches
+from tests.kit.virtual import virtually
 
 
 def prompt(rollout: int) -> Prompt:
@@ -288,22 +289,19 @@ def test_a_critic_reads_a_deferred_rollout_again_in_the_next_step_though_others_
     assert critic.notes[2:] == [[(2, 3), (2, 4)]], "deferred again, it waits for the step after that"
 
 
-def test_nothing_is_read_again_before_something_comes() -> None:
+@virtually
+async def test_nothing_is_read_again_before_something_comes() -> None:
     """Where a stage before this one holds everything back while it is decoded, scorers have nothing to do either."""
-
-    async def main() -> None:
-        critic, channel = NotedCritic(), Channel[RolloutEvent]("generate->score", 100)
-        stage = Score(critic)
-        await scored(stage, prompt(1), chunk(1), Defer(1, 1))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(stage.run, channel, out=Out(), step=Step(0, 1, 0.0)))
-            await anyio.sleep(1.0)
-            assert not critic.notes
-            channel.send_nowait(chunk(1, start=4))
-            channel.close()
-        assert critic.notes == [[(1, 3), (1, 4), (1, 4)]]
-
-    run_virtual(main)
+    critic, channel = NotedCritic(), Channel[RolloutEvent]("generate->score", 100)
+    stage = Score(critic)
+    await scored(stage, prompt(1), chunk(1), Defer(1, 1))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(stage.run, channel, out=Out(), step=Step(0, 1, 0.0)))
+        await anyio.sleep(1.0)
+        assert not critic.notes
+        channel.send_nowait(chunk(1, start=4))
+        channel.close()
+    assert critic.notes == [[(1, 3), (1, 4), (1, 4)]]
 
 
 def test_what_was_closed_is_not_read_again() -> None:
@@ -314,15 +312,13 @@ def test_what_was_closed_is_not_read_again() -> None:
     assert critic.notes == [[(3, 3)]]
 
 
-def test_closing_forgets_the_sessions_of_deferred_rollouts() -> None:
-    async def main() -> None:
-        scorer = FakeScorer(fake_scalar)
-        async with Score(scorer) as stage:
-            await scored(stage, prompt(1), chunk(1), Defer(1, 1))
-            assert scorer.sessions
-        assert not scorer.sessions
-
-    run_virtual(main)
+@virtually
+async def test_closing_forgets_the_sessions_of_deferred_rollouts() -> None:
+    scorer = FakeScorer(fake_scalar)
+    async with Score(scorer) as stage:
+        await scored(stage, prompt(1), chunk(1), Defer(1, 1))
+        assert scorer.sessions
+    assert not scorer.sessions
 
 
 class Broken(FakeScorer[float]):

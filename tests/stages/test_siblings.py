@@ -159,8 +159,8 @@ def test_divergences_of_known_distributions_are_whole_and_never_clipped() -> Non
     first = torch.tensor([[0]])
     tail = divergences(top_logprobs(student, first), top_logprobs(teacher, first), 1.0)
     assert tail.item() == pytest.approx(0.38191, abs=1e-5)
-    alone = [each[:, :1].log_softmax(-1) for each in (student, teacher)]  # renormalised, without the tail
-    assert divergences(*alone, 1.0).item() == 0
+    one, other = (each[:, :1].log_softmax(-1) for each in (student, teacher))  # renormalised, without the tail
+    assert divergences(one, other, 1.0).item() == 0
 
 
 @given(st.integers(0, 2**16), st.sampled_from([0.0, 0.3, 1.0]), st.integers(1, 6))

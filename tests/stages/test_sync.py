@@ -23,6 +23,7 @@ from oppo.stages.sync import WeightSync
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
 from oppo.weight_sync import ServesByReference, sync
 from tests.kit.pipelines import Pipeline, Setting, settings
+from tests.kit.virtual import virtually
 
 AT_ONCE = Capabilities(turns=True, loads_while_decoding="between decode steps")
 
@@ -71,26 +72,23 @@ class Slow(FakeCritic):
         return values
 
 
-def test_weights_wait_for_what_is_being_read() -> None:
+@virtually
+async def test_weights_wait_for_what_is_being_read() -> None:
     critic = Slow()
     stage = Score(critic)
+    model = stage.synced
+    assert model is not None
+    async with anyio.create_task_group() as tasks:
 
-    async def main() -> None:
-        model = stage.synced
-        assert model is not None
-        async with anyio.create_task_group() as tasks:
+        async def read() -> None:
+            async with model.reading():
+                await critic.extend([Prompt(0, 0, np.arange(3, dtype=np.int32))])
 
-            async def read() -> None:
-                async with model.reading():
-                    await critic.extend([Prompt(0, 0, np.arange(3, dtype=np.int32))])
-
-            tasks.start_soon(read)
-            await anyio.sleep(0.5)
-            await model.load(Weights(1))
-            assert (model.version, critic.version) == (1, 1)
-            assert anyio.current_time() == 1.0
-
-    run_virtual(main)
+        tasks.start_soon(read)
+        await anyio.sleep(0.5)
+        await model.load(Weights(1))
+        assert (model.version, critic.version) == (1, 1)
+        assert anyio.current_time() == 1.0
     assert critic.seen == [(0, 0)]
 
 
@@ -319,13 +317,10 @@ class Journal(FakeTrainer):
         self.seen.append(("ended", anyio.current_time()))
 
 
-def test_weights_that_come_early_come_whole() -> None:
+@virtually
+async def test_weights_that_come_early_come_whole() -> None:
     trainer = Journal()
-
-    async def main() -> None:
-        await WeightSync(trainer, [Starving()], after=["generate"]).sync(cast("Step", Waits()))
-
-    run_virtual(main)
+    await WeightSync(trainer, [Starving()], after=["generate"]).sync(cast("Step", Waits()))
     assert trainer.seen == [("begun", 0.0), ("ended", 1.0), ("begun", 1.0), ("ended", 2.0)]
 
 

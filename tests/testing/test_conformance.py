@@ -30,6 +30,7 @@ from oppo.testing import (
     run_virtual,
 )
 from oppo.testing.fake_policy import FakeDecode
+from tests.kit.virtual import virtually
 
 
 def finished(count: int = 3) -> list[Finish]:
@@ -114,16 +115,14 @@ def test_a_policy_that_can_other_things_than_it_says_is_found_out(
     assert message in str(caught.value)
 
 
-def test_nothing_joins_a_decoding_that_has_ended() -> None:
-    async def main() -> None:
-        policy = FakePolicy(lambda prompt: 3, capabilities=Capabilities(adds_while_decoding=True))
-        first, late = await policy.open(prompts(2))
-        async with policy.decoding([first], lambda ended: True) as decoding:
-            assert len((await first.read(9)).tokens) == 3
-        with pytest.raises(ProtocolError, match="1 rollouts were added to a decoding that has ended"):
-            await decoding.add([late])
-
-    run_virtual(main)
+@virtually
+async def test_nothing_joins_a_decoding_that_has_ended() -> None:
+    policy = FakePolicy(lambda prompt: 3, capabilities=Capabilities(adds_while_decoding=True))
+    first, late = await policy.open(prompts(2))
+    async with policy.decoding([first], lambda ended: True) as decoding:
+        assert len((await first.read(9)).tokens) == 3
+    with pytest.raises(ProtocolError, match="1 rollouts were added to a decoding that has ended"):
+        await decoding.add([late])
 
 
 def test_the_fake_scorers_keep_the_contract() -> None:

@@ -28,7 +28,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oppo.errors import ConfigError, ModelError, ModelLost
 from oppo.models import Weights
 from oppo.signals import SIGNALS, Stopped, stoppable
-from oppo.testing import run_virtual
 from oppo.vllm import plugin
 from oppo.vllm.arguments import (
     OF_LOGPROBS,
@@ -45,6 +44,7 @@ from oppo.vllm.engine import LOOK, ServedWeights
 from oppo.vllm.processes import EngineFiles, ServerProcess, environment, starting
 from oppo.vllm.sync import FILES
 from tests.hf import tiny
+from tests.kit.virtual import virtually
 from tests.placement.instances import Total
 from tests.vllm import scenario
 from tests.vllm.bench import WEIGHTS, Bench
@@ -333,24 +333,19 @@ def test_a_handler_that_raises_nothing_ends_the_body_too_and_other_errors_thread
 
 
 @pytest.mark.parametrize(("overrun", "late"), [(0, 0.0), (2, 0.0), (0, 0.002)])
-def test_the_fake_generates_as_vllm_does(overrun: int, late: float) -> None:
+@virtually
+async def test_the_fake_generates_as_vllm_does(overrun: int, late: float) -> None:
     llm = FakeAsyncLLM(length=lambda prompt: 1, overrun=overrun, late=late)
-
-    async def main() -> None:
-        async with running(llm):
-            await scenario.generating(engine_of(llm), {})
-
-    run_virtual(main)
+    async with running(llm):
+        await scenario.generating(engine_of(llm), {})
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
-def test_the_fake_scores_and_reads_prompts_as_vllm_does(seconds: float) -> None:
-    async def main() -> None:
-        engines = [engine_of(FakeAsyncLLM(answers_after=seconds)) for _ in range(2)]
-        await scenario.pooling(engines[0], BLOCK, anyio.lowlevel.checkpoint)
-        await scenario.reading(engines[1], BLOCK)
-
-    run_virtual(main)
+@virtually
+async def test_the_fake_scores_and_reads_prompts_as_vllm_does(seconds: float) -> None:
+    engines = [engine_of(FakeAsyncLLM(answers_after=seconds)) for _ in range(2)]
+    await scenario.pooling(engines[0], BLOCK, anyio.lowlevel.checkpoint)
+    await scenario.reading(engines[1], BLOCK)
 
 
 class Silent(FakeAsyncLLM):
@@ -386,32 +381,28 @@ def test_syncing_ends_when_the_engine_dies_in_a_call(call: str) -> None:
         bench.run(main)
 
 
-def test_a_call_that_is_answered_takes_no_time_and_raises_its_own_error() -> None:
-    async def main() -> None:
-        engine, start = engine_of(FakeAsyncLLM()), anyio.current_time()
+@virtually
+async def test_a_call_that_is_answered_takes_no_time_and_raises_its_own_error() -> None:
+    engine, start = engine_of(FakeAsyncLLM()), anyio.current_time()
+    async with engine.answered():
+        await anyio.sleep(3 * LOOK)
+    assert anyio.current_time() == pytest.approx(start + 3 * LOOK)
+    with pytest.raises(ModelError, match="its own"):
         async with engine.answered():
-            await anyio.sleep(3 * LOOK)
-        assert anyio.current_time() == pytest.approx(start + 3 * LOOK)
-        with pytest.raises(ModelError, match="its own"):
-            async with engine.answered():
-                raise ModelError("its own")
-        with pytest.raises(ModelLost, match="KeyError: 'unknown'"):
-            async with engine.answered(shield=True):
-                raise KeyError("unknown")
-
-    run_virtual(main)
+            raise ModelError("its own")
+    with pytest.raises(ModelLost, match="KeyError: 'unknown'"):
+        async with engine.answered(shield=True):
+            raise KeyError("unknown")
 
 
-def test_a_cancellation_from_outside_waits_for_a_shielded_call_only() -> None:
-    async def main() -> None:
-        for shield, took in ((False, 1.0), (True, 5.0)):
-            start = anyio.current_time()
-            with anyio.move_on_after(1.0):
-                async with engine_of(FakeAsyncLLM()).answered(shield=shield):
-                    await anyio.sleep(5.0)
-            assert anyio.current_time() == pytest.approx(start + took)
-
-    run_virtual(main)
+@virtually
+async def test_a_cancellation_from_outside_waits_for_a_shielded_call_only() -> None:
+    for shield, took in ((False, 1.0), (True, 5.0)):
+        start = anyio.current_time()
+        with anyio.move_on_after(1.0):
+            async with engine_of(FakeAsyncLLM()).answered(shield=shield):
+                await anyio.sleep(5.0)
+        assert anyio.current_time() == pytest.approx(start + took)
 
 
 def test_an_engine_without_its_share_of_a_gpu_names_the_setting(tmp_path: Path) -> None:

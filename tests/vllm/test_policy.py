@@ -25,6 +25,7 @@ from oppo.testing import FakePolicy, FakeTrainer, check_policy, run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.responses import read_chunk
+from tests.kit.virtual import virtually
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, Output, Request, engine_of, running, server_of
 
@@ -86,22 +87,20 @@ CASES = st.builds(
 @example(Case(delay=None))
 @example(Case(overrun=0, late=0.015))
 @example(Case(overrun=0, late=0.05))
-def test_no_token_is_lost_doubled_or_counted_to_other_weights_whatever_the_overrun(
+@virtually
+async def test_no_token_is_lost_doubled_or_counted_to_other_weights_whatever_the_overrun(
     on: str, kept: str, case: Case
 ) -> None:
     late = case.late if on == "engine" else 0.0
     bench = Bench(FakeAsyncLLM(overrun=case.overrun, late=late), keywords={"kv_on_sync": kept}, on=on)
     prompts = varied(case.count)
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(prompts)
         for cut_at in [*case.at, 1_000]:
             live = [decode for decode in decodes if not decode.ended]
             await bench.step(live, cut_at, case.limit, load=case.delay)
             if case.delay is None:
                 await bench.policy.load(Weights(bench.policy.version + 1, WEIGHTS))
-
-    bench.run(main)
     assert sorted(each for reported in bench.reported for each in reported) == list(range(case.count))
     for prompt in prompts:
         parts = parts_of([*bench.llm.done, *bench.llm.aborted], prompt)
@@ -124,10 +123,11 @@ def test_no_token_is_lost_doubled_or_counted_to_other_weights_whatever_the_overr
         ("server", r"is lost: ReadError: .*start the server at http://localhost:8000 again"),
     ],
 )
-def test_an_engine_that_dies_while_it_decodes_is_lost_at_once(on: str, message: str) -> None:
+@virtually
+async def test_an_engine_that_dies_while_it_decodes_is_lost_at_once(on: str, message: str) -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 50), sampling=LONG, on=on)
+    async with running(bench.llm):
 
-    async def main() -> None:
         async def die() -> None:
             await anyio.sleep(0.1)
             bench.llm.die()
@@ -144,8 +144,6 @@ def test_an_engine_that_dies_while_it_decodes_is_lost_at_once(on: str, message: 
             await bench.policy.load(Weights(1, WEIGHTS))
         for decode in decodes:
             await decode.aclose()
-
-    bench.run(main)
 
 
 class Odd(FakeAsyncLLM):
@@ -205,10 +203,10 @@ def test_an_engine_that_gives_no_tokens_is_lost_with_what_came_instead(
 
 
 @on_both
-def test_the_engine_makes_nothing_between_two_decodings(on: str) -> None:
+@virtually
+async def test_the_engine_makes_nothing_between_two_decodings(on: str) -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 50), sampling=LONG, on=on)
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(2))
         with anyio.move_on_after(0.055):
             await bench.step(decodes)
@@ -220,14 +218,12 @@ def test_the_engine_makes_nothing_between_two_decodings(on: str) -> None:
         await bench.step(decodes)
         assert bench.pieces[0][-1].state == "eos"
 
-    bench.run(main)
-
 
 @on_both
-def test_a_rollout_may_be_closed_while_the_others_are_decoded(on: str) -> None:
+@virtually
+async def test_a_rollout_may_be_closed_while_the_others_are_decoded(on: str) -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 8), on=on)
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(3))
 
         async def close() -> None:
@@ -243,26 +239,22 @@ def test_a_rollout_may_be_closed_while_the_others_are_decoded(on: str) -> None:
             tasks.start_soon(wait_in_vain)
             bench.pieces[0] = [await read_chunk(decodes[0], 100)]
             bench.pieces[2] = [await read_chunk(decodes[2], 100)]
-
-    bench.run(main)
     assert (len(bench.tokens(0)), len(bench.tokens(2))) == (8, 8)
     (request,) = bench.llm.aborted
     assert len(request.tokens) < 8
 
 
 @on_both
-def test_decoding_ends_when_every_rollout_was_closed(on: str) -> None:
+@virtually
+async def test_decoding_ends_when_every_rollout_was_closed(on: str) -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 50), sampling=LONG, on=on)
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(2))
         async with bench.policy.decoding(decodes, lambda ended: False):
             for decode in decodes:
                 await decode.read(3)
                 await decode.aclose()
         assert not bench.llm.requests
-
-    bench.run(main)
 
 
 def test_requests_say_all_that_sampling_says() -> None:
@@ -340,31 +332,27 @@ def test_tokens_whose_support_vllm_does_not_report_are_not_trained_on(sampling: 
             Update(FakeTrainer(), synced=[policy])
 
 
-def test_responses_that_end_together_are_reported_together_in_admission_order() -> None:
+@virtually
+async def test_responses_that_end_together_are_reported_together_in_admission_order() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 6))
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(4))
         await bench.step(decodes[::-1])
-
-    bench.run(main)
     assert bench.reported == [[0, 1, 2, 3]]
 
 
-def test_another_sampling_draws_in_its_own_way_and_what_is_deferred_goes_on() -> None:
+@virtually
+async def test_another_sampling_draws_in_its_own_way_and_what_is_deferred_goes_on() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3, 12: 9, 13: 4}[prompt[0]], overrun=3))
     greedy = bench.policy.with_sampling(Sampling(max_new_tokens=20, stop=(2,), temperature=0, seed=8))
     held_out = [Prompt(10**12, 10**12, np.array([13, 4], np.int32))]
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(3))
         await bench.step(decodes, cut_at=1, limit=100)
         await bench.policy.load(Weights(1, WEIGHTS))
         assert greedy.version == 1
         await bench.step(await greedy.open(held_out), limit=100)
         await bench.step(decodes[1:], limit=100)
-
-    bench.run(main)
     assert bench.reported == [[0], [10**12], [1], [2]]
     assert [bench.tokens(rollout)[-1] for rollout in (0, 10**12, 1, 2)] == [2, 2, 2, 2]
     drawn = {tuple(request.prompt[:1]): request.params for request in bench.llm.done}
@@ -385,25 +373,23 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them() -> Non
     assert len(bench.llm.aborted) == 1
 
 
-def test_a_request_that_is_not_decoded_now_does_not_run() -> None:
+@virtually
+async def test_a_request_that_is_not_decoded_now_does_not_run() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2}.get(prompt[0], 9)))
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(3))
         await bench.step(decodes, cut_at=1)
         before = len(bench.tokens(2))
         await bench.step([decodes[1]])
         await bench.step([decodes[2]])
         assert len(bench.tokens(2)) > before
-
-    bench.run(main)
     assert len(bench.reported) == 3
 
 
-def test_another_policy_on_the_same_engine_begins_clean() -> None:
+@virtually
+async def test_another_policy_on_the_same_engine_begins_clean() -> None:
     bench = Bench()
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(3))
         await bench.step(decodes, cut_at=1)
         later = VllmPolicy(bench.engine, sampling=SAMPLING)
@@ -411,8 +397,6 @@ def test_another_policy_on_the_same_engine_begins_clean() -> None:
         async with later.decoding([decode], lambda ended: False):
             piece = await read_chunk(decode, 100)
         assert set(piece.versions.tolist()) == {0}
-
-    bench.run(main)
     assert len(bench.llm.aborted) == 1
     assert not bench.engine.requests
 
@@ -431,25 +415,23 @@ def test_prompts_that_cannot_be_read_are_refused_by_name(tokens: list[int], mess
         bench.run(main)
 
 
-def test_it_tells_of_its_work() -> None:
+@virtually
+async def test_it_tells_of_its_work() -> None:
     bench = Bench()
     spans: list[str] = []
     bench.policy.reporter.listener = lambda span: spans.append(f"{span.track}: {span.label}")
-
-    async def main() -> None:
+    async with running(bench.llm):
         await bench.step(await bench.policy.open(varied(2)))
         await bench.policy.load(Weights(1, WEIGHTS))
-
-    bench.run(main)
     assert spans == ["policy: decode", "policy: load"]
     assert bench.policy.progress == sum(len(request.tokens) for request in bench.llm.done)
 
 
-def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decoding_or_closed() -> None:
+@virtually
+async def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decoding_or_closed() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2, 11: 3, 12: 9, 13: 3}[prompt[0]], overrun=3))
     at_cut: list[str] = []
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(4))
         await bench.step(decodes, cut_at=1, limit=100)
         at_cut.extend(bench.pieces[rollout][-1].state for rollout in range(4))
@@ -459,8 +441,6 @@ def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decodin
         await bench.step(decodes[1:3], cut_at=1, limit=100)
         for decode in decodes:
             await decode.aclose()
-
-    bench.run(main)
     assert at_cut == ["eos", "cut", "cut", "cut"]
     assert bench.reported == [[0], [1]], "and the cut that it causes comes before any further token"
     assert bench.tokens(1)[-1] == 2
@@ -469,15 +449,15 @@ def test_what_ends_in_the_overrun_of_a_cut_is_reported_first_at_the_next_decodin
     assert not bench.engine.requests
 
 
-def test_a_rollout_that_a_stop_string_ended_in_the_overrun_is_not_decoded_on() -> None:
+@virtually
+async def test_a_rollout_that_a_stop_string_ended_in_the_overrun_is_not_decoded_on() -> None:
     bench = Bench(
         FakeAsyncLLM(length=lambda prompt: {10: 2}.get(prompt[0], 40), overrun=3),
         sampling=replace(SAMPLING, max_new_tokens=40, stop_strings=("b",)),
         keywords={"decode": lambda tokens: "b" if len(tokens) == 3 else "a"},
     )
     made: list[int] = []
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(4))
         await bench.step(decodes[:2], cut_at=1, limit=100)
         assert decodes[1].row.withheld
@@ -485,8 +465,6 @@ def test_a_rollout_that_a_stop_string_ended_in_the_overrun_is_not_decoded_on() -
         made.append(len(request.tokens))
         await bench.step(decodes[1:], cut_at=2, limit=100)
         made.append(len(request.tokens))
-
-    bench.run(main)
     assert made[0] == made[1], "its request was over before the engine went on"
     assert bench.reported == [[0], [1], [2, 3]]
     assert [len(bench.tokens(rollout)) for rollout in range(4)] == [2, 3, 3, 3]
@@ -527,24 +505,19 @@ def test_a_run_that_dies_with_a_withheld_rollout_trains_it_once_when_it_is_resum
     assert {2, 3} <= set(trained)
 
 
-def test_a_resumed_run_continues_what_was_read_and_nothing_else() -> None:
+@virtually
+async def test_a_resumed_run_continues_what_was_read_and_nothing_else() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: {10: 2}.get(prompt[0], 30), overrun=3))
     again = Bench(FakeAsyncLLM(length=lambda prompt: 4))
-    halves: list[Response] = []
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(2))
         await bench.step(decodes, cut_at=1)
-        halves.append(Response.of(decodes[1].prompt, bench.pieces[1]))
-
-    async def resumed() -> None:
-        await again.step(await again.policy.open(halves))
-
-    bench.run(main)
-    again.run(resumed)
+        half = Response.of(decodes[1].prompt, bench.pieces[1])
+    async with running(again.llm):
+        await again.step(await again.policy.open([half]))
     (request,) = again.llm.done
-    assert request.prompt == [*halves[0].prompt.tokens.tolist(), *halves[0].tokens.tolist()]
-    assert request.params.max_tokens == 20 - len(halves[0])
+    assert request.prompt == [*half.prompt.tokens.tolist(), *half.tokens.tolist()]
+    assert request.params.max_tokens == 20 - len(half)
     assert request.params.seed != bench.llm.requests[next(iter(bench.llm.requests))].params.seed
     assert again.tokens(1) == request.tokens
 
@@ -601,11 +574,11 @@ def test_a_run_may_give_a_server_up_from_another_thread() -> None:
     bench.run(main, threads=True)
 
 
-def test_a_server_that_goes_on_without_an_update_is_named() -> None:
+@virtually
+async def test_a_server_that_goes_on_without_an_update_is_named() -> None:
     bench = Bench(on="server")
     bench.fake.forgets = True
-
-    async def main() -> None:
+    async with running(bench.llm):
         with pytest.raises(
             ModelLost, match=r"version \w+-1, .*http://localhost:8000 serves weights '\w+-0', and '\w+-1'"
         ):
@@ -613,25 +586,21 @@ def test_a_server_that_goes_on_without_an_update_is_named() -> None:
         with pytest.raises(ModelLost, match="nothing is decoded any more"):
             await bench.step(await bench.policy.open(varied(1)))
 
-    bench.run(main)
 
-
-def test_a_server_that_was_started_again_between_two_steps_is_noticed_before_it_decodes() -> None:
+@virtually
+async def test_a_server_that_was_started_again_between_two_steps_is_noticed_before_it_decodes() -> None:
     bench = Bench(on="server")
-
-    async def main() -> None:
+    async with running(bench.llm):
         await bench.policy.load(Weights(1, WEIGHTS))
         bench.llm.version = "default"
         with pytest.raises(ModelLost, match=r"serves weights 'default', .* was started again"):
             await bench.step(await bench.policy.open(varied(1)))
 
-    bench.run(main)
 
-
-def test_an_update_that_an_earlier_run_has_left_open_is_ended() -> None:
+@virtually
+async def test_an_update_that_an_earlier_run_has_left_open_is_ended() -> None:
     bench = Bench(on="server")
-
-    async def main() -> None:
+    async with running(bench.llm):
         await bench.llm.start_weight_update()
         await bench.policy.load(Weights(1, WEIGHTS))
         assert len(bench.llm.updates) == 1
@@ -639,13 +608,11 @@ def test_an_update_that_an_earlier_run_has_left_open_is_ended() -> None:
         with pytest.raises(ModelLost, match="/start_weight_update answered 500"):
             await bench.policy.load(Weights(2, WEIGHTS))
 
-    bench.run(main)
 
-
-def test_a_server_with_the_weights_of_an_earlier_run_needs_those_of_this_one() -> None:
+@virtually
+async def test_a_server_with_the_weights_of_an_earlier_run_needs_those_of_this_one() -> None:
     bench = Bench(on="server")
-
-    async def main() -> None:
+    async with running(bench.llm):
         await bench.policy.load(Weights(1, WEIGHTS))
         policy = VllmPolicy(server_of(bench.fake), sampling=SAMPLING)
         (decode,) = await policy.open(varied(1))
@@ -657,10 +624,9 @@ def test_a_server_with_the_weights_of_an_earlier_run_needs_those_of_this_one() -
         async with policy.decoding([decode], lambda ended: False):
             assert (await read_chunk(decode, 1)).versions.tolist() == [0]
 
-    bench.run(main)
 
-
-def test_streams_that_do_not_end_at_a_pause_are_given_up() -> None:
+@virtually
+async def test_streams_that_do_not_end_at_a_pause_are_given_up() -> None:
     """The server has had a request after it was paused, so that it tells of no end."""
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 4 if prompt[0] == 10 else 30, seconds=0.01), on="server")
     begun: list[Any] = []
@@ -673,25 +639,22 @@ def test_streams_that_do_not_end_at_a_pause_are_given_up() -> None:
             begun.append(request)
 
     bench.fake._abort = late  # type: ignore[method-assign]  # the pause passes it over, the call by name does not
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(2))
         await bench.step(decodes, cut_at=1)
         assert anyio.current_time() > 5
         assert not bench.llm.requests
         await bench.step([decodes[1]])
-
-    bench.run(main)
     assert bench.pieces[1][-1].state != "live"
 
 
-def test_the_room_in_the_kv_cache_is_what_requests_leave_of_it() -> None:
+@virtually
+async def test_the_room_in_the_kv_cache_is_what_requests_leave_of_it() -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 15), on="server")
     assert bench.policy.free_kv_tokens is None
     bench.fake.config["cache_config"] = {"kv_cache_size_tokens": 100}
     policy = VllmPolicy(server_of(bench.fake), sampling=SAMPLING)
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await policy.open(varied(2))
         async with policy.decoding(decodes, lambda ended: False):
             await decodes[0].read(1)
@@ -701,17 +664,13 @@ def test_the_room_in_the_kv_cache_is_what_requests_leave_of_it() -> None:
                     pass
         assert policy.free_kv_tokens == 100
 
-    bench.run(main)
 
-
-def test_a_closed_server_is_left_to_others() -> None:
+@virtually
+async def test_a_closed_server_is_left_to_others() -> None:
     bench = Bench(on="server")
-
-    async def main() -> None:
+    async with running(bench.llm):
         await bench.policy.load(Weights(1, WEIGHTS))
         bench.engine.close()
         bench.engine.close()
-
-    bench.run(main)
     assert bench.fake.asked[-1] == "/resume"
     assert bench.fake.asked.count("/resume") == 1

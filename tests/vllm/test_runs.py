@@ -38,9 +38,10 @@ from oppo.vllm.arguments import engine_arguments
 from oppo.vllm.processes import ServerProcess
 from oppo.vllm.sync import HostedFiles
 from oppo.weight_sync import sync
-from tests.kit.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue
+from tests.kit.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue, turns_answered
 from tests.kit.pipelines import Pipeline, Setting
-from tests.kit.responses import read_chunk, turns_answered
+from tests.kit.responses import read_chunk
+from tests.kit.virtual import virtually
 from tests.kit.workplace import furnish
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
 from tests.vllm.fakes import URL, FakeAsyncLLM, FakeSender, FakeServer, engine_of, experts_of, running
@@ -320,17 +321,15 @@ def test_deferred_rollouts_go_on_after_sleep_with_and_without_new_weights() -> N
     assert bench.llm.slept == 3, "not again in a step that began with what had ended in the overrun of the one before"
 
 
-def test_an_engine_that_dies_asleep_is_lost() -> None:
+@virtually
+async def test_an_engine_that_dies_asleep_is_lost() -> None:
     bench = Bench()
     bench.engine.sleeps = True
-
-    async def main() -> None:
+    async with running(bench.llm):
         await bench.step(await bench.policy.open(varied(1)))
         bench.llm.die()
         with pytest.raises(ModelLost):
             await bench.policy.load(Weights(1, WEIGHTS))
-
-    bench.run(main)
 
 
 def test_what_a_sleeping_engine_cannot_do_is_refused(tmp_path: Path) -> None:

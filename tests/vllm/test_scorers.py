@@ -18,10 +18,11 @@ from oppo.events import Finish, FloatArray, Prompt, Response
 from oppo.models import Sampling, Scorer
 from oppo.observe import Span
 from oppo.returns import TopLogprobs
-from oppo.testing import check_scorer, run_virtual
+from oppo.testing import check_scorer
 from oppo.vllm.plugin import LogitsOfPrompts
 from oppo.vllm.scorers import LogprobServer, RewardServer, VllmLogprobs, VllmReward
 from tests.kit.responses import EOS, PADDING, VOCABULARY, answered, chunk, endings, finishes, responses, stream
+from tests.kit.virtual import virtually
 from tests.vllm.fakes import BLOCK, URL, FakeAsyncLLM, FakeServer, engine_of, logprobs_after, score
 
 LONGEST = 160
@@ -126,32 +127,27 @@ async def test_events_out_of_place_and_tokens_of_another_vocabulary_are_errors()
     assert await reward.finish([Finish(7, response, "eos")]) == [score(whole(response))]
 
 
-def test_a_cancelled_call_leaves_no_request_behind() -> None:
+@virtually
+async def test_a_cancelled_call_leaves_no_request_behind() -> None:
     engine = FakeAsyncLLM(answers_after=10)
-
-    async def main() -> None:
-        with anyio.move_on_after(1) as scope:
-            await rewarding(engine).extend([Prompt(n, n, np.full(BLOCK, 5, np.int32)) for n in range(3)])
-        assert scope.cancelled_caught
-
-    run_virtual(main)
+    with anyio.move_on_after(1) as scope:
+        await rewarding(engine).extend([Prompt(n, n, np.full(BLOCK, 5, np.int32)) for n in range(3)])
+    assert scope.cancelled_caught
     assert (len(engine.sequences), len(engine.asking)) == (3, 0)
 
 
-def test_an_engine_that_dies_while_it_owes_a_score_is_a_lost_model() -> None:
+@virtually
+async def test_an_engine_that_dies_while_it_owes_a_score_is_a_lost_model() -> None:
     engine = FakeAsyncLLM(answers_after=1000)
 
-    async def main() -> None:
-        async def die() -> None:
-            await anyio.sleep(1)
-            engine.errored = True
+    async def die() -> None:
+        await anyio.sleep(1)
+        engine.errored = True
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(die)
-            with pytest.raises(ModelLost, match="vLLM has died"):
-                await rewarding(engine).extend([Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
-
-    run_virtual(main)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(die)
+        with pytest.raises(ModelLost, match="vLLM has died"):
+            await rewarding(engine).extend([Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
 
 
 @pytest.mark.parametrize(
@@ -169,21 +165,18 @@ def test_a_model_that_cannot_score_growing_prefixes_is_refused(changes: dict[str
         rewarding(**changes)
 
 
-def test_its_work_is_reported_and_its_errors_name_the_table() -> None:
+@virtually
+async def test_its_work_is_reported_and_its_errors_name_the_table() -> None:
     engine, spans = FakeAsyncLLM(answers_after=5), list[Span]()
     reward = rewarding(engine, key="rewards.1")
     reward.reporter.listener = spans.append
-
-    async def main() -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(reward.extend, [Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
-            await anyio.sleep(1)
-            assert reward.reporter.at_work == "reward model: extend"
-        engine.errored = True
-        with pytest.raises(ModelLost, match=r"^rewards\.1: vLLM has failed"):
-            await reward.extend([Prompt(1, 1, np.full(BLOCK, 5, np.int32))])
-
-    run_virtual(main)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reward.extend, [Prompt(0, 0, np.full(BLOCK, 5, np.int32))])
+        await anyio.sleep(1)
+        assert reward.reporter.at_work == "reward model: extend"
+    engine.errored = True
+    with pytest.raises(ModelLost, match=r"^rewards\.1: vLLM has failed"):
+        await reward.extend([Prompt(1, 1, np.full(BLOCK, 5, np.int32))])
     assert [span.label for span in spans] == ["extend", "extend"]
     assert reward.reporter.at_work == ""
 

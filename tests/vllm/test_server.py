@@ -16,29 +16,27 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from oppo.errors import ConfigError, ModelError
 from oppo.log import routed
 from oppo.models import Sampling, Weights
-from oppo.testing import run_virtual
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.arguments import ServerSettings
 from oppo.vllm.engine import NewTokens
 from oppo.vllm.server import Inbox
 from oppo.vllm.sync import FILES, FileSender, WeightFiles
+from tests.kit.virtual import virtually
 from tests.vllm.bench import varied
 from tests.vllm.fakes import URL, VOCABULARY, FakeServer, running, server_of
 from tests.vllm.test_sync import adapted
 
 
-def test_an_error_waits_behind_the_tokens_before_it() -> None:
-    async def main() -> None:
-        inbox = Inbox()
-        inbox.put(NewTokens([1], [{1: -1.0}]))
-        inbox.put(NewTokens([2], [{2: -1.0}], "stop"))
-        inbox.fail(ValueError("gone"))
-        new = await inbox.get()
-        assert (new.tokens, new.reason) == ([1, 2], "stop")
-        with pytest.raises(ValueError, match="gone"):
-            await inbox.get()
-
-    run_virtual(main)
+@virtually
+async def test_an_error_waits_behind_the_tokens_before_it() -> None:
+    inbox = Inbox()
+    inbox.put(NewTokens([1], [{1: -1.0}]))
+    inbox.put(NewTokens([2], [{2: -1.0}], "stop"))
+    inbox.fail(ValueError("gone"))
+    new = await inbox.get()
+    assert (new.tokens, new.reason) == ([1, 2], "stop")
+    with pytest.raises(ValueError, match="gone"):
+        await inbox.get()
 
 
 KEY = "sk-canary-of-the-tests-0123456789"

@@ -41,8 +41,9 @@ from oppo.vllm.sync import (
     plain,
     restored,
 )
+from tests.kit.virtual import virtually
 from tests.vllm.bench import WEIGHTS, Bench, varied
-from tests.vllm.fakes import FakeAsyncLLM, FakeSender
+from tests.vllm.fakes import FakeAsyncLLM, FakeSender, running
 
 CPU, FIRST, SECOND, THIRD, FOURTH = (torch.device(each) for each in ("cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"))
 UUIDS = ["a1", "b2", "c3", "d4"]
@@ -378,18 +379,16 @@ def test_weights_on_another_device_than_announced_are_refused_before_anything_is
 
 
 @pytest.mark.parametrize(("kv_on_sync", "recomputed"), [("keep", 0), ("recompute", 2)])
-def test_deferred_rollouts_keep_their_kv_cache_or_compute_them_again(kv_on_sync: str, recomputed: int) -> None:
+@virtually
+async def test_deferred_rollouts_keep_their_kv_cache_or_compute_them_again(kv_on_sync: str, recomputed: int) -> None:
     bench = Bench(keywords={"kv_on_sync": kv_on_sync})
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(3))
         await bench.step(decodes, cut_at=1)
         await bench.policy.load(Weights(1, WEIGHTS))
         await bench.policy.load(Weights(2))
         await bench.policy.load(Weights(3, WEIGHTS))
         await bench.step(await bench.policy.open([Prompt(9, 9, np.array([12], np.int32))]))
-
-    bench.run(main)
     assert bench.llm.recomputed == recomputed
     assert len(bench.llm.updates) == 2, "an actor that was not trained is not sent"
     salts = {request.salt for request in bench.llm.done}
@@ -467,10 +466,10 @@ def test_the_error_of_a_rollout_that_a_sync_drains_ends_its_decoding_and_not_the
     assert bench.policy.version == 1
 
 
-def test_the_error_of_a_rollout_that_came_late_is_raised_when_it_is_decoded_on() -> None:
+@virtually
+async def test_the_error_of_a_rollout_that_came_late_is_raised_when_it_is_decoded_on() -> None:
     bench = Bench(FakeAsyncLLM(overrun=0, late=0.012, logprob=lambda position: float("nan") if position > 3 else -1.0))
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(2))
         with anyio.move_on_after(0.025):
             await bench.step(decodes)
@@ -480,17 +479,15 @@ def test_the_error_of_a_rollout_that_came_late_is_raised_when_it_is_decoded_on()
         with pytest.raises(ModelError, match="which is not finite"):
             await bench.step(decodes[:1])
 
-    bench.run(main)
-
 
 @pytest.mark.parametrize(
     "failure", [ModelLost("vLLM took no weights within 600 s"), RuntimeError("a worker refused")], ids=["late", "other"]
 )
-def test_an_engine_whose_weights_are_unknown_decodes_nothing_any_more(failure: Exception) -> None:
+@virtually
+async def test_an_engine_whose_weights_are_unknown_decodes_nothing_any_more(failure: Exception) -> None:
     bench = Bench(sender=FakeSender(fails=failure))
     made: list[int] = []
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(2))
 
         async def sync_weights() -> None:
@@ -514,13 +511,12 @@ def test_an_engine_whose_weights_are_unknown_decodes_nothing_any_more(failure: E
             again = await bench.policy.open(varied(1))
         for decode in decodes:
             await decode.aclose()
-
-    bench.run(main)
     assert made[0] == made[1], "no token was made after the failure"
     assert bench.policy.version == 0
 
 
-def test_a_cancelled_sync_ends_first_and_takes_effect() -> None:
+@virtually
+async def test_a_cancelled_sync_ends_first_and_takes_effect() -> None:
     bench = Bench(sender=FakeSender(seconds=0.1))
 
     async def sync_weights() -> None:
@@ -530,29 +526,25 @@ def test_a_cancelled_sync_ends_first_and_takes_effect() -> None:
         assert scope.cancel_called
         assert bench.policy.version == 1
 
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(2))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sync_weights)
             await bench.step(decodes)
-
-    bench.run(main)
     assert bench.versions(0)[-1] == 1
     assert bench.llm.updates == [bench.policy._label(1)]
 
 
-def test_a_cancelled_sync_that_does_not_end_leaves_the_engine_lost() -> None:
+@virtually
+async def test_a_cancelled_sync_that_does_not_end_leaves_the_engine_lost() -> None:
     bench = Bench(sender=FakeSender(seconds=10 * GRACE))
-
-    async def main() -> None:
+    async with running(bench.llm):
         start = anyio.current_time()
         with anyio.move_on_after(1.0):
             await bench.policy.load(Weights(1, WEIGHTS))
         assert anyio.current_time() == pytest.approx(start + 1.0 + GRACE)
         with pytest.raises(ModelLost, match=r"syncing version 1 was cancelled before .* unknown: .* fake.log"):
             await bench.step(await bench.policy.open(varied(1)))
-
-    bench.run(main)
 
 
 def test_an_engine_that_keeps_the_kv_cache_of_other_weights_is_lost() -> None:
@@ -580,10 +572,10 @@ def test_an_engine_works_on_one_event_loop() -> None:
         bench.run(main)
 
 
-def test_a_closed_engine_is_named_and_its_rollouts_can_be_closed() -> None:
+@virtually
+async def test_a_closed_engine_is_named_and_its_rollouts_can_be_closed() -> None:
     bench = Bench()
-
-    async def main() -> None:
+    async with running(bench.llm):
         decodes = await bench.policy.open(varied(3))
         await bench.step(decodes, cut_at=1)
         bench.engine.close()
@@ -594,8 +586,6 @@ def test_a_closed_engine_is_named_and_its_rollouts_can_be_closed() -> None:
             await bench.step(await bench.policy.open(varied(1)))
         with pytest.raises(ProtocolError, match="the engine of fake was closed"):
             await bench.policy.load(Weights(1, WEIGHTS))
-
-    bench.run(main)
 
 
 def adapting(folder: Path, **given: Any) -> Bench:

@@ -1,7 +1,9 @@
 """The KV cache: a slab for each length class, live sequences contiguous at its front, and transformers' view of it.
 
 A slab is a pair of tensors ``[capacity, heads, columns, head_dim]`` for each layer; slot ``i`` holds one sequence.
-Capacity and columns follow the sequences held. Three invariants make a slice of a slab safe to attend to:
+Capacity and columns follow the sequences held. Tensors of many layers are one block in memory, so that a row moves, and
+a slab is resized, in as many launches for 24 layers as for two. Three invariants make a slice of a slab safe to attend
+to:
 
 - slots ``0 .. len(slab)`` are live, in the order of :attr:`Slab.rows`; the last live row moves into a freed slot;
 - positions that no live sequence has written are zero: a masked NaN of another sequence would still be a NaN;
@@ -12,12 +14,13 @@ Capacity and columns follow the sequences held. Three invariants make a slice of
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -35,6 +38,9 @@ SLACK = 8  # live rows per spare slot that a growing slab reserves
 
 HEADROOM = 5
 """A growing slab reserves ``1 / HEADROOM`` more columns than its sequences need, and so is copied less often."""
+
+BLOCK_BYTES = 256 * 2**20
+"""The most bytes of a block, or one tensor: a slab that is resized is in memory twice block by block."""
 
 SPARE = 1.125  # a slab larger than its rows need by this factor gives memory back when a row leaves
 
@@ -130,7 +136,7 @@ class Slots(ABC):
         pairs = list(runs(to, of))
         if not (sources := [store[slots] for store in self._tensors() for _, slots in pairs]):
             return
-        # Each of these operations is one launch for all layers, where a copy through indices is two for each.
+        # Each of these operations is one launch for each run, where a copy through indices is two for each tensor.
         if not set(to).isdisjoint(of):
             held = list(map(torch.empty_like, sources))
             torch._foreach_copy_(held, sources)
@@ -138,7 +144,7 @@ class Slots(ABC):
         torch._foreach_copy_([store[slots] for store in self._tensors() for slots, _ in pairs], sources)
 
     def _spare(self) -> float:
-        # On other devices a copy is two launches for each store: half of the memory must be free to be worth them.
+        # On a GPU half of the memory must be free to be worth a copy, after which graphs are captured anew.
         return SPARE if all(store.device.type == "cpu" for store in self._tensors()) else 2.0
 
     @abstractmethod
@@ -146,18 +152,33 @@ class Slots(ABC):
         """Return the tensors [capacity, ...]."""
 
 
+class _Kind(NamedTuple):
+    """Stores of one shape."""
+
+    heads: int
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+Places: TypeAlias = dict[tuple[int, str], list[tuple[_Kind, int]]]
+"""The stores of each layer, by their kinds and their numbers among those of the kind; the slabs of a reader agree."""
+
+
 class Slab(Slots):
     """The KV cache of one length class; its ``version`` changes when tensors move."""
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, places: Places | None = None) -> None:
         super().__init__()
         self.longest = _aligned(longest)
         self.columns = self.version = 0
-        self._layers: dict[tuple[int, str], tuple[Tensor, ...]] = {}
+        self._stacks: dict[_Kind, list[Tensor]] = {}  # blocks [stores, capacity, heads, columns, head_dim] of a kind
+        self._places: Places = {} if places is None else places
+        self._layers: dict[tuple[int, str], tuple[Tensor, ...]] = {}  # views of them
 
     @property
     def layers(self) -> int:
-        return len({layer for layer, _ in self._layers})
+        return len({layer for layer, _ in self._places})
 
     def store(self, layer: int, region: KVRegion, *news: Tensor, of: str = "attention") -> tuple[Tensor, ...]:
         """Write new keys and values, or an indexer's keys, [n, heads, q, size]; return all tokens'."""
@@ -168,7 +189,12 @@ class Slab(Slots):
         """Write new keys and values, [n, heads, q, size] or, of packed rows, [1, heads, tokens, size]."""
         stores = self._layers.get((layer, of))
         if stores is None:
-            stores = self._layers[layer, of] = tuple(map(self._empty, news))
+            if (layer, of) not in self._places:
+                known, kinds = self._kinds(), [_Kind(*new.shape[1::2], new.dtype, new.device) for new in news]
+                at = [known[kind] + kinds[:before].count(kind) for before, kind in enumerate(kinds)]
+                self._places[layer, of] = list(zip(kinds, at, strict=True))
+            self._allocate()
+            stores = self._layers[layer, of]
         for store, new in zip(stores, news, strict=True):
             flat = new.transpose(1, 2)  # [n, q, heads, head_dim]
             if region.unpadded is not None:
@@ -199,17 +225,18 @@ class Slab(Slots):
             return
         self.add(rows)
         pairs, longest = list(runs([*map(self.slot, rows)], [*map(source.slot, rows)])), max(rows.values())
-        for layer, old_stores in source._layers.items():
-            if layer not in self._layers:
-                self._layers[layer] = tuple(map(self._empty, old_stores))
-            for store, old in zip(self._layers[layer], old_stores, strict=True):
+        self._places.update(source._places)
+        self._allocate()
+        for kind, blocks in source._stacks.items():
+            others = list(blocks)
+            for new, old in chain.from_iterable(_parts(block, others) for block in self._stacks[kind]):
                 for to, of in pairs:
-                    store[to, :, :longest] = old[of, :, :longest]
+                    new[:, to, :, :longest] = old[:, of, :, :longest]
         source.remove(rows)
 
     def bytes_per_token(self) -> int:
         """Return the bytes of one position of one sequence over all layers; 0 before the first write."""
-        return sum(store.shape[1] * store.shape[3] * store.element_size() for store in self._tensors())
+        return sum(count * kind.heads * kind.size * kind.dtype.itemsize for kind, count in self._kinds().items())
 
     def layer_bytes(self) -> Counter[int]:
         found = Counter[int]()
@@ -219,19 +246,32 @@ class Slab(Slots):
 
     def _inherit(self, source: Slab) -> None:
         capacity, columns = max(self._capacity, source._capacity), max(self.columns, source.columns)
-        for name in ("rows", "_slots", "_layers", "_capacity", "columns"):
+        for name in ("rows", "_slots", "_stacks", "_layers", "_capacity", "columns"):
             setattr(self, name, getattr(source, name))
-        source.rows, source._slots, source._layers = [], {}, {}
+        source.rows, source._slots, source._stacks, source._layers = [], {}, {}, {}
         source._capacity = source.columns = 0
         self.version += 1
         source.version += 1
         self._resize(capacity, columns)
 
     def _tensors(self) -> Iterable[Tensor]:
-        return chain.from_iterable(self._layers.values())
+        return [block.transpose(0, 1) for block in chain.from_iterable(self._stacks.values())]
 
-    def _empty(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._capacity, like.shape[1], self.columns, like.shape[3])
+    def _kinds(self) -> Counter[_Kind]:
+        return Counter(kind for places in self._places.values() for kind, _ in places)
+
+    def _allocate(self) -> None:
+        for kind, count in self._kinds().items():
+            stack = self._stacks.setdefault(kind, [])
+            stack += self._blocks(kind, count - sum(map(len, stack)))
+        stores = {kind: [store for block in blocks for store in block] for kind, blocks in self._stacks.items()}
+        self._layers = {layer: tuple(stores[kind][at] for kind, at in places) for layer, places in self._places.items()}
+
+    def _blocks(self, kind: _Kind, count: int) -> Iterator[Tensor]:
+        shape = self._capacity, kind.heads, self.columns, kind.size
+        most = max(1, BLOCK_BYTES // max(1, math.prod(shape) * kind.dtype.itemsize))
+        for at in range(0, count, most):
+            yield torch.zeros(min(most, count - at), *shape, dtype=kind.dtype, device=kind.device)
 
     def _with_headroom(self, columns: int) -> int:
         return min(_aligned(columns + columns // HEADROOM), self.longest)
@@ -241,14 +281,29 @@ class Slab(Slots):
             return
         self._capacity, self.columns = capacity, columns
         self.version += 1
-        for layer, stores in self._layers.items():  # one by one, so that only one is in memory twice
-            self._layers[layer] = tuple(map(self._resized, stores))
+        self._layers.clear()  # or all would be in memory twice
+        if not capacity:
+            self._stacks.clear()
+        live = len(self.rows)
+        for kind, others in self._stacks.items():
+            kept, self._stacks[kind] = min(columns, others[0].shape[3]), []
+            for block in self._blocks(kind, sum(map(len, others))):
+                for new, old in _parts(block, others):
+                    new[:, :live, :, :kept] = old[:, :live, :, :kept]
+                self._stacks[kind].append(block)
+        if self._stacks:
+            self._allocate()
 
-    def _resized(self, store: Tensor) -> Tensor:
-        live, kept = len(self.rows), min(self.columns, store.shape[2])
-        new = self._empty(store)
-        new[:live, :, :kept] = store[:live, :, :kept]
-        return new
+
+def _parts(block: Tensor, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the stores of a block with the same ones of another stack, which lacks them afterwards."""
+    at = 0
+    while at < len(block):
+        part, others[0] = others[0].tensor_split((len(block) - at,))
+        yield block[at : at + len(part)], part
+        at += len(part)
+        if not len(others[0]):
+            del others[0]
 
 
 def _aligned(columns: int) -> int:
@@ -290,7 +345,8 @@ class Rows:
         self._lengths: dict[int, int] = {}
         self._longest_row = longest
         self._model = model
-        self._class_slabs = [Slab(columns) for columns in _class_lengths(classes, longest)]
+        self._places: Places = {}
+        self._class_slabs = [Slab(columns, self._places) for columns in _class_lengths(classes, longest)]
         self._decode_slabs: list[Slab] = []
 
     def __len__(self) -> int:
@@ -362,7 +418,7 @@ class Rows:
             free = [slab for slab in self._decode_slabs if slab not in by_slab]
             slab = max(free, key=held.__getitem__, default=None)
             if slab is None or not held[slab]:
-                slab = next((slab for slab in free if not slab.rows), None) or Slab(self._longest_row)
+                slab = next((slab for slab in free if not slab.rows), None) or Slab(self._longest_row, self._places)
             by_slab[slab] = members
         self._move(by_slab, lengths)
         for slab, members in by_slab.items():

@@ -32,7 +32,7 @@ from oppo.hf.kv.cache import take
 from oppo.hf.kv.prefill import EXACT_BLOCK
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.routers import RouteRecords, RouterReplay
-from oppo.hf.serve.sampling import Noise, draw
+from oppo.hf.serve.sampling import Drawing
 from oppo.hf.weights import adopt
 from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Cut, Detokenize, Sampling, Weights
@@ -97,7 +97,7 @@ class Decoder:
         self._routes = RouteRecords(RouterReplay.of(model)) if routed_experts else None
         self.reader.routes = self._routes
         self._sampling = sampling
-        self._noise = Noise(sampling.seed)
+        self._drawing = Drawing(sampling, self.reader.device)
         self._stopping = StopCriteria(sampling, decode)
         self._deterministic = deterministic
         self._prefill_tokens = prefill_tokens
@@ -155,12 +155,8 @@ class Decoder:
         return [together[at] for at in order], take(torch.cat(outputs), order)
 
     def _draw(self, live: Sequence[DecodeRow], logits: Tensor) -> tuple[DecodeStep, Tensor]:
-        lengths, logits = [len(row.tokens) for row in live], logits[:, self._sampling.ids]
-        noise = None
-        if self._sampling.temperature > 0:
-            noise = self._noise([row.order for row in live], lengths, logits.shape[-1], logits.device)
-        too_short = [at for at, length in enumerate(lengths) if length < self._sampling.min_new_tokens]
-        drawn = draw(logits, noise, self._sampling, too_short)
+        orders, lengths = [row.order for row in live], [len(row.tokens) for row in live]
+        drawn = self._drawing(logits[:, self._sampling.ids], orders, lengths)
         ids, logprobs, support = drawn.read_back()
         finite = np.isfinite(logprobs)
         if not finite.all():

@@ -3,22 +3,28 @@
 ``argmax(logits + g)`` with independent standard Gumbel ``g`` is a sample from ``softmax(logits)`` (Gumbel, 1954;
 Maddison et al., 2014, "A* sampling"). Unlike inverting a cumulative sum it is robust: an error of 1e-6 in one logit
 changes the token only where the two best perturbed logits nearly tie, so the same noise gives the same tokens under
-another batch shape, chunking or device. The noise is a function of the seed and of a token's admission number, sample
-and position.
+another batch shape, chunking or device. The noise (:mod:`oppo.hf.serve.noise`) is a function of the seed and of
+a token's admission number, sample and position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oppo.errors import one_line
 from oppo.events import Support
-from oppo.hf.kv.cache import runs, take
+from oppo.hf.devices import CPU
+from oppo.hf.kv.cache import runs
+from oppo.hf.serve.noise import Noise, keys_at, noise_of, table_on
+from oppo.log import logger
 from oppo.models import Sampling
 
 _NUCLEUS = 1024  # tokens among which the nucleus of `top_p` is searched first: sorting a whole vocabulary is slow
@@ -45,8 +51,65 @@ class Drawn(NamedTuple):
         return host[:, 0].astype(np.int32), host[:, 1].astype(np.float32), support
 
 
-def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Sequence[int] = ()) -> Drawn:
-    """Return tokens sampled from ``logits`` [n, V] with ``noise``, their log-probs and their support, in float32."""
+class Drawing:
+    """Draws the next token of rows; on a GPU with Triton in two launches (:mod:`oppo.hf.serve.kernels`)."""
+
+    def __init__(self, sampling: Sampling, device: torch.device, kernels: ModuleType | None = None) -> None:
+        self._sampling = sampling
+        self._noise = Noise(sampling.seed, device)
+        self._kernels = _kernels_on(device) if kernels is None and device.type == "cuda" else kernels
+        self._ends = torch.tensor(sampling.stop, dtype=torch.int32, device=device)
+
+    def __call__(self, logits: Tensor, rows: Sequence[tuple[int, int]], positions: Sequence[int]) -> Drawn:
+        """Return the token at a position of each row (admission number, sample), sampled from ``logits`` [n, V]."""
+        sampling, vocabulary, table = self._sampling, logits.shape[-1], self._noise.table
+        too_short = [at for at, position in enumerate(positions) if position < sampling.min_new_tokens]
+        if _truncates(sampling, vocabulary):
+            keys = self._noise(rows, positions)
+            return draw(logits, lambda ids: noise_of(keys, ids, table), sampling, too_short)
+        if self._kernels is None:
+            noise = self._noise(rows, positions, vocabulary) if sampling.temperature > 0 else None
+            return draw(logits, noise, sampling, too_short)
+        tokens, logprobs = self._kernels.draw(
+            *(logits, self._noise(rows, positions), table),
+            temperature=sampling.temperature,
+            ends=self._ends if too_short else self._ends[:0],
+            least=sampling.min_new_tokens,
+        )
+        return Drawn(tokens, logprobs, None, _barred(sampling, logits.shape, too_short))
+
+
+@cache
+def _kernels_on(device: torch.device) -> ModuleType | None:
+    # None: they do not run here, or give other tokens than a CPU.
+    sampling, keys, table = Sampling(temperature=0.7), keys_at(0, torch.arange(12).view(4, 3)), table_on(CPU)
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
+    expected = draw(logits, noise_of(keys, torch.arange(5000), table), sampling).tokens
+    ends = torch.empty(0, dtype=torch.int32)
+    try:
+        from oppo.hf.serve import kernels  # noqa: PLC0415 - Triton is not installed everywhere
+
+        given = (each.to(device) for each in (logits, keys, table))
+        tokens, _ = kernels.draw(*given, temperature=sampling.temperature, ends=ends.to(device), least=0)
+        if torch.equal(tokens.cpu(), expected):
+            return kernels
+        why = "its tokens are others than a CPU's"
+    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way
+        why = one_line(error)
+    logger.info(f"tokens are drawn operation by operation on {device}: the kernel of Triton cannot be used ({why})")
+    return None
+
+
+def draw(
+    logits: Tensor,
+    noise: Tensor | Callable[[Tensor], Tensor] | None,
+    sampling: Sampling,
+    too_short: Sequence[int] = (),
+) -> Drawn:
+    """Return tokens sampled from ``logits`` [n, V], their log-probs and their support, in float32.
+
+    ``noise``: float32 [n, V]; where ids are left out, it may be a function of the others, int64 [n, k].
+    """
     # A log-prob is of the distribution that the token was sampled from: at the sampling temperature (1 when greedy),
     # then top_k, then top_p, as in transformers' generate(). Rows that are too short get no token of sampling.stop.
     logits = logits.float()
@@ -56,32 +119,49 @@ def draw(logits: Tensor, noise: Tensor | None, sampling: Sampling, too_short: Se
         raise ValueError(f"sampling at temperature {sampling.temperature} needs noise; only greedy decoding has none")
     else:
         logits = logits / sampling.temperature
-    logits, barred = _without_stop(logits, too_short, sampling.stop) if too_short else (logits, Support())
+    barred = _barred(sampling, logits.shape, too_short)
+    if too_short:
+        logits = _without_stop(logits, too_short, sampling.stop)
     kept, ids = _kept(logits, sampling), None
-    if noise is None or kept is None:
-        tokens = (logits if noise is None else logits + noise).argmax(-1, keepdim=True)
+    if kept is None:
+        tokens = (logits if noise is None else logits + cast("Tensor", noise)).argmax(-1, keepdim=True)
         normaliser = logits.logsumexp(-1, keepdim=True)
     else:
         best, ids, normaliser = kept
-        tokens = ids.gather(1, (best + noise.gather(1, ids)).argmax(-1, keepdim=True))
+        of_ids = noise(ids) if callable(noise) else cast("Tensor", noise).gather(1, ids)
+        tokens = ids.gather(1, (best + of_ids).argmax(-1, keepdim=True))
         ids = ids.where(best > -torch.inf, -1)
     logprobs = (logits.gather(1, tokens) - normaliser).clamp_(max=0)  # rounding can leave it above 0
     return Drawn(tokens.squeeze(1), logprobs.squeeze(1), ids, barred)
 
 
-def _without_stop(logits: Tensor, too_short: Sequence[int], stop: Sequence[int]) -> tuple[Tensor, Support]:
-    ends, allowed = sorted({token for token in stop if token < logits.shape[-1]}), logits.clone()
+def _without_stop(logits: Tensor, too_short: Sequence[int], stop: Sequence[int]) -> Tensor:
+    allowed = logits.clone()
     for (rows,) in runs(too_short):
-        for (tokens,) in runs(ends):
+        for (tokens,) in runs(_ends(stop, logits.shape[-1])):
             allowed[rows, tokens].fill_(-torch.inf)
-    counts = np.zeros(len(logits), np.int32)
+    return allowed
+
+
+def _barred(sampling: Sampling, shape: Sequence[int], too_short: Sequence[int]) -> Support:
+    if not too_short:
+        return Support()
+    counts, ends = np.zeros(shape[0], np.int32), _ends(sampling.stop, shape[1])
     counts[list(too_short)] = -len(ends)
-    return allowed, Support(np.tile(np.array(ends, np.int32), len(too_short)), counts)
+    return Support(np.tile(np.array(ends, np.int32), len(too_short)), counts)
+
+
+def _ends(stop: Sequence[int], vocabulary: int) -> list[int]:
+    return sorted({token for token in stop if token < vocabulary})
+
+
+def _truncates(sampling: Sampling, vocabulary: int) -> bool:
+    return sampling.temperature > 0 and (0 < sampling.top_k < vocabulary or sampling.top_p < 1)
 
 
 def _kept(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor] | None:
     # The largest logits of each row, minus infinity where truncation drops them; their ids; the logsumexp of the kept.
-    if sampling.temperature == 0 or (not 0 < sampling.top_k < logits.shape[-1] and sampling.top_p == 1):
+    if not _truncates(sampling, logits.shape[-1]):
         return None
     if not sampling.top_k:
         return _nucleus(logits, sampling.top_p)
@@ -106,100 +186,3 @@ def _until(best: Tensor, probabilities: Tensor, top_p: float) -> tuple[Tensor, T
     mass = probabilities.cumsum(-1)
     stays = mass - probabilities < top_p
     return best.masked_fill(~stays, -torch.inf), mass.gather(1, (stays.sum(-1, keepdim=True) - 1).clamp_(min=0))
-
-
-AHEAD = 16  # positions of a row for which noise is made at once, at most: noise beyond the end of a response is wasted
-
-ENTRIES = 2**18
-"""About how many numbers are made at once, one position's at least: for fewer, calling torch dominates the cost."""
-
-
-def _signed(word: int, bits: int) -> int:
-    word &= (1 << bits) - 1
-    return word - (1 << bits) if word >> (bits - 1) else word
-
-
-_GOLDEN64 = _signed(0x9E3779B97F4A7C15, 64)
-
-_MIX64 = (_signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64))
-
-_GOLDEN32 = _signed(0x9E3779B1, 32)
-
-_MIX32 = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
-
-
-def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocabulary: int) -> Tensor:
-    """Return standard Gumbel noise, float32 [n, vocabulary], that depends only on the arguments of its row."""
-    # Integer arithmetic up to the last two logarithms: the 31 random bits of an entry are the same on every device. A
-    # longer row begins with the shorter one; of the seed the low 64 bits count.
-    key = torch.full_like(admission, _signed(seed, 64))
-    for word in (admission, sample, position):
-        key = _splitmix64(key) ^ word
-    key = _splitmix64(key)
-    low, high = _signed_halves(key)
-    tokens = torch.arange(vocabulary, dtype=torch.int32, device=key.device) * _GOLDEN32
-    bits = _hash32(tokens.unsqueeze(0) ^ low.unsqueeze(1), high.unsqueeze(1))
-    # u in (0, 1) is finest near 0, so g = -log(-log(1 - u)) is finest in its upper tail, which decides an argmax.
-    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
-
-
-class Noise:
-    """Returns the noise of :func:`gumbel`, bit for bit, made for several positions ahead."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._columns: dict[tuple[int, int], int] = {}  # where each row is in the block
-        self._starts: list[int] = []  # the position of each row at which the block begins
-        self._places = torch.empty(0, 3)  # [rows, 3]: admission number, sample and that position
-        self._block = torch.empty(0, 0, 0)  # [positions, rows, V]
-
-    def __call__(
-        self, rows: Sequence[tuple[int, int]], positions: Sequence[int], vocabulary: int, device: torch.device
-    ) -> Tensor:
-        """The noise of the next token of each row (admission number, sample): float32, not to be written to."""
-        columns = [self._columns.get(row, -1) for row in rows]
-        offsets = {at - self._starts[column] for at, column in zip(positions, columns, strict=True) if column >= 0}
-        if -1 in columns or len(offsets) > 1 or self._places.device != device:
-            self._places = torch.tensor([(*row, at) for row, at in zip(rows, positions, strict=True)], device=device)
-        else:
-            (offset,) = offsets
-            if 0 <= offset < len(self._block) and self._block.shape[2] == vocabulary:
-                return take(self._block[offset], columns)
-            self._places = take(self._places, columns).clone()  # nothing crosses to the device
-            self._places[:, 2] += offset
-        count = max(1, min(AHEAD, ENTRIES // (len(rows) * vocabulary)))
-        admission, sample, start = self._places.repeat(count, 1).unbind(1)
-        ahead = torch.arange(count, device=device).repeat_interleave(len(rows))
-        self._block = gumbel(self._seed, admission, sample, start + ahead, vocabulary).view(count, -1, vocabulary)
-        self._columns, self._starts = {row: at for at, row in enumerate(rows)}, list(positions)
-        return self._block[0]
-
-
-def _shifted(word: Tensor, by: int, bits: int) -> Tensor:
-    # ``word >>> by``: torch's shift of a signed integer copies the sign instead.
-    return (word >> by).bitwise_and_((1 << (bits - by)) - 1)
-
-
-def _splitmix64(state: Tensor) -> Tensor:
-    # Steele, Lea, Flood, 2014.
-    word = state + _GOLDEN64
-    word = (word ^ _shifted(word, 30, 64)) * _MIX64[0]
-    word = (word ^ _shifted(word, 27, 64)) * _MIX64[1]
-    return word ^ _shifted(word, 31, 64)
-
-
-def _signed_halves(word: Tensor) -> tuple[Tensor, Tensor]:
-    low = (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
-    return low.to(torch.int32), (word >> 32).to(torch.int32)
-
-
-def _hash32(word: Tensor, key: Tensor) -> Tensor:
-    # 31 random bits for each word, which is overwritten: lowbias32 (Wellons, 2018), keyed half-way.
-    word ^= _shifted(word, 16, 32)
-    word *= _MIX32[0]
-    word += key
-    word ^= _shifted(word, 15, 32)
-    word *= _MIX32[1]
-    word ^= _shifted(word, 16, 32)
-    return word.bitwise_and_(0x7FFFFFFF)

@@ -39,7 +39,7 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.hf.devices import synchronised
-from oppo.hf.head import Measure, OwnHead, separable_head
+from oppo.hf.head import Measure, OwnHead, separable_head, widen_head
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import Loadable, ModelRecipe, worker_maker
@@ -273,6 +273,7 @@ class ValueWorker(ScorerWorker[FloatArray]):
 
 def score_reader(model: PreTrainedModel) -> Reader:
     head = score_head(model)
+    widen_head(model)
     model.train(mode=False)
     return reader_of(backbone(model), head=head)
 
@@ -367,7 +368,7 @@ class Following(StreamedScorer[T]):
 
     async def copied(self, weights: Weights) -> Weights:
         own = await anyio.to_thread.run_sync(copies, getattr(weights, self._part))
-        return Weights(weights.version, **{self._part: own})
+        return Weights(weights.version, actor=own) if self._part == "actor" else Weights(weights.version, critic=own)
 
     async def load(self, weights: Weights) -> None:
         """Serve its part of ``weights`` from the next call on; tensors that are the model's own are not copied.
@@ -464,6 +465,7 @@ class ProcessRewardWorker(ScorerWorker[TokenRewards]):
             raise ConfigError(f"{type(model).__name__} has {labels} labels, and none with the index {label}")
         self._label = label
         self._baseline = baseline
+        widen_head(model)
         super().__init__(model, reader_of(backbone(model), head=token_head(model)), deterministic=deterministic)
         self._separators = torch.tensor(separators, dtype=torch.int64)
 

@@ -105,7 +105,8 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self._keeps = keeps_logits(actor)
         record_routers(actor)
-        widen_head(actor)
+        for model in self._models():
+            widen_head(model)
         self._one_trunk = critic is not None and shares_trunk(actor, critic)
         self._own_head = OwnHead(actor) if head_apart or self._one_trunk else None
         self._packs = packs
@@ -117,12 +118,13 @@ class ActorCritic(nn.Module):
     def prepare(self) -> None:
         """Compute logits of response tokens only, in bounded memory, if the head can run apart from its trunk."""
         self._own_head = self._own_head or separable_head(self.actor)
-        self._packs = self._own_head is not None and all(map(reads_packed, self._models()))
+        self._packs = self._own_head is not None and all(map(reads_packed, self.pretrained))
 
     def packs(self, longest: int) -> bool:
-        return self._packs and all(packs(model, longest) for model in self._models())
+        return self._packs and all(packs(model, longest) for model in self.pretrained)
 
-    def _models(self) -> list[PreTrainedModel]:
+    @property
+    def pretrained(self) -> list[PreTrainedModel]:
         return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     def trained(self) -> list[list[nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from oppo.durable import writing
 from oppo.errors import CheckpointError, ConfigError, one_line
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.muon import MuonAndAdamW, matrices
 from oppo.hf.train.ranks import Team, alike, whole
 from oppo.training import TrainerSettings
 
@@ -54,7 +55,7 @@ class MasterWeights:
 
 
 class Optimisation:
-    """AdamW through accelerate, on float32 copies of 16-bit weights; it clips each model's gradient apart."""
+    """An optimizer through accelerate, on float32 copies of 16-bit weights; it clips each model's gradient apart."""
 
     def __init__(self, models: ActorCritic, settings: TrainerSettings) -> None:
         self._max_grad_norm = settings.max_grad_norm
@@ -69,7 +70,21 @@ class Optimisation:
         self.masters = MasterWeights(parameter for part in trained for parameter in part)
         self.weights = [[self.masters.of(parameter) for parameter in part] for part in trained]
         self._held: dict[nn.Parameter, Tensor] = {}
-        self.models, self.optimizer = self._accelerator.prepare(models, _adamw(settings, self.weights))
+        self._matrices = set[nn.Parameter]()
+        if settings.optimizer == "muon":
+            self._matrices = {self.masters.of(each) for each in matrices(models.pretrained)}
+            if not self._matrices:
+                raise ConfigError(
+                    "trainer.optimizer = 'muon' is of matrices of layers, and none is trained: adapters, embeddings "
+                    "and heads have AdamW; leave optimizer out"
+                )
+        optimizer = _optimizer(settings, self.weights, self._matrices)
+        self.models, self.optimizer = self._accelerator.prepare(models, optimizer)
+
+    @property
+    def state_bytes(self) -> int:
+        # Muon keeps one number of each weight, AdamW two.
+        return sum(each.nbytes * (1 if each in self._matrices else 2) for part in self.weights for each in part)
 
     def scale(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
@@ -132,7 +147,9 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-def _adamw(settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]]) -> torch.optim.AdamW:
+def _optimizer(
+    settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]], by_muon: AbstractSet[nn.Parameter]
+) -> torch.optim.Optimizer:
     # Only matrices decay.
     rate, critic_rate = settings.learning_rate, settings.critic_learning_rate
     rates = rate, rate if critic_rate is None else critic_rate
@@ -140,18 +157,23 @@ def _adamw(settings: TrainerSettings, weights: Sequence[Sequence[nn.Parameter]])
         {"params": parameters, "lr": peak, "peak": peak, "weight_decay": decay}
         for part, peak in zip(weights, rates, strict=False)
         for parameters, decay in (
-            ([parameter for parameter in part if parameter.ndim >= 2], settings.weight_decay),
-            ([parameter for parameter in part if parameter.ndim < 2], 0.0),
+            ([each for each in part if each in by_muon], settings.weight_decay),
+            ([each for each in part if each.ndim >= 2 and each not in by_muon], settings.weight_decay),
+            ([each for each in part if each.ndim < 2], 0.0),
         )
         if parameters
     ]
-    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+    if not by_muon:
+        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
+    first = [group for group in groups if group["params"][0] in by_muon]
+    others = [group for group in groups if group["params"][0] not in by_muon]
+    return MuonAndAdamW(first, others, betas=settings.betas, eps=settings.eps)
 
 
 _FILE = "trainer.safetensors"
 _PARAMETER = "parameter"
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_STEP = "step"  # the one state of AdamW that has not the parameter's shape
+_STEP = "step"  # the one state that has not the parameter's shape
 
 
 def gather_training(optimisation: Optimisation, team: Team) -> dict[str, Tensor]:

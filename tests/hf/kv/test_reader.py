@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.hf.devices import CPU
-from oppo.hf.kv import attention
+from oppo.hf.kv import attention, cache
 from oppo.hf.kv.attention import (
     NAME,
     Segments,
@@ -28,7 +29,7 @@ from oppo.hf.kv.attention import (
     kinds_of,
     overhead_of,
 )
-from oppo.hf.kv.cache import KVRegion, KVView, Slab, SlabLayer
+from oppo.hf.kv.cache import KVRegion, KVView, Places, Slab, SlabLayer
 from oppo.hf.kv.reader import Incremental
 from tests.hf import tiny
 
@@ -295,6 +296,53 @@ def slab_with(rows: list[int]) -> Slab:
     new = torch.tensor(rows, dtype=torch.float32)[:, None, None, None]
     slab.store(0, everywhere, new, -new)
     return slab
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1000, 2**28])
+def test_a_row_joins_and_a_slab_grows_in_as_many_launches_for_any_number_of_layers(
+    block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "BLOCK_BYTES", block_bytes)
+    launches = []
+    for layers in (2, 24):
+        places: Places = {}
+        old, new = Slab(64, places), Slab(64, places)
+        old.reserve(3, 1)
+        old.add([1, 2, 3])
+        nothing = torch.zeros(3, dtype=torch.int64)
+        for layer in range(layers):
+            keys = torch.tensor([1.0, 2, 3])[:, None, None, None].expand(3, 2 + layer % 2, 1, 4) + 10 * layer
+            old.store(layer, KVRegion(slice(0, 3), 1, torch.arange(3), nothing, None), keys, -keys)
+        old.reserve(1, 9)  # the stores of a first pass become blocks
+        with Launches() as counted:
+            new.reserve(1, 9)
+            new.adopt({2: 1}, old)
+            new.reserve(2, 40)
+            new.adopt({3: 1}, old)
+            old.trim(9)
+            new.remove([2])
+        launches.append(counted.count)
+        for layer in range(layers):
+            keys, values = new._layers[layer, "attention"]
+            assert keys[0, :, 0].eq(3 + 10 * layer).all()
+            assert torch.equal(keys, -values)
+            assert not keys[0, :, 1:].any()
+            assert not keys[1:].any()
+            assert old._layers[layer, "attention"][0][0, :, 0].eq(1 + 10 * layer).all()
+    assert block_bytes < 2**28 or launches[0] == launches[1] <= LAUNCHES_OF_MOVES
+
+
+LAUNCHES_OF_MOVES = 24
 
 
 def first_keys(slab: Slab) -> list[float]:

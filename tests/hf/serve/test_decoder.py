@@ -20,8 +20,9 @@ from torch import Tensor
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Prompt
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Signals
+from oppo.hf.serve.noise import AHEAD, Noise, gumbel
 from oppo.hf.serve.policy import HfDecode, HfPolicy
-from oppo.hf.serve.sampling import AHEAD, Noise, draw, gumbel
+from oppo.hf.serve.sampling import draw
 from oppo.models import Sampling, Weights
 from oppo.rollout_buffer import DecodeStep
 from tests.hf import tiny
@@ -511,12 +512,12 @@ def wanted(rows: list[tuple[int, int]], positions: list[int], vocabulary: int) -
 
 @pytest.mark.parametrize("vocabulary", [17, 640, 70_000])
 def test_rows_that_draw_together_join_and_leave_get_the_noise_of_their_places_to_the_last_bit(vocabulary: int) -> None:
-    dice, noise = random.Random(3), Noise(SEED)
+    dice, noise = random.Random(3), Noise(SEED, CPU)
     drawn = {(k, k % 2): dice.randrange(5) for k in range(6)}
     live = list(drawn)[:4]
     for step in range(2 * AHEAD):
         positions = [drawn[row] for row in live]
-        assert torch.equal(noise(live, positions, vocabulary, CPU), wanted(live, positions, vocabulary))
+        assert torch.equal(noise(live, positions, vocabulary), wanted(live, positions, vocabulary))
         for row in live:
             drawn[row] += 1
         if step == 9:
@@ -526,12 +527,12 @@ def test_rows_that_draw_together_join_and_leave_get_the_noise_of_their_places_to
 
 
 def test_another_vocabulary_is_not_given_what_was_made_for_the_first() -> None:
-    noise = Noise(SEED)
-    noise([(1, 0)], [0], 50, CPU)
-    assert torch.equal(noise([(1, 0)], [1], 60, CPU), wanted([(1, 0)], [1], 60))
+    noise = Noise(SEED, CPU)
+    noise([(1, 0)], [0], 50)
+    assert torch.equal(noise([(1, 0)], [1], 60), wanted([(1, 0)], [1], 60))
 
 
 def test_a_row_that_goes_back_is_given_its_place_again() -> None:
-    noise = Noise(SEED)
+    noise = Noise(SEED, CPU)
     for position in (3, 4, 3, 2, 40):
-        assert torch.equal(noise([(1, 0)], [position], 50, CPU), wanted([(1, 0)], [position], 50))
+        assert torch.equal(noise([(1, 0)], [position], 50), wanted([(1, 0)], [position], 50))

@@ -25,8 +25,9 @@ from oppo.algorithms.group import grpo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch, Chunk, ChunkState, Prompt, Response
 from oppo.hf.serve.decoder import Decoder
+from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.policy import HfPolicy
-from oppo.hf.serve.sampling import draw, gumbel
+from oppo.hf.serve.sampling import draw
 from oppo.hf.train.trainer import HfTrainer
 from oppo.losses import ClippedLoss
 from oppo.models import Policy, Sampling, Trained, Weights
@@ -38,8 +39,7 @@ from oppo.turns import SLACK, StopCriteria, turn_so_far
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, reference, serving, told
-from tests.kit.dialogues import ANSWER, dialogue
-from tests.kit.responses import turns_answered
+from tests.kit.dialogues import ANSWER, dialogue, turns_answered
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

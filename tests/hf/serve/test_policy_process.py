@@ -17,6 +17,7 @@ from oppo.errors import ModelError, ModelLost, ProtocolError
 from oppo.events import ToolTokens
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.policy import HfDecode, HfPolicy
+from oppo.limits import UNLIMITED
 from oppo.models import Sampling, Weights
 from oppo.placement import Process
 from oppo.rollout_buffer import DecodeStep
@@ -88,7 +89,7 @@ def test_rows_read_their_tokens_again_before_their_memory_is_freed() -> None:
             versions.append(step.version)
             signals.stop()
 
-        core.run(new, {0: []}, lambda _: False, signals, stop)
+        core.run(new, {0: ((), (UNLIMITED, 0))}, lambda _: False, signals, stop)
 
     run_one_step(DecodeRow(0, prompt, 9))
     core.load(Weights(1))

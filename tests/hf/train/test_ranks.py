@@ -145,6 +145,7 @@ CASES = {
     "gradient checkpointing": Case(settings=replace(SETTINGS, gradient_checkpointing=1)),
     "a critic's warm-up": Case(settings=replace(SETTINGS, critic_warmup=1)),
     "a rank with nothing to do": Case(settings=replace(SETTINGS, micro_batch_tokens=10_000)),
+    "Muon": Case(settings=replace(SETTINGS, optimizer="muon")),
     "not finite": Case(settings=replace(SETTINGS, minibatches=3), change=unlearnable),
     "experts": Case(experts),
     "a load-balancing loss": Case(experts, replace(SEVERAL_STEPS, router_aux_loss=0.1)),

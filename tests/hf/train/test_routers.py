@@ -30,9 +30,8 @@ from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.train.test_trainer import SAMPLING, rollouts, trainer_of
-from tests.kit.dialogues import at_once, dialogue
+from tests.kit.dialogues import at_once, dialogue, turns_answered
 from tests.kit.known import known
-from tests.kit.responses import turns_answered
 
 NAMES = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
 """Routers that choose by probabilities, by probabilities not renormalised, by logits, and by biased groups."""

@@ -21,8 +21,7 @@ from oppo.vllm import VllmDecode, VllmEngine, VllmPolicy
 from oppo.vllm.async_llm import Collected
 from oppo.vllm.engine import NewTokens, Request
 from oppo.vllm.sync import FILES, WeightFiles, fingerprints, untied
-from tests.kit.dialogues import ANSWER, dialogue
-from tests.kit.responses import turns_answered
+from tests.kit.dialogues import ANSWER, dialogue, turns_answered
 from tests.vllm import scenario
 from tests.vllm.real.conftest import VOCABULARY, tiny_actor
 from tests.vllm.real.rollouts import (

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -66,13 +65,12 @@ def test_the_score_rises() -> None:
 
 
 def test_steps_on_vllm_are_recorded_like_those_on_transformers(tmp_path: Path) -> None:
-    scripted = replace(SMOKE, name="smoke-scripted", models=replace(SMOKE.models, taught=0))
-    files, watch, seat = files_of(scripted, tmp_path), worker.Watch(scripted), Seat(cores_here(), 1)
+    files, watch, seat = files_of(SMOKE, tmp_path), worker.Watch(SMOKE), Seat(cores_here(), 1)
     work = pipeline(files, MODES["fixed"], Seats(seat, seat, seat), watch.on_work, scorers="thread", engine="vllm")
 
     async def main() -> list[StepRecord]:
         async with work.graph.open(files.prompts(), observers=[watch]) as run:
-            return await worker.timed_steps(run, work, watch, 3)
+            return await worker.timed_steps(run, work.acting.progress, watch, 3)
 
     with closing(work):
         records = anyio.run(main)
