@@ -359,10 +359,7 @@ TAUGHT: Final = "teacher/taught"
 
 @dataclass(frozen=True, slots=True)
 class Untaught:
-    """In place of a teacher's log-probs of a response of which it says nothing: it has no part of the teacher.
-
-    ``top_k``: how many ids the teacher lists at each token of other responses; ``None``: none.
-    """
+    """What a teacher gives that says nothing of a response; ``top_k``: the ids that it lists of others, if any."""
 
     top_k: int | None = None
 

@@ -53,10 +53,12 @@ def model_behind(model: SyncedModel) -> SyncedModel:
 
 
 def name_of(model: SyncedModel) -> str:
+    """Return the name of a synced model's class, or of the one it stands for."""
     return type(model_behind(model)).__name__
 
 
 def share_tensors(one: SyncedModel, other: SyncedModel) -> bool:
+    """Return whether two models serve a tensor together, so that they get new weights together."""
     return (
         isinstance(one, ServesByReference)
         and isinstance(other, ServesByReference)

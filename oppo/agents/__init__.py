@@ -1,4 +1,4 @@
-"""Agents that talk to the policy as to an OpenAI-compatible server, with the tokens of their rollouts exact."""
+"""Agents that talk to the policy as to OpenAI's or Anthropic's server, with the tokens of their rollouts exact."""
 
 from oppo.agents.rollouts import AgentFunction, AgentPrompts, Agents
 

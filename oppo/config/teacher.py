@@ -93,6 +93,7 @@ def fault_of(
     named, distills, weight = models.teacher, getattr(algorithm, "distills", None), getattr(algorithm, "distill", None)
     given = changed(teacher, {each.name for each in fields(teacher)})
     idle = ", ".join(f"{key} = {in_toml(value)}" for key, value in given.items())
+    remedy = "choose step.algorithm = 'distill', or another" if weight is None else "set algorithm.distill above 0"
     has, chosen = bool(named or teacher.own), f"step.algorithm = {step.algorithm!r}"
     words: Mapping[str, object] = {
         f"{chosen} with algorithm.distill = {1.0 if weight is None else weight} learns the log-probs of a teacher, and "
@@ -100,9 +101,9 @@ def fault_of(
         "own teacher by teacher.weights": distills and not has,
         f"models.teacher = {named!r} is a teacher, and teacher.weights = {teacher.weights!r} makes the policy its own: "
         "leave one of the two out": named and teacher.own,
-        f"models.teacher = {named!r} is a teacher, and {chosen} learns nothing of it: {_remedy(weight)}, or leave "
+        f"models.teacher = {named!r} is a teacher, and {chosen} learns nothing of it: {remedy}, or leave "
         "models.teacher out": named and distills is False,
-        f"[teacher] has {idle}, and {chosen} learns nothing of a teacher: {_remedy(weight)}, or leave that out": (
+        f"[teacher] has {idle}, and {chosen} learns nothing of a teacher: {remedy}, or leave that out": (
             given and (distills is False or not has)
         ),
         f"placement.teacher = {placement.teacher!r} places a teacher, and models.teacher names none: leave that out": (
@@ -120,7 +121,3 @@ def fault_of(
         "them one model: leave one of the two out": teacher.weights == "live" and step.weight_sync == "in-flight",
     }
     return next((text for text, holds in words.items() if holds), "")
-
-
-def _remedy(weight: object) -> str:
-    return "choose step.algorithm = 'distill', or another" if weight is None else "set algorithm.distill above 0"

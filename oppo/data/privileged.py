@@ -70,7 +70,7 @@ class PrivilegedPrompt:
     def of_siblings(self) -> bool:
         return SIBLING in template_fields(self.template)
 
-    def require_columns(self, known: Collection[str]) -> None:
+    def check_columns(self, known: Collection[str]) -> None:
         """Raise ``ConfigError`` unless rows with these columns have what the prompt is made of."""
         named = [self.column] if self.column else [name for name in template_fields(self.template) if name != SIBLING]
         if self.of_siblings and SIBLING in known:

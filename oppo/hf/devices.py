@@ -551,7 +551,6 @@ class Hardware:
 
     @property
     def gpu(self) -> Gpu | None:
-        """What a data sheet says of its GPUs; ``None`` for those that are not known."""
         sized = f"{self.name}-{self.bytes // 10**9}gb".lower()
         return GPUS.get(self.name.lower()) or GPUS.get(sized)
 

@@ -126,24 +126,7 @@ def add_lora(
     require_peft("models.lora_rank")
     from peft import LoraConfig  # noqa: PLC0415 - an extra, for adapters only
 
-    of_every, linear = _linear(model)
-    if not linear and has_experts(model):
-        raise ModelRefused(
-            f"{type(model).__name__} is a mixture of experts without linear layers in its attention, the only ones of "
-            "a mixture that get adapters: set models.lora_rank = 0"
-        )
-    fused_experts = _fused_experts(model) if experts else {}
-    if experts and not fused_experts:
-        raise ModelRefused(
-            f"models.lora_experts = true adds adapters to experts that lie in one tensor, and {type(model).__name__} "
-            "has none that are trained: set models.lora_experts = false"
-        )
-    layers = [_described(module) for module in linear.values()] + [each[0] for each in fused_experts.values()]
-    if rank > (largest := max(min(each.shape) for each in layers)):
-        raise ConfigError(
-            f"models.lora_rank = {rank} is more than the rank of any layer of {type(model).__name__}, which is at most "
-            f"{largest}: expected a lower one, or 0, which trains all weights"
-        )
+    of_every, linear, fused_experts = _adapted(model, rank, experts=experts)
     given: dict[str, Any] = {
         "target_modules": "all-linear" if of_every else list(linear),
         "exclude_modules": _read_past_adapters(model) or None,
@@ -157,6 +140,49 @@ def add_lora(
         raise ConfigError(f"models.lora is refused by PEFT: {one_line(error)}") from error
     _check_base(what := "the adapter of models.lora", adapter)
     _add(model, adapter, seed, what=what, remedy="change models.lora" if more else "set models.lora_rank = 0")
+
+
+def outline_lora(
+    model: PreTrainedModel, rank: int, alpha: int, *, experts: bool = False, more: Mapping[str, object] | None = None
+) -> None:
+    """Add what has the shapes of the adapters of :func:`add_lora` to a model without weights.
+
+    PEFT's import takes seconds, so it makes only those of experts, and those that ``more`` describes by other keys than
+    ``target_modules``.
+    """
+    linear, wanted = _adapted(model, rank, experts=experts)[1], (more or {}).get("target_modules", "all-linear")
+    fit = set(linear) - {*_read_past_adapters(model)}
+    chosen = fit if wanted == "all-linear" else {name for name, _ in model.named_modules() if _is_named(name, wanted)}
+    if experts or {*(more or {})} - {"target_modules"} or not chosen or chosen - fit:
+        add_lora(model, rank, alpha, experts=experts, more=more)
+        return
+    model.requires_grad_(False)
+    for name in chosen:
+        model.set_submodule(name, _OutlineOfAdapter(linear[name], rank))
+
+
+def _is_named(name: str, wanted: object) -> bool:
+    # As PEFT reads `target_modules`.
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return isinstance(wanted, list | tuple) and any(f".{name}".endswith(f".{each}") for each in wanted)
+
+
+class _OutlineOfAdapter(nn.Module):
+    def __init__(self, layer: nn.Linear | Conv1D, rank: int) -> None:
+        super().__init__()
+        sides = _described(layer).shape
+        outputs, inputs = sides[::-1] if isinstance(layer, Conv1D) else sides
+        self.base_layer = layer
+        self.lora_A = nn.Linear(inputs, rank, bias=False, device="meta")
+        self.lora_B = nn.Linear(rank, outputs, bias=False, device="meta")
+
+    def forward(self, given: Tensor) -> Tensor:
+        # As PEFT's layer, which keeps as much for the backward pass, and as long.
+        found: Tensor = self.base_layer(given)
+        dtype, given = found.dtype, given.float()
+        found = found + self.lora_B(self.lora_A(given)) * 2.0
+        return found.to(dtype)
 
 
 def _checked(more: Mapping[str, object]) -> Mapping[str, object]:
@@ -271,6 +297,31 @@ def _add(
     for parameter in added.values():
         parameter.data = parameter.data.float()  # 16 bits would round small optimizer steps away
     model.train(mode=False)
+
+
+def _adapted(
+    model: PreTrainedModel, rank: int, *, experts: bool
+) -> tuple[bool, dict[str, nn.Linear | Conv1D], dict[str, Tensor]]:
+    # As `_linear`, and the tensors of experts.
+    of_every, linear = _linear(model)
+    if not linear and has_experts(model):
+        raise ModelRefused(
+            f"{type(model).__name__} is a mixture of experts without linear layers in its attention, the only ones of "
+            "a mixture that get adapters: set models.lora_rank = 0"
+        )
+    fused_experts = _fused_experts(model) if experts else {}
+    if experts and not fused_experts:
+        raise ModelRefused(
+            f"models.lora_experts = true adds adapters to experts that lie in one tensor, and {type(model).__name__} "
+            "has none that are trained: set models.lora_experts = false"
+        )
+    layers = [_described(module) for module in linear.values()] + [each[0] for each in fused_experts.values()]
+    if rank > (largest := max(min(each.shape) for each in layers)):
+        raise ConfigError(
+            f"models.lora_rank = {rank} is more than the rank of any layer of {type(model).__name__}, which is at most "
+            f"{largest}: expected a lower one, or 0, which trains all weights"
+        )
+    return of_every, linear, fused_experts
 
 
 def _linear(model: PreTrainedModel) -> tuple[bool, dict[str, nn.Linear | Conv1D]]:

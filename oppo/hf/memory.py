@@ -11,11 +11,13 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, chain, zip_longest
+from functools import cache, partial
+from itertools import accumulate, chain, groupby, zip_longest
+from operator import itemgetter
 from typing import Any, Final, Self, TypeAlias, TypeVar, cast
 from unittest.mock import patch
 
@@ -47,6 +49,7 @@ from oppo.hf.serve.scorers import (
     ValueWorker,
 )
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.optim import matrices
 from oppo.hf.train.packing import CPU_TOKENS, pack, units
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.losses import Loss, Whole
@@ -61,13 +64,6 @@ _GROUPED = _aten._grouped_mm.default  # noqa: SLF001 - an operator's name
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - an operator's name
 _of_torch = nn.functional.scaled_dot_product_attention
 _META: Final = torch.device("meta")
-_UNARY = ("rsqrt", "neg", "gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "tanh", "exp", "special_entr")
-ELEMENTWISE: Final = frozenset(
-    {getattr(getattr(_aten, name), form) for name in ("mul", "add", "sub", "div") for form in ("Tensor", "Scalar")}
-    | {getattr(_aten, name).default for name in _UNARY}
-    | {_aten.pow.Tensor_Scalar}
-)
-"""Operations on floats whose result has the shape of the largest argument."""
 _NUMBER = frozenset({_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default})  # noqa: SLF001 - an operator's name
 
 
@@ -146,25 +142,53 @@ class _OnMeta(WithoutData):
     ) -> object:
         given = {name: _META if name == "device" else _on_meta(each) for name, each in (kwargs or {}).items()}
         args = [*map(_on_meta, args)]
-        if func in ELEMENTWISE and (result := like_the_largest(args)) is not None:
-            self.count(result)
+        key = (
+            (func, *map(_form, args), *((name, _form(each)) for name, each in given.items())) if _makes(func) else None
+        )
+        if (form := _MADE.get(key)) is not None:
+            result = _made(form)
+            for each in (result,) if isinstance(result, Tensor) else result:
+                self.count(each)
             return result
-        return super().__torch_dispatch__(func, types, args, given)
+        result = super().__torch_dispatch__(func, types, args, given)
+        if key is not None and (form := _forms_apart(result, [*args, *given.values()])) is not None:
+            _MADE[key] = form
+        return result
 
 
-def like_the_largest(args: Sequence[object]) -> Tensor | None:
-    """Return the result of an elementwise operation; ``None`` if torch has to say it, in ten times as long."""
-    tensors = [each for each in args if isinstance(each, Tensor)]
-    largest = max(tensors, key=Tensor.numel)
-    if not all(each.is_floating_point() for each in tensors) or not largest.is_contiguous():
+_Form: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+_MADE: Final = dict[Hashable, _Form | tuple[_Form, ...]]()
+"""What operations make of arguments of some shapes. Torch says it of tensors without data in up to a millisecond."""
+
+
+@cache
+def _makes(func: Any) -> bool:
+    schema = func._schema  # noqa: SLF001 - torch's own public name of it
+    return not schema.is_mutable and not any(each.alias_info for each in (*schema.arguments, *schema.returns))
+
+
+def _form(value: Any) -> Hashable:
+    # 1, 1.0 and True are equal keys, and give results of different dtypes.
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_form, value)) if isinstance(value, list | tuple) else (type(value), value)
+
+
+def _forms_apart(result: object, args: Sequence[object]) -> _Form | tuple[_Form, ...] | None:
+    # `None` of what shares memory with an argument, or holds more than tensors.
+    made = result if isinstance(result, tuple) else (result,)
+    given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, Tensor)}  # noqa: SLF001
+    if not all(isinstance(each, Tensor) and each.untyped_storage()._cdata not in given for each in made):  # noqa: SLF001
         return None
-    if len(tensors) == 1:
-        return torch.empty_like(largest)
-    for each in tensors:
-        sides = zip(each.shape[::-1], largest.shape[::-1], strict=False)
-        if each.ndim > largest.ndim or any(side not in {1, there} for side, there in sides):
-            return None
-    return torch.empty_like(largest, dtype=torch.result_type(*tensors))
+    forms = tuple(cast("_Form", _form(each)) for each in made)
+    return forms if isinstance(result, tuple) else forms[0]
+
+
+def _made(form: Any) -> Any:
+    if isinstance(form[0], torch.Size):
+        return torch.empty_strided(form[0], form[1], dtype=form[2], device=_META)
+    return tuple(map(_made, form))
 
 
 def _on_meta(value: Any) -> Any:
@@ -268,19 +292,36 @@ def same(model: ModuleT) -> ModuleT:
     return model
 
 
-def at_rest(make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same) -> Bytes:
+def at_rest(
+    make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same, optimizer: str = "adamw"
+) -> Bytes:
     """Return the memory of an idle model: weights and, if some are trained, gradients and optimizer states."""
     whole = _bare(make)
-    return Bytes(**(_resting(whole) if adapt is same else _extrapolated(whole, lambda few, _: _resting(adapt(few)))))
+    if adapt is same:
+        return _resting(whole, (), optimizer)
+    few, stacks = _shortened(whole, [stack.standing() for stack in _stacks(whole)])
+    return _resting(adapt(few), stacks, optimizer)
 
 
-def _resting(model: nn.Module) -> dict[str, int]:
+def _resting(model: nn.Module, stacks: Sequence[_Stack], optimizer: str) -> Bytes:
+    # A layer that stands for others counts as many times.
+    times = {
+        id(each): stack.stands.count(number // stack.every)
+        for stack in stacks
+        for layers in stack.layers
+        for number, layer in enumerate(layers)
+        for each in (*layer.parameters(), *layer.buffers())
+    }
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}.values()
-    trained = [each for each in tensors if each.requires_grad]
-    steps_on = sum(each.numel() * max(4, each.element_size()) for each in trained)
-    copies = sum(each.numel() * 4 for each in trained if each.element_size() < 4)
-    weights = sum(each.nbytes for each in tensors)
-    return {"weights": weights, "optimizer": copies + 2 * steps_on, "gradients": steps_on}
+    counted = [(each, times.get(id(each), 1)) for each in tensors]
+    trained = [(each, count) for each, count in counted if each.requires_grad]
+    steps_on = sum(count * each.numel() * max(4, each.element_size()) for each, count in trained)
+    copies = sum(count * each.numel() * 4 for each, count in trained if each.element_size() < 4)
+    once = {*map(id, matrices(cast("ActorCritic", model).pretrained))} if optimizer == "muon" else set[int]()
+    states = sum(  # Muon keeps one number of each weight, AdamW two
+        count * each.numel() * max(4, each.element_size()) * (1 if id(each) in once else 2) for each, count in trained
+    )
+    return Bytes(sum(count * each.nbytes for each, count in counted), copies + states, steps_on)
 
 
 def of_policy(
@@ -397,21 +438,19 @@ def of_trainer(
     adapt: Callable[[ModuleT], nn.Module] = same,
 ) -> Bytes:
     """Return the memory of the most expensive micro-batch: of longest rows, or of rows that are all response."""
-    whole, shapes = _bare(make), (load, replace(load, prompt=1))
-    every = max(1, settings.gradient_checkpointing)
+    whole = _bare(make)
+    stacks = [stack.standing(max(1, settings.gradient_checkpointing)) for stack in _stacks(whole)]
 
-    def trained(shape: Load) -> Bytes:
-        def peaks(few: ModuleT, stacks: Sequence[_Stack]) -> dict[str, int]:
-            models = cast("ActorCritic", adapt(few))
-            return _micro_batch(models, stacks, shape, sampling=sampling, settings=settings, loss=loss)
+    def activations(shape: Load, stacks: Sequence[_Stack]) -> int | None:
+        few, copies = _shortened(whole, stacks)
+        models = cast("ActorCritic", adapt(few))
+        return _micro_batch(models, copies, shape, sampling=sampling, settings=settings, loss=loss).at_most(copies)
 
-        found = _extrapolated(whole, peaks, every)
-        names = ("weights", "copies", "gradients", "states")
-        weights, copies, gradients, states = (found.pop(name) for name in names)
-        activations = max(found.values()) - weights - copies - gradients
-        return Bytes(weights, copies + states, gradients, activations=activations)
-
-    return max(map(trained, shapes), key=lambda each: each.total)
+    found = list[int]()
+    for shape in (load, replace(load, prompt=1)):
+        most = activations(shape, stacks)
+        found.append(activations(shape, ()) or 0 if most is None else most)
+    return replace(at_rest(lambda: whole, adapt, settings.optimizer), activations=max(found))
 
 
 def _micro_batch(
@@ -422,69 +461,76 @@ def _micro_batch(
     sampling: Sampling,
     settings: TrainerSettings,
     loss: Loss,
-) -> dict[str, int]:
-    # The peak of live memory, by part of the passes.
+) -> _Visits:
     load = load.within(longest(models.actor))
     budget = settings.micro_batch_tokens or CPU_TOKENS
     rows = min(load.rollouts, max(1, budget // (load.sequence - 1)))
     models.prepare()  # here, where there is nothing to compare
     with without_data(models) as live:
-        weights = live.now
         core = HfTrainerCore(models, sampling, settings, loss, TrainerCounts.new())
         batch = longest_batch(rows, load, critic=core.critic is not None)
-        trained = core.optimisation.named_weights().values()
-        copies = live.now - weights
-        for weight in trained:
+        for weight in core.optimisation.named_weights().values():
             weight.grad = torch.zeros_like(weight)  # of the micro-batches before
-        live.peak = live.now
         minibatch = list(chain.from_iterable(units(batch, loss.unit)))
+        visits = _Visits(live, stacks)
         part = pack(batch, minibatch, core.actor.device, loss.reads | loss.measures)
-        peaks = _Peaks(live)
-        for number, stack in enumerate(stacks):
-            peaks.divide(stack, f"model {number}")
         core.backward(part, core.outputs(part), Whole.of(batch, minibatch, sampling.max_new_tokens))
-        peaks.enter("after")
-    gradients = sum(weight.nbytes for weight in trained)
-    states = core.optimisation.state_bytes
-    return {"weights": weights, "copies": copies, "gradients": gradients, "states": states, **peaks.of}
+        visits.enter(None, 1)
+    return visits
 
 
-class _Peaks:
-    """The most that is alive in each part of a forward and a backward pass, which begin where layers do.
+class _Visits:
+    """The visits of a forward and a backward pass to the layers of models, each until the next one begins.
 
-    A part at the bottom of a stack, or at its top, keeps something of every layer below or above it, so its peak
-    grows by as much with each one. No part between them has a peak above both.
+    A visit leaves as many bytes, and has as many at most above those before it, in every layer of a kind.
     """
 
-    def __init__(self, live: LiveBytes) -> None:
-        self.of: dict[str, int] = {}
+    def __init__(self, live: LiveBytes, stacks: Sequence[_Stack]) -> None:
         self._live = live
-        self._part = "before"
         self._backwards = False
+        self._at: tuple[bool, int | None, int] = (False, None, 0)
+        self._made = list[tuple[tuple[bool, int | None], int, int, int]]()  # pass and stack, block, at most, left
+        for number, stack in enumerate(stacks):
+            for layers in stack.layers:
+                for at, layer in enumerate(layers):
+                    layer.register_forward_pre_hook(partial(self._forward, number, at // stack.every))
+                    layer.register_forward_hook(partial(self._forwarded, number, at // stack.every))
+        live.peak = self._start = live.now
 
-    def enter(self, part: str) -> None:
-        self.of[self._part] = max(self.of.get(self._part, 0), self._live.peak)
-        self._part, self._live.peak = part, self._live.now
+    def enter(self, stack: int | None, block: int) -> None:
+        if (at := (self._backwards, stack, block)) != self._at:
+            self._made.append((self._at[:2], self._at[2], self._live.peak - self._start, self._live.now - self._start))
+            self._at, self._live.peak, self._start = at, self._live.now, self._live.now
 
-    def divide(self, stack: _Stack, model: str) -> None:
-        for number, layer in enumerate(stack.layers):
-            above = len(stack.layers) - number
-            where = f"bottom {number}" if number < stack.bottom else f"top {above}" if above <= stack.top else "between"
-            where = f"{model}, {where} {number % stack.period}"
-            layer.register_forward_pre_hook(partial(self._forward, where))
-            layer.register_forward_hook(partial(self._forwarded, where))
+    def at_most(self, stacks: Sequence[_Stack]) -> int | None:
+        """Return the most bytes at once with all layers; ``None``: passes do not run through them one by one."""
+        now = most = 0
+        for (_, number), each in groupby(self._made, key=itemgetter(0)):
+            visits = {block: figures for _, block, *figures in each}
+            order: Sequence[int] = [*visits]
+            if number is not None:
+                stands = stacks[number].stands
+                if sorted(visits) != sorted(set(stands)):
+                    return None
+                order = stands if order[0] < order[-1] else stands[::-1]
+            for block in order:
+                above, left = visits[block]
+                most, now = max(most, now + above), now + left
+        return most
 
-    def _forward(self, where: str, *_: object) -> None:
-        self.enter(f"{'again' if self._backwards else 'forward'}, {where}")
+    def _forward(self, stack: int, block: int, *_: object) -> None:
+        self.enter(stack, block)
 
-    def _forwarded(self, where: str, _layer: nn.Module, _inputs: object, output: Tensor | Sequence[Tensor]) -> None:
+    def _forwarded(
+        self, stack: int, block: int, _layer: nn.Module, _inputs: object, output: Tensor | Sequence[Tensor]
+    ) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]
         if hidden.requires_grad:
-            hidden.register_hook(partial(self._backward, f"{'again ' if self._backwards else ''}backward, {where}"))
+            hidden.register_hook(partial(self._backward, stack, block))
 
-    def _backward(self, part: str, _: Tensor) -> None:
+    def _backward(self, stack: int, block: int, _: Tensor) -> None:
         self._backwards = True
-        self.enter(part)
+        self.enter(stack, block)
 
 
 def longest_batch(rows: int, load: Load, *, critic: bool) -> Batch:
@@ -539,83 +585,89 @@ def _scoring(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The layers of a model: ``bottom`` and ``top`` of them are always kept, with ``periods`` between them if whole.
+    """The layers of a model, in blocks of ``every`` layers: ``kept`` of a copy are those that stand for all.
 
-    ``forms``: the kind and the shapes of each layer, which come again after ``period`` layers.
+    Attributes:
+        names, layers: of the owner's lists, one beside another.
+        forms: the kind and the shapes of each layer.
+        stands: for each block, which of those that are kept stands for it.
     """
 
     owner: nn.Module
-    name: str
-    layers: nn.ModuleList
-    forms: Sequence[tuple[object, ...]]
-    bottom: int
-    period: int = 1
-    periods: int = 0
-    top: int = 0
+    names: Sequence[str]
+    layers: Sequence[nn.ModuleList]
+    forms: Sequence[Hashable]
+    kept: Sequence[int]
+    every: int = 1
+    stands: Sequence[int] = ()
+
+    def standing(self, every: int = 1) -> _Stack:
+        """Keep the first block, which has no layer below, the last, and one of each kind between them."""
+        blocks = [tuple(self.forms[at : at + every]) for at in range(0, len(self.forms), every)]
+        inner = blocks[1:-1]
+        first = [0, *(1 + inner.index(block) for block in inner), len(blocks) - 1][: len(blocks)]
+        chosen = sorted(set(first))
+        kept = [number for number in range(len(self.forms)) if number // every in chosen]
+        return replace(self, kept=kept, every=every, stands=[chosen.index(block) for block in first])
 
 
-def _extrapolated(
-    whole: ModuleT, measure: Callable[[ModuleT, Sequence[_Stack]], dict[str, int]], every: int = 1
-) -> dict[str, int]:
-    # Each number is a straight line over the periods of layers in each model, of which none and one are counted.
-    stacks = [_divided(stack, every) for stack in _stacks(whole)]
-    sizes = {(len(stack.layers), stack.period): stack.periods for stack in stacks}
-    found = dict(few := measure(*_shortened(whole, stacks, {})))
-    for size, periods in sizes.items():
-        if periods:
-            more = measure(*_shortened(whole, stacks, {size: 1}))
-            found = {name: number + periods * (more[name] - few[name]) for name, number in found.items()}
-    return found
-
-
-def _shortened(
-    whole: ModuleT, stacks: Sequence[_Stack], periods: Mapping[tuple[int, int], int]
-) -> tuple[ModuleT, Sequence[_Stack]]:
-    """Return a copy with so many periods, or none, between the first and the last, and its stacks."""
-    copies, kept = dict[int, Any](), list[nn.ModuleList]()
+def _shortened(whole: ModuleT, stacks: Sequence[_Stack]) -> tuple[ModuleT, Sequence[_Stack]]:
+    """Return a copy with the layers that are kept, and its stacks."""
+    copies, kept = dict[int, Any](), list[list[nn.ModuleList]]()
     for stack in stacks:
-        count = stack.bottom + periods.get((len(stack.layers), stack.period), 0) * stack.period + stack.top
-        kept.append(stack.layers[:count])
-        setattr(stack.owner, stack.name, kept[-1])
+        kept.append([nn.ModuleList(layers[number] for number in stack.kept) for layers in stack.layers])
+        for name, layers in zip(stack.names, kept[-1], strict=True):
+            setattr(stack.owner, name, layers)
     try:
         few = copy.deepcopy(whole, copies)
     finally:
         for stack in stacks:
-            setattr(stack.owner, stack.name, stack.layers)
-    return few, [replace(stack, layers=copies[id(each)]) for stack, each in zip(stacks, kept, strict=True)]
+            for name, layers in zip(stack.names, stack.layers, strict=True):
+                setattr(stack.owner, name, layers)
+    for stack in stacks:
+        if stack.stands and (config := getattr(copies[id(stack.owner)], "config", None)) is not None:
+            config.num_hidden_layers = len(stack.kept)  # of a head's own trunk too, which is made of it
+            if types := getattr(cast("PreTrainedModel", stack.owner).config, "layer_types", None):
+                with suppress(AttributeError):  # one that is computed
+                    config.layer_types = [types[number] for number in stack.kept]
+    return few, [
+        replace(stack, layers=[copies[id(layers)] for layers in each]) for stack, each in zip(stacks, kept, strict=True)
+    ]
 
 
 def _stacks(module: nn.Module) -> Iterator[_Stack]:
     configs = [each.config.get_text_config() for each in module.modules() if isinstance(each, PreTrainedModel)]
     kinds = {int(each.num_hidden_layers): getattr(each, "layer_types", None) or () for each in configs}
     seen = set[int]()
-    for part in module.modules():
-        for name, layers in part.named_children():
-            if isinstance(layers, nn.ModuleList) and len(layers) in kinds and id(layers) not in seen:
-                seen.add(id(layers))
-                shapes = [tuple((key, each.shape) for key, each in layer.named_parameters()) for layer in layers]
-                yield _Stack(part, name, layers, [*zip_longest(shapes, kinds[len(layers)])], len(layers))
+    for owner in module.modules():
+        lists = {name: each for name, each in owner.named_children() if isinstance(each, nn.ModuleList)}
+        for count, types in kinds.items():
+            named = {name: each for name, each in lists.items() if len(each) == count and id(each) not in seen}
+            if named:
+                seen.update(map(id, named.values()))
+                blocks = [nn.ModuleList(layers) for layers in zip(*named.values(), strict=True)]
+                forms = _forms(blocks, types)
+                yield _Stack(owner, [*named], [*named.values()], forms, range(count))
 
 
-def _divided(stack: _Stack, every: int) -> _Stack:
-    # So that the fewest layers are kept: all if no period comes three times.
-    best, count = stack, len(stack.layers)
-    for period in range(every, count // 3 + 1, every):
-        unlike = [at for at in range(count - period) if stack.forms[at] != stack.forms[at + period]]
-        bottom = (unlike[-1] + 1 if unlike else 0) + period
-        periods, rest = divmod(count - bottom, period)
-        if periods > 1 and bottom + rest + period < best.bottom + best.top:
-            best = replace(stack, bottom=bottom, period=period, periods=periods - 1, top=rest + period)
-    return best
+def _forms(layers: Sequence[nn.Module], types: Sequence[str]) -> list[Hashable]:
+    # A layer that shares a parameter with another stands for itself alone.
+    uses = Counter(id(each) for layer in layers for each in layer.parameters())
+    return [
+        (kind, *((key, each.shape) for key, each in layer.named_parameters()), number)
+        if any(uses[id(each)] > 1 for each in layer.parameters())
+        else (kind, *((key, each.shape) for key, each in layer.named_parameters()))
+        for number, (layer, kind) in enumerate(zip_longest(layers, types))
+    ]
 
 
 def _few(whole: PreTrainedModel) -> tuple[PreTrainedModel, list[int]]:
     # A layer's activations are gone when the next one begins, so the first of each form is kept. With the layers of the
-    # copy that stand for those of the model.
+    # copy that stand for those of the model. Caches number the layers, so those before are kept too.
     stacks = [*_stacks(whole)]
     forms = [*zip(*(stack.forms for stack in stacks), strict=False)]
     first = [forms.index(form) for form in forms]
-    model, _ = _shortened(whole, [replace(stack, bottom=max(first) + 1) for stack in stacks], {})
+    model, _ = _shortened(whole, [replace(stack, kept=range(max(first) + 1)) for stack in stacks])
     return model, first
 
 

@@ -44,7 +44,6 @@ class Rendered:
     data: Sequence[Span] = ()
 
     def after(self, start: int) -> Rendered:
-        """Return the text from a character on."""
         data = [(max(0, first - start), end - start) for first, end in self.data if end > start]
         return replace(self, text=self.text[start:], data=data)
 

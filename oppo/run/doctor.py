@@ -9,11 +9,11 @@ from __future__ import annotations
 import platform
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from typing import Any, Final, TypeAlias, cast
+from typing import Final, cast
 
 import anyio
 from rich.filesize import decimal
@@ -22,7 +22,7 @@ from oppo.config.load import with_correction
 from oppo.config.sections import PlacementSection
 from oppo.config.settings import Settings
 from oppo.data import PromptStream
-from oppo.errors import ConfigError, ModelError, ModelRefused, in_toml
+from oppo.errors import ConfigError, in_toml
 from oppo.events import Prompt
 from oppo.hf.devices import Hardware, Peak, available_cores, memory_of
 from oppo.hf.memory import Bytes, Load
@@ -30,19 +30,19 @@ from oppo.hf.model_parts import transformer
 from oppo.log import logger, routed
 from oppo.run.checkpoint import Provenance
 from oppo.run.deployment import Deployment
-from oppo.run.engines import require_engines
+from oppo.run.fit import REMEDIES, Changes, Fit, advice, altered, first_fit, merged
 from oppo.run.memory import (
     RANK,
     SHARE,
     Expected,
     Known,
     Outlines,
-    advice,
     at_worst,
     by_device,
     crowded,
     expected,
     on_other_machines,
+    too_large,
 )
 from oppo.run.models import policy_tokenizer
 from oppo.run.prompts import supplied
@@ -127,7 +127,7 @@ def examine(deployment: Deployment) -> Diagnosis:
     layouts = proposed(deployment, load, known) if settings.placement == PlacementSection() else ()
     if faults:
         last = "take a layout below" if layouts else advice(deployment, load, known)
-        faults = [*faults, "; or ".join([*largest(deployment, load, known), last])]
+        faults += [*too_large(needs, assumed), "; or ".join([*largest(deployment, load, known), last])]
     return Diagnosis(needs, load, faults, assumed, layouts)
 
 
@@ -230,24 +230,6 @@ def _longest(session: PreparedRun) -> Prompt:
     return replace(max(every, key=lambda prompt: len(prompt.tokens)), rollout=0, admission=0, group=0)
 
 
-Changes: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Settings by section and key."""
-
-_AS_IT_IS: Final[Sequence[Changes]] = ({},)
-_CHECKPOINTING: Final[Changes] = {"trainer": {"gradient_checkpointing": 1}}
-_ADAPTERS: Final = {"dtype": "bfloat16", "lora_rank": 16}
-_TRUNK: Final = {"shared_trunk": True, "critic": ""}
-
-REMEDIES: Final[Sequence[Changes]] = (
-    {},
-    _CHECKPOINTING,
-    {**_CHECKPOINTING, "models": _ADAPTERS},
-    {**_CHECKPOINTING, "models": {**_ADAPTERS, **_TRUNK}},
-    {**_CHECKPOINTING, "models": {**_ADAPTERS, "quantization": "nf4"}},
-    {**_CHECKPOINTING, "models": {**_ADAPTERS, "quantization": "nf4", **_TRUNK}},
-)
-"""What a layout does to fit, the first that is enough; each costs time or changes what is trained."""
-
 REMEDIED: Final = ("models", "trainer", "step", "sampling")
 """The sections that remedies change."""
 
@@ -322,33 +304,23 @@ def proposed(deployment: Deployment, load: Load, known: Known) -> list[Layout]:
     assumed, found = deployment.assumed, list[Layout]()
     if assumed is None:
         return found
-    smaller_runs = [each for each in _less(deployment) if _changed(deployment, each)]
-    for less in (_AS_IT_IS, smaller_runs):
+    smaller_runs = [each for each in _less(deployment) if altered(deployment, each)]
+    for less in ([{}], smaller_runs):
         for name, changes in () if found else [*_candidates(deployment, assumed)]:
-            remedies = [_merged(changes, remedy) for remedy in REMEDIES]
+            remedies = [merged(changes, remedy) for remedy in REMEDIES]
             if less is smaller_runs:  # those with which it fits at rest, whatever the batch
-                remedies = [each for each in remedies if _one_of(deployment, [each], None, known)]
-            fit = _first(deployment, [[_merged(each, smaller) for each in remedies] for smaller in less], load, known)
-            found += [_described(name, *fit, load, known)] if fit else []
+                remedies = [each for each in remedies if first_fit(deployment, [each], None, known)]
+            fit = _largest_fit(
+                deployment, [[merged(each, smaller) for each in remedies] for smaller in less], load, known
+            )
+            found += [_described(name, fit, load, known)] if fit else []
     return sorted(found, key=lambda layout: layout.step)
 
 
-def _unlike(deployment: Deployment, changes: Changes) -> Changes:
-    # But for what is set already.
-    document = deployment.settings.document()
-    kept = {
-        name: {key: value for key, value in keys.items() if document.get(name, {}).get(key) != value}
-        for name, keys in changes.items()
-    }
-    return {name: keys for name, keys in kept.items() if keys}
-
-
-def _first(
-    deployment: Deployment, smaller: Sequence[Sequence[Changes]], load: Load, known: Known
-) -> tuple[Changes, Deployment, Sequence[Expected]] | None:
+def _largest_fit(deployment: Deployment, smaller: Sequence[Sequence[Changes]], load: Load, known: Known) -> Fit | None:
     # Of changes that need less and less, by bisection.
-    at = bisect_left(smaller, True, key=lambda tried: _one_of(deployment, tried, load, known) is not None)
-    return _one_of(deployment, smaller[at], load, known) if at < len(smaller) else None
+    at = bisect_left(smaller, True, key=lambda tried: first_fit(deployment, tried, load, known) is not None)
+    return first_fit(deployment, smaller[at], load, known) if at < len(smaller) else None
 
 
 def _less(deployment: Deployment) -> Iterator[Changes]:
@@ -370,13 +342,13 @@ def _of_batch(deployment: Deployment, batch: int) -> Changes:
 
 def largest(deployment: Deployment, load: Load, known: Known) -> Iterator[str]:
     """Yield the largest value that fits, found by halving, of each setting by which a run can be made to fit."""
-    for key in SMALLER if _one_of(deployment, [{}], None, known) else ():
+    for key in SMALLER if first_fit(deployment, [{}], None, known) else ():
         section, name = key.split(".")
         value = getattr(getattr(deployment.settings, section), name)
         halves = _halves(value) if isinstance(value, int) and not isinstance(value, bool) else []
         smaller = [_of_batch(deployment, each) if key == "step.batch" else {section: {name: each}} for each in halves]
-        if fit := _first(deployment, [[each] for each in smaller if _changed(deployment, each)], load, known):
-            yield f"{key} = {fit[0][section][name]} fits"
+        if fit := _largest_fit(deployment, [[each] for each in smaller if altered(deployment, each)], load, known):
+            yield f"{key} = {fit.changes[section][name]} fits"
 
 
 def _candidates(deployment: Deployment, assumed: Hardware) -> Iterator[tuple[str, Changes]]:
@@ -393,11 +365,11 @@ def _candidates(deployment: Deployment, assumed: Hardware) -> Iterator[tuple[str
         engine: Changes = {**_on_vllm(deployment), "placement": placement}
         yield (
             f"vLLM on {decoding}, scorers on one, {len(training)} that train",
-            (_merged(engine, {"vllm": {"tensor_parallel_size": decoding}}) if decoding > 1 else engine),
+            (merged(engine, {"vllm": {"tensor_parallel_size": decoding}}) if decoding > 1 else engine),
         )
         if decoding > 1:
             replicas = {"placement": {**placement, "policy_replicas": decoding}}
-            yield f"{decoding} replicas of vLLM, scorers on one, {len(training)} that train", _merged(engine, replicas)
+            yield f"{decoding} replicas of vLLM, scorers on one, {len(training)} that train", merged(engine, replicas)
     if gpus >= 5 + critic:
         apart = ["reference", "reward", *(["critic"] if critic else [])]
         first = {name: f"cuda:{number}" for number, name in enumerate(apart, 1)}
@@ -427,47 +399,8 @@ def _on_vllm(deployment: Deployment) -> Changes:
     return {**engine, "algorithm": {"is_correction": chosen}} if chosen else engine
 
 
-def _merged(changes: Changes, more: Changes) -> Changes:
-    return {name: {**changes.get(name, {}), **more.get(name, {})} for name in {**changes, **more}}
-
-
-def _one_of(
-    deployment: Deployment, tried: Iterable[Changes], load: Load | None, known: Known
-) -> tuple[Changes, Deployment, Sequence[Expected]] | None:
-    # The first that fits; without a load at rest, which is counted at once.
-    for changes in tried:
-        other = _changed(deployment, changes)
-        if other is not None and (needs := _fitting(other, load, known)) is not None:
-            return _unlike(deployment, changes), other, needs
-    return None
-
-
-def _fitting(deployment: Deployment, load: Load | None, known: Known) -> Sequence[Expected] | None:
-    try:
-        with routed():
-            for asked in (None,) if load is None else (None, deployment.load(load.prompt)):
-                needs = expected(deployment, asked, known)
-                if crowded(needs, deployment.assumed, spread=deployment.settings.placement.spread):
-                    return None
-    except (ConfigError, ModelError, ModelRefused, ValueError):
-        return None
-    return needs
-
-
-def _changed(deployment: Deployment, changes: Changes) -> Deployment | None:
-    # ``None``: these settings do not go together.
-    try:
-        with routed():
-            other = Deployment.of(deployment.settings.changed(changes), deployment.assumed)
-            require_engines(other)
-    except (ConfigError, ModelError, ModelRefused, ValueError):
-        return None
-    return other
-
-
-def _described(  # noqa: PLR0917 - what a layout consists of
-    name: str, changes: Changes, deployment: Deployment, needs: Sequence[Expected], load: Load, known: Known
-) -> Layout:
+def _described(name: str, fit: Fit, load: Load, known: Known) -> Layout:
+    deployment, needs = fit.deployment, fit.needs
     settings, assumed = deployment.settings, deployment.assumed
     assert assumed is not None  # noqa: S101 - layouts are of machines that are assumed
     load = deployment.load(load.prompt)
@@ -477,7 +410,7 @@ def _described(  # noqa: PLR0917 - what a layout consists of
     batch = settings.step.batch * settings.algorithm.responses
     under = replace(load, rollouts=batch)
     seconds = {} if assumed.gpu is None else _seconds(deployment, needs, under, assumed.gpu, known)
-    return Layout(name, changes, needs, seconds, batch * load.response, idle)
+    return Layout(name, fit.changes, needs, seconds, batch * load.response, idle)
 
 
 def _seconds(
@@ -502,11 +435,14 @@ def _seconds(
             place = BESIDE if need.where in shared else place
             passes = reached.reader(gpu, transformer(model), share, head=gives_logprobs)
             found[place] = found.get(place, 0.0) + load.rollouts * passes.reading(0, load.sequence)
-    has_own = settings.algorithm.has_critic and not deployment.models.shared_trunk
+    models = deployment.models
+    has_own = settings.algorithm.has_critic and not models.shared_trunk
     checkpointing = bool(settings.trainer.gradient_checkpointing)
     epoch = sum(
-        reached.update(gpu, transformer(each), head=number == 0, checkpointing=checkpointing).reading(0, load.sequence)
-        for number, each in enumerate([made.actor(), *([made.critic()] if has_own else [])])
+        reached.update(
+            gpu, transformer(each), head=is_actor, checkpointing=checkpointing, frozen=is_actor and models.adapts
+        ).reading(0, load.sequence)
+        for is_actor, each in ((True, made.actor()), *([(False, made.critic())] if has_own else []))
     )
     ranks = len(deployment.devices.trainer)
     return {**found, UPDATE: settings.trainer.epochs * load.rollouts * epoch / ranks}

@@ -46,7 +46,6 @@ def compose(
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
-    """The graph of a run's steps; the controllers observe ``replay`` in the steps that a resumed run repeats."""
     chunks = chunks_of(settings.step, settings.sampling.max_new_tokens)
     taught, responses = settings.teacher, settings.algorithm.responses
     siblings = (

@@ -195,7 +195,6 @@ class RoleLoader:
 
     @contextmanager
     def attributed(self, role: Role, key: str = "") -> Iterator[None]:
-        """Name a setting of a model in the errors of loading it: ``key``, or the setting of its source."""
         try:
             with attributed(role.name, "it was loaded", _LOADING):
                 yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from oppo.config.rewards import ModelRewardSection, OnVllm, VllmRewardSection
 from oppo.config.sections import SamplingSection
 from oppo.declared import declared
-from oppo.errors import ConfigError, ModelError, ModelRefused
+from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.as_text.whole import transformer_of
 from oppo.hf.devices import CPU, Devices, Hardware, memory_of
 from oppo.hf.loading import outline
-from oppo.hf.lora import add_lora, load_lora, quantise_base
+from oppo.hf.lora import load_lora, outline_lora, quantise_base
 from oppo.hf.memory import (
     Adapt,
     Bytes,
@@ -74,12 +74,13 @@ RANK: Final = "trainer, rank"
 Known: TypeAlias = dict[Hashable, Any]
 """Models without weights, and bytes counted, by what they depend on."""
 
-_SMALLER: Final[Sequence[tuple[str, Mapping[str, Mapping[str, object]]]]] = (
-    ("models.dtype = 'bfloat16'", {"models": {"dtype": "bfloat16"}}),
-    ("models.lora_rank = 16", {"models": {"lora_rank": 16}}),
-    ("both", {"models": {"dtype": "bfloat16", "lora_rank": 16}}),
-)
-"""Changes that need less memory."""
+_SERVED: Final = "vLLM, as its engine, divides it among GPUs (tensor_parallel_size); or take a smaller model"
+_DIVIDES: Final[Mapping[str, str]] = {
+    "trainer": "several devices in placement.trainer divide its states, and models.lora_rank trains far fewer weights",
+    "policy": "models.engine = 'vllm' divides it among vllm.tensor_parallel_size GPUs",
+    "critic": "models.critic names a smaller one, and models.shared_trunk = true makes it a head on the policy",
+}
+"""What makes a model that is larger than its GPU smaller there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Outlines:
         if models.quantization != "none":
             quantise_base(actor, models.quantization, actor.device)
         if models.lora_rank:
-            add_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts, more=models.lora)
+            outline_lora(actor, models.lora_rank, models.lora_alpha, experts=models.lora_experts, more=models.lora)
         if models.adapter:
             load_lora(actor, adapter_of(models), weights=False)
         return actor
@@ -250,17 +251,6 @@ class Outlines:
         return cast("PreTrainedModel", self.known[found])
 
 
-def fitted(deployment: Deployment) -> Deployment:
-    """Check that the models fit, and choose the tokens of a micro-batch and the memory share of an engine."""
-    _require_memory(deployment)
-    load = deployment.load(deployment.settings.data.max_prompt_tokens)
-    if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
-        logger.info("counting memory, for trainer.micro_batch_tokens")
-    with routed(), suppress(ConfigError, ModelError):  # loading reports the error
-        deployment = with_micro_batches(deployment, replace(load, chunk=load.response))
-    return _with_share(deployment, load)
-
-
 def expected(deployment: Deployment, load: Load | None, known: Known | None = None) -> list[Expected]:
     """Return the memory of each model under a load; ``None``: weights, optimizer states, states of rollouts.
 
@@ -326,7 +316,7 @@ def _trained(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes
     def count() -> Bytes:
         _counting("trainer")
         if load is None:
-            return at_rest(made.trained, made.training)
+            return at_rest(made.trained, made.training, trainer.optimizer)
         with planned_on(device):
             return of_trainer(made.trained, load, sampling, trainer, loss, adapt=made.training)
 
@@ -585,6 +575,15 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, sprea
     return messages if assumed is None else [*messages, *_crowded_cluster(needs, assumed, spread=spread)]
 
 
+def too_large(needs: Iterable[Expected], assumed: Hardware | None = None) -> Iterator[str]:
+    """Yield the models that need more than all of their device, each with what divides or replaces it."""
+    for need in needs:
+        memory = None if need.remote else memory_of(need.device, assumed)
+        if memory is not None and need.bytes.total > memory[0] and need.device.type == "cuda":
+            how = _DIVIDES.get(re.split("[, .]", need.model)[0], _SERVED)
+            yield f"the {need.model} alone needs {decimal(need.bytes.total)} on {need.device}: {how}"
+
+
 def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bool) -> Iterator[str]:
     actors: dict[str, list[Expected]] = {}
     ranks = sum(need.remote and need.model.startswith(RANK) for need in needs)
@@ -608,7 +607,7 @@ def _crowded_cluster(needs: Iterable[Expected], assumed: Hardware, *, spread: bo
             yield f"a GPU of the cluster has {decimal(assumed.bytes)}, and an actor would hold {held}"
 
 
-def _with_share(deployment: Deployment, load: Load) -> Deployment:
+def with_share(deployment: Deployment, load: Load) -> Deployment:
     settings, devices = deployment.settings, deployment.devices
     # vLLM's own default is most of an empty GPU, which is refused where others have a part.
     if (
@@ -629,38 +628,3 @@ def _with_share(deployment: Deployment, load: Load) -> Deployment:
             f"{'; '.join(faults)}: give the policy a GPU of its own (placement.policy), or choose vllm.{SHARE} yourself"
         )
     return replace(deployment, share=next(need.share for need in needs if need.share is not None))
-
-
-def _require_memory(deployment: Deployment) -> None:
-    # Before anything is loaded: all weights, what training keeps, and a policy's states.
-    try:
-        with routed():
-            faults = crowded(expected(deployment, None))
-    except (ConfigError, ModelRefused):
-        return
-    if faults:
-        raise ConfigError(f"{'; '.join(faults)}: {advice(deployment, None)}")
-
-
-def advice(deployment: Deployment, load: Load | None, known: Known | None = None) -> str:
-    known = {} if known is None else known
-    fitting, tried, names = [], [deployment], []
-    for name, changes in _SMALLER:
-        try:
-            smaller = deployment.changed(changes)
-            if smaller in tried:
-                continue
-            tried.append(smaller)
-            names.append(name)
-            with routed():
-                needs = expected(smaller, load, known)
-        except (ConfigError, ModelRefused, ValueError):
-            continue
-        if not crowded(needs, smaller.assumed, spread=smaller.settings.placement.spread):
-            fitting.append(f"{name} would fit ({decimal(sum(need.bytes.total for need in needs))} in all)")
-    others = ["give a model another device, or the trainer several ([placement])", "use smaller models"]
-    if load:
-        others.insert(0, "have fewer or shorter responses in flight ([step], sampling.max_new_tokens)")
-    if not fitting and names:
-        others[0] = f"not even {' or '.join(names)} would fit: {others[0]}"
-    return "; or ".join([*fitting, *others])

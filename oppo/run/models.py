@@ -45,6 +45,7 @@ from oppo.placement import Hosting, Place, Process, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
+from oppo.run.fit import fitted
 from oppo.run.loading import (
     RewardModels,
     RoleLoader,
@@ -52,9 +53,8 @@ from oppo.run.loading import (
     adapter_of,
     critic_source,
 )
-from oppo.run.memory import fitted
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
-from oppo.run.teachers import check_columns, loaded_teachers, served_teacher
+from oppo.run.teachers import check_columns, loaded_teachers, privileged, served_teacher
 from oppo.scorers import Lesson, capabilities_of
 from oppo.turns import Environment
 from oppo.vllm.scorers import VllmScorer
@@ -201,7 +201,7 @@ def assemble(
         known = [*columns]
         for names in known:
             code.check_columns(names)
-        check_columns(settings, code.environment, tokenizer, known)
+        check_columns(settings.models, privileged(settings.teacher, settings.data, code.environment, tokenizer), known)
 
         def started(request: ServeRequest) -> Serving:
             serving = serve(replace(request, log=engine_log))
@@ -553,7 +553,6 @@ class Saving:
         await self._thread.call("checkpoint", write)
 
     async def save(self, directory: Path) -> None:
-        """Write each trained model with its tokenizer; the directory appears complete or not at all."""
 
         def write() -> None:
             with whole(directory) as path, quiet():

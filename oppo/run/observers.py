@@ -70,7 +70,6 @@ def watching(
     first: int,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> Iterator[RunObservers]:
-    """Open the observers of a run, the program's (``own``) last, and close them at its end."""
     with ExitStack() as stack:
         log = stack.enter_context(RunLog(directory.path / "log.jsonl", chosen.name))
         panel = panel_of(chosen, console, assembly.tokenizer.decode)

@@ -96,7 +96,6 @@ class UserCode:
         run: RunSection,
         data: DataSection,
     ) -> UserCode:
-        """Return the rewards that ``tables`` name beside the environment; scorers of a file work in ``place``."""
         _leave_retries_to_our_log()
         classes = environment if isinstance(environment, EnvironmentClass | Environments) else None
 
@@ -359,7 +358,6 @@ def _looked_at(source: PromptSource, encoding: Encoding) -> tuple[list[Prompt], 
 
 
 def chatting_as(own: HfTokenizer, data: DataSection, environment: EnvironmentSection) -> HfTokenizer:
-    """Return the policy's own tokenizer with the chat template, the tools and the variables of a run."""
     template = data.chat_template
     if "data.chat_template" in data.files:
         template = _read("data.chat_template", template)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config.settings import Settings
+from oppo.config.sections import DataSection, ModelsSection
+from oppo.config.teacher import TeacherSection
 from oppo.data import PromptStream
 from oppo.data.privileged import PrivilegedPrompt
 from oppo.environments import EnvironmentClass, Environments
@@ -32,43 +33,40 @@ from oppo.run.loading import RoleLoader
 from oppo.scorers import SIBLING, BehindPrompt, ByColumn, Lesson, Untaught
 
 
-def check_columns(
-    settings: Settings, environment: object, tokenizer: HfTokenizer, known: Sequence[Collection[str]]
-) -> None:
-    column = settings.models.teacher_column
+def check_columns(models: ModelsSection, prompts: PrivilegedPrompt | None, known: Sequence[Collection[str]]) -> None:
+    column = models.teacher_column
     if column and known and column not in known[0]:
         raise ConfigError(
             f"models.teacher_column = {column!r} is no column of data.prompts; the columns there are "
             f"{', '.join(sorted(known[0]))}"
         )
-    if settings.teacher.privileged and known:
-        _privileged(settings, environment, tokenizer).require_columns(known[0])
+    if prompts is not None and known:
+        prompts.check_columns(known[0])
 
 
-def _privileged(settings: Settings, environment: object, tokenizer: HfTokenizer) -> PrivilegedPrompt:
+def privileged(
+    section: TeacherSection, data: DataSection, environment: object, tokenizer: HfTokenizer
+) -> PrivilegedPrompt | None:
+    if not section.privileged:
+        return None
+
     def of_row(row: Mapping[str, object]) -> HfTokenizer:
         one = environment.of(row) if isinstance(environment, Environments) else environment
         return one.chat.tokenizer if isinstance(one, EnvironmentClass) else tokenizer
 
-    section = settings.teacher
     return PrivilegedPrompt(
         tokenizer=of_row,
         decode=tokenizer.decode,
         column=section.column,
         template=section.template,
-        prompt_column=settings.data.column,
+        prompt_column=data.column,
     )
 
 
 def loaded_teachers(
     deployment: Deployment, load: RoleLoader, *, current: Loadable, start: Loadable | None
 ) -> dict[Role, tuple[Loadable, HfTokenizer | None]]:
-    """Return the models that transformers serves to teach, and the tokenizer of one that has another than the policy.
-
-    Args:
-        current: the policy as it is trained, for a teacher that follows it.
-        start: the policy as it begins, if that is in memory anyway.
-    """
+    # current: the policy as it is trained; start: as it begins, if that is in memory anyway
     kind, roles = deployment.settings.teacher.weights, deployment.roles_of("teacher")
     if kind == "live":
         return dict.fromkeys(roles, (current, None))
@@ -118,11 +116,12 @@ def served_teacher(
         known[role.name.partition(".")[2]] = on_vllm.logprobs(role, on, sampling, top_k=top_k or 0)
     column = settings.models.teacher_column
     teacher = ByColumn(column, known) if column else known.get("")
-    if teacher is None or not section.privileged:
+    prompts = privileged(section, settings.data, environment, tokenizer)
+    if teacher is None or prompts is None:
         return teacher
     if section.note:
         logger.info(section.note)
-    return BehindPrompt(teacher, _privileged(settings, environment, tokenizer), Untaught(top_k))
+    return BehindPrompt(teacher, prompts, Untaught(top_k))
 
 
 def _check_reader(role: Role, top_k: int | None, *, answered: bool) -> None:
@@ -138,7 +137,7 @@ def _check_reader(role: Role, top_k: int | None, *, answered: bool) -> None:
         )
 
 
-def require_teacher_room(teacher: object, prompts: object, max_new_tokens: int, positions: int) -> None:
+def check_teacher_room(teacher: object, prompts: object, max_new_tokens: int, positions: int) -> None:
     if not isinstance(teacher, BehindPrompt) or not isinstance(prompts, PromptStream):
         return
     make = cast("PrivilegedPrompt", teacher.prompt)

@@ -189,7 +189,7 @@ def prepare(
         from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
         from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - likewise
         from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415 - likewise
-        from oppo.run.teachers import require_teacher_room  # noqa: PLC0415 - likewise
+        from oppo.run.teachers import check_teacher_room  # noqa: PLC0415 - likewise
 
         deployment = Deployment.of(settings)
         require_engines(deployment)
@@ -216,7 +216,7 @@ def prepare(
         )
         stack.callback(assembly.close)
         require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)
-        require_teacher_room(assembly.teacher, stream, assembly.sampling.max_new_tokens, assembly.positions)
+        check_teacher_room(assembly.teacher, stream, assembly.sampling.max_new_tokens, assembly.positions)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
         stream = of_agents(stream, assembly.environment, settings.data)
         composed = compose(settings, assembly, stream, replay.observations, graph)
@@ -319,6 +319,7 @@ def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
 
 
 def directory_of(session: PreparedRun) -> RunDirectory:
+    """Return the run directory; a resumed one is rewound to the checkpoint."""
     settings = session.settings
     return RunDirectory(
         settings.run_directory,

@@ -22,9 +22,11 @@ ids in the vocabulary, in 16 bits::
 
 A pass takes its FLOP over the reached share of the peak, and its bytes over the share of the bandwidth, divided by the
 number of devices. Small models are bound by bytes: these grow with d, FLOP with d^2. An update takes 3 forward passes
-of the layers for each epoch (backward is two), 4 with checkpointing, and 3 of the head. A decode step of one replica
-takes the sum of what it reads, what it computes and what it starts, which overlaps in part, so the sum is an upper
-bound::
+of the layers for each epoch, 4 with checkpointing, and 3 of the head. Two are the backward pass (Kaplan et al. 2020,
+arXiv 2001.08361, section 2.1): one for the gradients of inputs, one for the gradients of weights. Frozen weights below
+adapters (Hu et al. 2021, arXiv 2106.09685, section 4.2), quantised or not, need the first alone, which leaves 2 of
+layers and head; attention has no weights, and takes 3. A decode step of one replica takes the sum of what it reads,
+what it computes and what it starts, which overlaps in part, so the sum is an upper bound::
 
     step     2 N / (bandwidth * reading) + layer * L        the weights; launching a layer's kernels
     row      2 N / (FLOP/s * computing) + sampling * V      matrices; drawing a token
@@ -303,11 +305,13 @@ class Reached:
         body = self._layers(gpu, model, share)
         return body + self._head(gpu, model, share, 1, self.logits / 3) if head else body
 
-    def update(self, gpu: Gpu, model: Transformer, *, head: bool, checkpointing: bool = False) -> Passes:
-        """Return the costs of an epoch on one device."""
+    def update(
+        self, gpu: Gpu, model: Transformer, *, head: bool, checkpointing: bool = False, frozen: bool = False
+    ) -> Passes:
+        """Return the costs of an epoch on one device; ``frozen``: only adapters of the model are trained."""
         body, times = self._layers(gpu, model, self.training), TRAINED_PASSES + checkpointing
-        found = Passes(token=times * body.token, pair=times * body.pair)
-        return found + self._head(gpu, model, self.training, TRAINED_PASSES, self.logits) if head else found
+        found = Passes(token=(times - frozen) * body.token, pair=times * body.pair)
+        return found + self._head(gpu, model, self.training, TRAINED_PASSES - frozen, self.logits) if head else found
 
     def _layers(self, gpu: Gpu, model: Transformer, share: float) -> Passes:
         moved = self.activations * model.layers * model.width / (gpu.bandwidth * self.moving)
@@ -480,6 +484,9 @@ class EngineSection(Reached):
     checkpointing: bool = setting(
         default=False, description="compute activations again for the backward pass (`trainer.gradient_checkpointing`)"
     )
+    adapters: bool = setting(
+        default=False, description="train adapters of the actor alone, over frozen weights (`models.lora_rank`)"
+    )
 
     def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
         found = super(EngineSection, self).decoder(gpu, model, replicas)
@@ -556,8 +563,14 @@ class Profile:
         epoch = reduce(
             add,
             [
-                engine.update(self.gpu, self.size(key), head=head, checkpointing=engine.checkpointing)
-                for key, head in trained.items()
+                engine.update(
+                    self.gpu,
+                    self.size(key),
+                    head=is_actor,
+                    checkpointing=engine.checkpointing,
+                    frozen=is_actor and engine.adapters,
+                )
+                for key, is_actor in trained.items()
             ],
         )
         recomputes = self.schedule.kv_on_sync == "recompute"

@@ -29,6 +29,7 @@ from oppo.hf.lora import (
     add_lora,
     load_lora,
     merged,
+    outline_lora,
     quantise_base,
     rank_of,
     rounding_loss,
@@ -269,6 +270,27 @@ def test_a_mixture_without_attention_is_refused() -> None:
         layer.self_attn = torch.nn.Identity()
     with pytest.raises(ModelRefused, match=r"MixtralForCausalLM is a mixture of experts.*set models.lora_rank = 0"):
         add_lora(model, 4, 8)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt2", "falcon-h1", *deep("gemma3", "neox", "phi3", "olmo2")])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"target_modules": ["q_proj", "c_attn", "qkv_proj", "query_key_value"]}, {"target_modules": ".*attn.*"}],
+)
+def test_adapters_without_weights_have_the_shapes_of_peft_s(name: str, more: dict[str, object]) -> None:
+    """And train as many bytes; what PEFT refuses is refused."""
+
+    def shapes(add: Any) -> object:
+        with torch.device("meta"):
+            model = tiny.of({**tiny.CONFIGS, **tiny.STATEFUL}[name]())
+        try:
+            add(model, 4, 8, more=more)
+        except (ConfigError, ModelRefused) as error:
+            return str(error)
+        plain = {key.replace(".default", ""): (each.shape, each.dtype) for key, each in trained(model).items()}
+        return plain, sum(each.nbytes for each in model.parameters())
+
+    assert shapes(outline_lora) == shapes(add_lora)
 
 
 def test_without_peft_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

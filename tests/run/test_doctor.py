@@ -18,7 +18,8 @@ from oppo.config.load import load_settings
 from oppo.hf.devices import Hardware
 from oppo.run.deployment import Deployment
 from oppo.run.doctor import Layout, examine
-from oppo.run.memory import crowded, expected
+from oppo.run.fit import advice
+from oppo.run.memory import Known, crowded, expected, too_large
 from tests.kit.known import deep
 
 COUNTED = Path(__file__).parents[1] / "golden" / "memory.json"
@@ -153,9 +154,10 @@ def test_whatever_is_proposed_fits(
     overrides = ("models.policy=drawn", f"rewards.0.source={reward}", f"step.algorithm={algorithm}")
     found = examine(deployed(folder, assume, *overrides))
     assert found.layouts or found.faults
+    known: Known = {}
     for layout in found.layouts:
         again = merged(folder, assume, layout, *overrides)
-        needs = expected(again, again.load(found.load.prompt))
+        needs = expected(again, again.load(found.load.prompt), known)
         assert not crowded(needs, again.assumed), layout
         assert len({need.device for need in needs if not need.remote}) + layout.idle >= Hardware.assumed(assume).gpus
         assert (layout.step > 0) is bool(layout.seconds)
@@ -199,6 +201,27 @@ def test_layouts_are_of_a_run_that_places_nothing_itself(folder: Path) -> None:
     placed = examine(deployed(folder, "8xH100", *small, "placement.policy=cuda:1"))
     assert not placed.layouts
     assert not placed.faults
+
+
+@pytest.mark.adapters
+@pytest.mark.parametrize(
+    ("assume", "chosen", "said"),
+    [
+        ("1x300GB", (), "models.shared_trunk = true.* would fit"),
+        ("1x100GB", (), "trainer.gradient_checkpointing = 1, models.lora_rank = 16, .*shared_trunk = true.* would fit"),
+        ("1x24GB", ("placement.policy=cuda:0",), "the trainer alone needs 319.5 GB on cuda:0: several devices in"),
+        ("1xL4", ("step.lookahead=1", "algorithm.is_correction=truncated"), "not even trainer"),
+    ],
+)
+def test_advice_names_what_would_fit_and_what_is_too_large(
+    folder: Path, assume: str, chosen: Sequence[str], said: str
+) -> None:
+    deployment, known = deployed(folder, assume, *chosen), dict[Any, Any]()
+    load = deployment.load(250)
+    needs = expected(deployment, load, known)
+    assert crowded(needs, deployment.assumed)
+    found = [*too_large(needs, deployment.assumed), advice(deployment, load, known)]
+    assert re.search(said, "\n".join(found)), found
 
 
 def test_two_machines_are_proposed_a_cluster(folder: Path) -> None:

@@ -31,10 +31,10 @@ from oppo.placement import Place, Process, Ranks, Thread
 from oppo.run.checkpoint import fingerprints, require_same
 from oppo.run.deployment import Deployment, places_of
 from oppo.run.engines import require_engines
+from oppo.run.fit import advice
 from oppo.run.memory import (
     ALONE,
     Expected,
-    advice,
     by_device,
     crowded,
     engine_share,

@@ -275,3 +275,15 @@ def test_nonsense_is_named_with_its_line(text: str, message: str, tmp_path: Path
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the lengths in .*gone"):
         Observed.read(tmp_path / "gone", cap=256)
+
+
+def test_an_update_over_frozen_weights_takes_a_pass_less_of_its_matrices() -> None:
+    gpu, model, engine = GPUS["h100"], MODELS["qwen2.5-7b"], Reached(activations=0.0, logits=0.0)
+    for checkpointing in (False, True):
+        whole, frozen = (
+            engine.update(gpu, model, head=True, checkpointing=checkpointing, frozen=each) for each in (False, True)
+        )
+        layers, head = 2 * model.body, 2 * model.head
+        assert whole.token * gpu.flops * engine.training == pytest.approx((3 + checkpointing) * layers + 3 * head)
+        assert frozen.token * gpu.flops * engine.training == pytest.approx((2 + checkpointing) * layers + 2 * head)
+        assert frozen.pair == whole.pair, "attention has no weights"

@@ -371,11 +371,7 @@ class Following(StreamedScorer[T]):
         return Weights(weights.version, actor=own) if self._part == "actor" else Weights(weights.version, critic=own)
 
     async def load(self, weights: Weights) -> None:
-        """Serve its part of ``weights`` from the next call on; tensors that are the model's own are not copied.
-
-        Raises:
-            ModelError: a name is missing or unknown, or a shape differs; the old weights are then still served.
-        """
+        """Serve its part of ``weights`` from the next call on; weights that do not fit are a ``ModelError``."""
         await self._follow(getattr(weights, self._part), weights.version)
 
 

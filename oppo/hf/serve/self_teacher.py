@@ -85,11 +85,7 @@ class AveragedTeacher(SelfTeacher):
         return Weights(weights.version, actor=await anyio.to_thread.run_sync(copies, self._average))
 
     async def load(self, weights: Weights) -> None:
-        """Serve the average with these weights from the next call on; each version is added once.
-
-        Raises:
-            ModelError: as of :meth:`SelfTeacher.load`.
-        """
+        """Serve the average with these weights from the next call on; each version is added once."""
         await self._add(weights)
         newest = weights.version == self._added
         await self._follow(self._average if newest else weights.actor, weights.version)

@@ -105,7 +105,7 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self._keeps = keeps_logits(actor)
         record_routers(actor)
-        for model in self._models():
+        for model in filter(None, (actor, critic)):
             widen_head(model)
         self._one_trunk = critic is not None and shares_trunk(actor, critic)
         self._own_head = OwnHead(actor) if head_apart or self._one_trunk else None

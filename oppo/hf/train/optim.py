@@ -1,9 +1,15 @@
-"""The optimizer, the float32 copies of 16-bit weights on which it steps, and the file from which training resumes."""
+"""The optimizer, the float32 copies of 16-bit weights on which it steps, and the file from which training resumes.
+
+Muon (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982) orthogonalises the momentum of a whole matrix, with updates
+as large as AdamW's. Of a sharded matrix each rank gathers weights and momentum, one matrix at a time, makes the same
+update, and keeps its shard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from oppo.durable import writing
 from oppo.errors import CheckpointError, ConfigError, one_line
 from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.muon import MuonAndAdamW, matrices
 from oppo.hf.train.ranks import Team, alike, whole
 from oppo.training import TrainerSettings
 
@@ -54,6 +60,64 @@ class MasterWeights:
             parameter.grad = None
 
 
+LIKE_ADAMW = "match_rms_adamw"
+_BUFFER = "momentum_buffer"
+
+
+def matrices(models: Sequence[PreTrainedModel]) -> Iterator[nn.Parameter]:
+    """Yield the trained matrices of layers: no embeddings, heads, vectors, adapters, nor experts in one tensor."""
+    for model in models:
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        apart = filter(None, [*tables, model.get_output_embeddings(), getattr(model, "score", None)])
+        others = {id(each) for module in apart for each in module.parameters()}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.ndim == 2 and ".lora_" not in name and id(parameter) not in others:
+                yield parameter
+
+
+class Muon(torch.optim.Muon):
+    """torch's, also of sharded matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # untyped
+        for group in self.param_groups:
+            for shard in group["params"]:
+                if isinstance(shard, DTensor) and shard.grad is not None:
+                    self._step_of_shard(shard, group)
+        return super().step(closure)
+
+    def _step_of_shard(self, shard: DTensor, group: Mapping[str, Any]) -> None:
+        momentum, state = group["momentum"], self.state[shard]
+        if _BUFFER not in state:
+            state[_BUFFER] = torch.zeros_like(shard.grad)
+        buffer = state[_BUFFER].lerp_(shard.grad, 1 - momentum)
+        matrix = nn.Parameter(whole(shard).clone())
+        matrix.grad = whole(shard.grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
+        options = {name: value for name, value in group.items() if name in self.defaults}
+        torch.optim.Muon([matrix], **{**options, "momentum": 0.0, "nesterov": False}).step()
+        shard.copy_(alike(matrix.detach(), shard))
+        shard.grad = None  # the rest of the step is of whole matrices
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Both as one optimizer, of groups of parameters that are ``matrices`` and of ``others``."""
+
+    def __init__(self, matrices: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], **options: Any) -> None:
+        self._parts = [
+            Muon(matrices, adjust_lr_fn=LIKE_ADAMW),
+            torch.optim.AdamW(others, fused=True, **options),
+        ]
+        super().__init__([*matrices, *others], {})
+        for part in self._parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # untyped
+        for part in self._parts:
+            part.step()
+        return None if closure is None else closure()
+
+
 class Optimisation:
     """An optimizer through accelerate, on float32 copies of 16-bit weights; it clips each model's gradient apart."""
 
@@ -80,11 +144,6 @@ class Optimisation:
                 )
         optimizer = _optimizer(settings, self.weights, self._matrices)
         self.models, self.optimizer = self._accelerator.prepare(models, optimizer)
-
-    @property
-    def state_bytes(self) -> int:
-        # Muon keeps one number of each weight, AdamW two.
-        return sum(each.nbytes * (1 if each in self._matrices else 2) for part in self.weights for each in part)
 
     def scale(self, factor: float) -> None:
         for group in self.optimizer.param_groups:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from oppo.events import IntArray, Prompt
 from oppo.graph import Stateful
-from oppo.hf import AveragedTeacher, ReferenceLogprobs, SelfTeacher, TeacherLogprobs
+from oppo.hf import AveragedTeacher, SelfTeacher
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.weights import copies
 from oppo.models import Sampling, Scorer, Weights
@@ -78,32 +78,6 @@ def test_log_probs_are_those_of_one_pass_over_the_other_prompt_and_the_same_resp
         np.testing.assert_allclose(np.exp(said.top).sum(1), 1, rtol=1e-4)
     taught = [float(other is not None) for other in prompts]
     assert sorted(scorer.capabilities.samples()["teacher/taught"]) == sorted(taught)
-
-
-@pytest.mark.parametrize("top_k", [None, 4])
-async def test_the_policys_own_weights_say_what_those_of_a_model_of_its_own_say(
-    top_k: int | None, place: Thread
-) -> None:
-    """Before and after an update, of which a session of older weights is read anew."""
-    actor, other, made = tiny.causal("llama"), tiny.causal("llama", seed=5), responses()
-    teacher = SelfTeacher(copy.deepcopy(actor), sampling=SAMPLING, place=place, top_k=top_k)
-    for version, model in enumerate((actor, other)):
-        await teacher.load(Weights(version, actor=model.state_dict()))
-        plain: Scorer[object] = (
-            ReferenceLogprobs(model, sampling=SAMPLING, place=place)
-            if top_k is None
-            else TeacherLogprobs(model, sampling=SAMPLING, place=place, top_k=top_k)
-        )
-        ours = await stream(cast("Scorer[object]", teacher), made, seed=1)
-        theirs = await stream(plain, made, seed=1)
-        for rollout, value in theirs.items():
-            if isinstance(value, TopLogprobs):
-                mine = ours[rollout]
-                assert isinstance(mine, TopLogprobs)
-                assert_close(mine.top, value.top)
-                assert_close(mine.tokens, value.tokens)
-            else:
-                assert_close(ours[rollout], value)
 
 
 def averaged(model: PreTrainedModel, rate: float, start: PreTrainedModel | None = None) -> AveragedTeacher:

@@ -16,8 +16,7 @@ from oppo.errors import ConfigError
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import Load, at_rest, of_trainer
 from oppo.hf.train.actor_critic import ActorCritic
-from oppo.hf.train.muon import LIKE_ADAMW, Muon, MuonAndAdamW, matrices
-from oppo.hf.train.optim import Optimisation
+from oppo.hf.train.optim import LIKE_ADAMW, Muon, MuonAndAdamW, Optimisation, matrices
 from oppo.hf.train.ranks import whole
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling

@@ -1,0 +1,146 @@
+"""The search for settings with which a run fits the memory of its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+from rich.filesize import decimal
+
+from oppo.errors import ConfigError, ModelError, ModelRefused, in_toml
+from oppo.hf.memory import Load
+from oppo.log import logger, routed
+from oppo.run.deployment import Deployment
+from oppo.run.engines import require_engines
+from oppo.run.memory import Expected, Known, crowded, expected, with_micro_batches, with_share
+
+Changes: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Settings by section and key."""
+
+_CHECKPOINTING: Final[Changes] = {"trainer": {"gradient_checkpointing": 1}}
+_ADAPTERS: Final = {"dtype": "bfloat16", "lora_rank": 16}
+_TRUNK: Final = {"shared_trunk": True, "critic": ""}
+
+REMEDIES: Final[Sequence[Changes]] = (
+    {},
+    _CHECKPOINTING,
+    {**_CHECKPOINTING, "models": _ADAPTERS},
+    {**_CHECKPOINTING, "models": {**_ADAPTERS, **_TRUNK}},
+    {**_CHECKPOINTING, "models": {**_ADAPTERS, "quantization": "nf4"}},
+    {**_CHECKPOINTING, "models": {**_ADAPTERS, "quantization": "nf4", **_TRUNK}},
+)
+"""What a run does to fit, the first that is enough; each costs time or changes what is trained."""
+
+_ALONE: Final[Sequence[Changes]] = (
+    {"models": {"dtype": "bfloat16"}},
+    {"models": {"lora_rank": 16}},
+    {"models": _TRUNK},
+    _CHECKPOINTING,
+    {"step": {"chunk": "whole"}},  # scorers read each response once, and keep nothing of it
+)
+"""Changes any of which may be enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A run that fits.
+
+    Attributes:
+        changes: its settings that are unlike those of the run that was given.
+    """
+
+    changes: Changes
+    deployment: Deployment
+    needs: Sequence[Expected]
+
+
+def fitted(deployment: Deployment) -> Deployment:
+    """Check that the models fit, and choose the tokens of a micro-batch and the memory share of an engine."""
+    _require_memory(deployment)
+    load = deployment.load(deployment.settings.data.max_prompt_tokens)
+    if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
+        logger.info("counting memory, for trainer.micro_batch_tokens")
+    with routed(), suppress(ConfigError, ModelError):  # loading reports the error
+        deployment = with_micro_batches(deployment, replace(load, chunk=load.response))
+    return with_share(deployment, load)
+
+
+def _require_memory(deployment: Deployment) -> None:
+    # Before anything is loaded: all weights, what training keeps, and a policy's states.
+    try:
+        with routed():
+            faults = crowded(expected(deployment, None))
+    except (ConfigError, ModelRefused):
+        return
+    if faults:
+        raise ConfigError(f"{'; '.join(faults)}: {advice(deployment, None, {})}")
+
+
+def first_fit(deployment: Deployment, tried: Iterable[Changes], load: Load | None, known: Known) -> Fit | None:
+    """Return the first of some changes with which a run fits; without a load at rest, which is counted at once."""
+    for changes in tried:
+        other = altered(deployment, changes)
+        if other is not None and (needs := _fitting(other, load, known)) is not None:
+            return Fit(_unlike(deployment, changes), other, needs)
+    return None
+
+
+def altered(deployment: Deployment, changes: Changes) -> Deployment | None:
+    """Return a run with changes; ``None``: these settings do not go together."""
+    with suppress(ConfigError, ModelError, ModelRefused, ValueError), routed():
+        other = Deployment.of(deployment.settings.changed(changes), deployment.assumed)
+        require_engines(other)
+        return other
+    return None
+
+
+def _fitting(deployment: Deployment, load: Load | None, known: Known) -> Sequence[Expected] | None:
+    with suppress(ConfigError, ModelError, ModelRefused, ValueError), routed():
+        for asked in (None,) if load is None else (None, deployment.load(load.prompt)):
+            needs = expected(deployment, asked, known)
+            if crowded(needs, deployment.assumed, spread=deployment.settings.placement.spread):
+                return None
+        return needs
+    return None
+
+
+def _unlike(deployment: Deployment, changes: Changes) -> Changes:
+    # But for what is set already.
+    document = deployment.settings.document()
+    kept = {
+        name: {key: value for key, value in keys.items() if document.get(name, {}).get(key) != value}
+        for name, keys in changes.items()
+    }
+    return {name: keys for name, keys in kept.items() if keys}
+
+
+def merged(changes: Changes, more: Changes) -> Changes:
+    return {name: {**changes.get(name, {}), **more.get(name, {})} for name in {**changes, **more}}
+
+
+def spelled(changes: Changes) -> Iterator[str]:
+    for name, keys in changes.items():
+        yield from (f"{name}.{key} = {in_toml(value)}" for key, value in keys.items())
+
+
+def advice(deployment: Deployment, load: Load | None, known: Known) -> str:
+    """Return what would make a run fit: settings that do alone, else the fewest together; and what else there is."""
+    new = [changes for changes in _ALONE if _unlike(deployment, changes)]
+    fits = [fit for changes in new if (fit := first_fit(deployment, [changes], load, known))]
+    fits = fits or [fit for fit in [first_fit(deployment, REMEDIES[1:], load, known)] if fit]
+    said = [
+        f"{', '.join(spelled(fit.changes))} would fit ({decimal(sum(need.bytes.total for need in fit.needs))} in all)"
+        for fit in fits
+    ]
+    others = ["give a model another device, or the trainer several ([placement])", "use smaller models"]
+    if load:
+        others.insert(0, "have fewer or shorter responses in flight ([step], sampling.max_new_tokens)")
+    most = [
+        changes for changes in map(partial(_unlike, deployment), REMEDIES) if changes and altered(deployment, changes)
+    ]
+    if not fits and most:
+        others[0] = f"not even {', '.join(spelled(most[-1]))} would fit: {others[0]}"
+    return "; or ".join([*said, *others])
