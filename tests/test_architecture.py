@@ -115,7 +115,7 @@ BUDGETS = {
 RATCHETS = {
     "modules": 202,  # what can be read of a run, the server that follows one, the rehearsal, credit, an agent's APIs
     "files in the root": 22,
-    "protocols": 55,
+    "protocols": 49,
     "functions that only require": 70,
     "functions given all settings": 23,
     "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn

@@ -162,9 +162,6 @@ class PPOLoss(ClippedLoss):
     Attributes:
         value_clip: distance from the old value beyond which a value has no gradient; ``inf``: no bound.
         value_coefficient: weight of the value loss.
-
-    Raises:
-        ConfigError: a value is out of range.
     """
 
     value_clip: Limit = 0.2
