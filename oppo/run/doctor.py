@@ -305,7 +305,8 @@ def proposed(deployment: Deployment, load: Load, known: Known) -> list[Layout]:
     if assumed is None:
         return found
     smaller_runs = [each for each in _less(deployment) if altered(deployment, each)]
-    for less in ([{}], smaller_runs):
+    as_it_is: list[Changes] = [{}]
+    for less in (as_it_is, smaller_runs):
         for name, changes in () if found else [*_candidates(deployment, assumed)]:
             remedies = [merged(changes, remedy) for remedy in REMEDIES]
             if less is smaller_runs:  # those with which it fits at rest, whatever the batch

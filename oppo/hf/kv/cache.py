@@ -160,6 +160,10 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, news: Tensor) -> _Kind:
+        return cls(news.shape[1], news.shape[3], news.dtype, news.device)
+
 
 Places: TypeAlias = dict[tuple[int, str], list[tuple[_Kind, int]]]
 """The stores of each layer, by their kinds and their numbers among those of the kind; the slabs of a reader agree."""
@@ -190,7 +194,7 @@ class Slab(Slots):
         stores = self._layers.get((layer, of))
         if stores is None:
             if (layer, of) not in self._places:
-                known, kinds = self._kinds(), [_Kind(*new.shape[1::2], new.dtype, new.device) for new in news]
+                known, kinds = self._kinds(), [_Kind.of(new) for new in news]
                 at = [known[kind] + kinds[:before].count(kind) for before, kind in enumerate(kinds)]
                 self._places[layer, of] = list(zip(kinds, at, strict=True))
             self._allocate()

@@ -324,7 +324,7 @@ def test_a_row_joins_and_a_slab_grows_in_as_many_launches_for_any_number_of_laye
             keys = torch.tensor([1.0, 2, 3])[:, None, None, None].expand(3, 2 + layer % 2, 1, 4) + 10 * layer
             old.store(layer, KVRegion(slice(0, 3), 1, torch.arange(3), nothing, None), keys, -keys)
         old.reserve(1, 9)  # the stores of a first pass become blocks
-        with Launches() as counted:
+        with Launches() as counted:  # type: ignore[no-untyped-call]
             new.reserve(1, 9)
             new.adopt({2: 1}, old)
             new.reserve(2, 40)
