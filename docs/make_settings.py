@@ -114,9 +114,9 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "agents.program": ("agent, agent loop, harness", ""),
     "agents.on_failure": ("agent error policy", ""),
     "agents.timeout": ("agent timeout", ""),
-    "agents.host": ("host of the OpenAI-compatible server", ""),
-    "agents.port": ("port of the OpenAI-compatible server", ""),
-    "agents.public_url": ("base URL of the OpenAI-compatible server", ""),
+    "agents.host": ("host of the server", ""),
+    "agents.port": ("port of the server", ""),
+    "agents.public_url": ("base URL of the server", ""),
     "placement.policy": ("rollout device", ""),
     "placement.trainer": ("data-parallel ranks, training devices", ""),
     "placement.scorers": ("scoring device", ""),
@@ -261,7 +261,7 @@ ABOUT: Mapping[str, str] = {
     "[algorithms.md](algorithms.md#a-teacher-behind-another-prompt).",
     "environment": "What answers a response that has ended at a stop, as a tool does: "
     "[rewards.md](rewards.md#tools-and-turns).",
-    "agents": "An agent of an OpenAI-compatible server, in place of prompts, environment and rewards: "
+    "agents": "An agent of a server with the APIs of OpenAI and Anthropic, in place of prompts and rewards: "
     "[rewards.md](rewards.md#an-existing-agent-in-fifteen-lines).",
     "placement": "The device of each model, if they are not all on `models.device`: [scale.md](scale.md).",
     "data": "The prompts and how they are served.",

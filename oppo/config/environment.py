@@ -102,9 +102,9 @@ class AgentsSection:
 
     program: Annotated[str, OneOf((), f"file.py:function or {VERIFIERS}", _PROGRAM)] = setting(
         "",
-        "`file.py:function` that is an agent: called with a row, the URL of an OpenAI-compatible server and a key, it "
-        "returns the reward of its conversation; `verifiers`: runs the tasks of the tasksets that are the prompts; "
-        "empty: none",
+        "`file.py:function` that is an agent: called with a row, the URL of a server that speaks OpenAI's and "
+        "Anthropic's APIs and a key, it returns the reward of its conversation; `verifiers`: runs the tasks of the "
+        "tasksets that are the prompts; empty: none",
     )
     on_failure: Literal["fail", "drop"] = setting(
         "fail",
