@@ -109,9 +109,8 @@ class Sampling(SamplingSettings):
     If ``top_k``, ``top_p`` or ``min_new_tokens`` excludes ids, a token is one of the others, renormalised, and its
     log-prob, entropy and KL are taken over these. They travel with the token, as its :class:`~oppo.events.Support`, to
     the reference and the trainer. At that position the excluded ids are neither learnt from nor held to the reference.
-    An id costs 4 bytes of host memory: 80 bytes for a token with ``top_k=20``. With ``top_p`` alone a token of an
-    unsure policy with a large vocabulary has tens of thousands of ids, which ``top_k`` bounds. For ``min_new_tokens``
-    alone the few excluded ids are listed instead.
+    With ``top_p`` alone a token of an unsure policy with a large vocabulary has tens of thousands of ids, of 4 bytes
+    each, which ``top_k`` bounds. For ``min_new_tokens`` alone the few excluded ids are listed instead.
 
     Attributes:
         stop: token ids that end a response (reason ``eos`` for the first, ``stop`` for the others); each is part of
@@ -119,9 +118,6 @@ class Sampling(SamplingSettings):
         vocabulary: the ids below it are sampled, and log-probs, entropies and KL are over these alone: a model's table
             may be padded with ids that the tokenizer does not have, and a reference's or a teacher's further than the
             policy's. 0: each model's whole table.
-
-    Raises:
-        ValueError: a value is out of range.
     """
 
     stop: tuple[int, ...] = ()

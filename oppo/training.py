@@ -78,11 +78,7 @@ class Surrogate:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Return the surrogate of a dataclass with fields of these names, ``surrogate`` for the kind.
-
-        Raises:
-            ConfigError: as above; a default that this kind does not read is none that was given.
-        """
+        """Return the surrogate of a dataclass with fields of these names, ``surrogate`` for the kind."""
         kind, names = settings.surrogate, ("clip", "clip_high", "dual_clip", "gates")
         given = changed(settings, names) if kind == "sapo" else {name: getattr(settings, name) for name in names}
         return cls(kind=kind, **given)
@@ -184,11 +180,7 @@ class TrainerSettings:
         return min(math.ceil(self.warmup_steps * self.total_steps), self.total_steps - 1)
 
     def require_no_critic(self) -> None:
-        """Require the defaults for the settings that need a critic.
-
-        Raises:
-            ConfigError: one of them differs.
-        """
+        """Require the defaults for the settings that need a critic."""
         for name, value in changed(self, OF_THE_CRITIC).items():
             raise ConfigError(
                 f"{name} = {in_toml(value)} is about a critic, and there is none: leave it out, or give the trainer a "

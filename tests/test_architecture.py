@@ -88,26 +88,26 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
-    "admission": 1_359,
+    "admission": 1_329,
     "agents": 2_360,
-    "algorithms": 1_089,
+    "algorithms": 1_038,
     "config": 4_048,
     "data": 963,
     "demo": 1_500,
-    "environments": 1_348,
-    "evaluation": 541,
-    "graph": 2_347,
+    "environments": 1_331,
+    "evaluation": 537,
+    "graph": 2_224,
     "hf": 12_291,
     "liveness": 611,
-    "losses": 1_102,
-    "oppo": 6_328,
-    "placement": 3_722,
+    "losses": 1_088,
+    "oppo": 6_308,
+    "placement": 3_699,
     "report": 3_241,
-    "rewards": 1_802,
-    "run": 5_802,
+    "rewards": 1_792,
+    "run": 5_790,
     "simulate": 2_492,
-    "stages": 4_069,
-    "testing": 2_543,
+    "stages": 4_062,
+    "testing": 2_498,
     "vllm": 4_213,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
@@ -115,7 +115,7 @@ BUDGETS = {
 RATCHETS = {
     "modules": 202,  # what can be read of a run, the server that follows one, the rehearsal, credit, an agent's APIs
     "files in the root": 22,
-    "protocols": 55,
+    "protocols": 49,
     "functions that only require": 70,
     "functions given all settings": 23,
     "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn

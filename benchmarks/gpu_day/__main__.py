@@ -79,10 +79,10 @@ class Measuring:
                 self.part(name, min(PARTS[name].limit, left))
             else:
                 self.found[name]["cut"] = f"not begun: {seconds / 60:.3g} minutes were over"
-            self.keep()
+            keep(self.out, {"parts": self.found})
             print(f"{observe.now() - began:.0f} s\n{compared({'parts': self.found}, name)}\n", flush=True)
-            if name == "facts" and "failed" in self.found[name]:
-                raise ConfigError(f"--device {self.device}: {self.found[name]['failed']}; cpu tries the command")
+            if name == "facts" and (fault := self.found[name].get("failed") or self.found[name].get("cut")):
+                raise ConfigError(f"--device {self.device}: {fault}; cpu tries the command")
         return int(any({"failed", "cut"} & found.keys() for found in self.found.values()))
 
     def part(self, name: str, limit: float) -> None:
@@ -97,15 +97,12 @@ class Measuring:
                 answer = self.child.answer(f"measure {name}", until - observe.now())
                 found |= cast("Found", answer["found"])
                 over = bool(answer["over"])
-                self.keep()
+                keep(self.out, {"parts": self.found})
         except ModelLost as error:
             cut = observe.now() >= until
             found["cut" if cut else "failed"] = f"at its limit of {limit:.0f} s" if cut else str(error)
         if {"failed", "cut"} & found.keys():
             self.end()
-
-    def keep(self) -> None:
-        keep(self.out, {"parts": self.found})
 
     def end(self) -> None:
         if self.child is not None:

@@ -47,7 +47,7 @@ class Part:
 
 # In their order: what users decide by, then its parts. `vllm` and `nccl` are for machines that have what they need.
 PARTS: Final[Mapping[str, Part]] = {
-    "facts": Part(parts.facts, 60, 15),
+    "facts": Part(parts.facts, 120, 15),
     "ladder": Part(partial(steps.ladder, steps.LADDER), 360, 30),
     "peer": Part(steps.peer, 260, 50),
     "full": Part(steps.full, 60, 10),
@@ -93,15 +93,15 @@ class Card:
     def profile(self, workload: BenchWorkload, engine: EngineSection) -> Profile:
         with torch.device("meta"):
             models: dict[str, PreTrainedModel] = {"actor": counting(workload)}
-        scored = [role for role in workload.roles if role == "critic" or (role, workload.reward) == ("reward", "model")]
-        models |= {role: drawn(workload, role, "meta") for role in scored}
+        judged, valued = workload.reward == "model", "critic" in workload.roles
+        models |= {role: drawn(workload, role, "meta") for role in ["reward"] * judged + ["critic"] * valued}
         law = workload.lengths
         return Profile(
             workload=WorkloadSection(
                 batch=workload.batch // workload.group, samples=workload.group, prompt=workload.prompt_tokens[1]
             ),
             lengths=LengthsSection(cap=law.cap, median=law.median, sigma=law.sigma),
-            models=ModelsSection(actor="actor", **{role: role for role in scored}),  # type: ignore[arg-type]  # names
+            models=ModelsSection(actor="actor", reward="reward" if judged else "", critic="critic" if valued else ""),
             layout=LayoutSection(gpu="card", decode=1, corunning=TOGETHER),
             engine=engine,
             gpus={"card": self.gpu},

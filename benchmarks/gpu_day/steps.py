@@ -77,7 +77,7 @@ class Steps:
         return not {"serial", "chunk"}.issuperset(self.modes)
 
     def on(self, day: Day) -> Steps:
-        return replace(self, rounds=1, each=1, warm_up=0, adapting=1) if day.tries else self
+        return replace(self, rounds=2, each=1, warm_up=1, adapting=1) if day.tries else self
 
 
 LADDER: Final = Steps("gpu", SCHEDULES, 4, 2, 2)
@@ -258,7 +258,8 @@ async def _peer(steps: Steps, day: Day, found: dict[str, object], logs: Path) ->
 def vllm(day: Day) -> Found:
     """Run steps whose policy is vLLM's, which has run on no GPU: the serial schedule, and streamed."""
     files = files_of(day.workload("gpu-rule"), cache_directory())
-    plan, records = Plan(1, 1, 1, "thread", str(day.device), "vllm"), {}
+    plan = Plan(1, 1, 1, "thread", str(day.device), "vllm")
+    records: dict[str, Rounds] = {}
     with TemporaryDirectory() as logs:
         for entry in entries(files, ("serial", "chunk"), "shared", plan):
             with entry.start(Path(logs)) as contestant:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
+
+import psutil
 
 from benchmarks import CHECKOUT
 from oppo import observe
@@ -104,7 +105,6 @@ class Contestant:
                     stderr=errors,
                     env=environment,
                     cwd=source,
-                    start_new_session=True,
                 )
         except OSError as error:
             raise ModelLost(f"contestant {name!r} cannot be started: {error}; its command is {command[0]}") from error
@@ -137,8 +137,10 @@ class Contestant:
 
     def kill(self) -> None:
         """End the contestant, and what it has started, at once."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for each in (*process.children(recursive=True), process):
+                each.kill()
 
     def close(self) -> None:
         """End the contestant: its input ends, and after ten seconds it is killed; idempotent."""

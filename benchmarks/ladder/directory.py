@@ -42,7 +42,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -182,20 +181,17 @@ def counting(workload: BenchWorkload) -> PreTrainedModel:
     Its layers add next to nothing, and the head's row of a token is the embedding of the token before it. The cost of a
     forward pass does not depend on the weights.
     """
-    language, shape = language_of(workload), workload.models.actor
-    model = LlamaForCausalLM(config_of(shape, vocabulary_of(workload), workload.positions))
+    language, model = language_of(workload), untrained(workload, "actor")
     numbers = torch.arange(language.number(1), language.vocabulary)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.mul_(FAINT)
-        embedding, head = (table.get_parameter("weight") for table in (model.model.embed_tokens, model.lm_head))
-        embedding.normal_()
-        head.zero_()
-        head[numbers - 1] = SHARP / shape.hidden * embedding[numbers]
+        embedding = model.get_input_embeddings().get_parameter("weight").normal_()
+        head = model.get_output_embeddings().get_parameter("weight").zero_()
+        head[numbers - 1] = SHARP / workload.models.actor.hidden * embedding[numbers]
         head[EOS] = head[language.number(0)]
         head[language.number(0)] = 0
-    model.to(getattr(torch, workload.models.dtype)).train(mode=False)
     return model
 
 

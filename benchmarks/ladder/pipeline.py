@@ -304,8 +304,9 @@ def load(files: Files, device: str) -> Models:
     def model(role: str, *, scalar: bool = False) -> PreTrainedModel:
         if role != "actor" and workload.models.vocabulary:
             return drawn(workload, role, device)
-        loaded = load_scalar if scalar else load_causal
-        return loaded(files.model(role), device=device, dtype=workload.models.dtype)
+        if scalar:
+            return load_scalar(files.model(role), device=device, dtype=workload.models.dtype)
+        return load_causal(files.model(role), device=device, dtype=workload.models.dtype)
 
     taught = workload.teacher is not None
     return Models(

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from benchmarks import CHECKOUT
 from benchmarks.harness import Spread, markdown
-from benchmarks.ladder.directory import LengthStatistics
 from benchmarks.ladder.measures import Ladder
 from benchmarks.ladder.workloads import MODES
 from benchmarks.peer.sweep import PEERS
@@ -28,11 +27,12 @@ def render(ladder: Ladder) -> Group:
 
 def head(ladder: Ladder) -> list[Text]:
     workload, plan, machine, facts = ladder.workload, ladder.plan, ladder.machine, ladder.files.facts
+    lengths, cap = facts.announced, workload.lengths.cap
     lines = [
         f"workload {workload.name}: {workload.about}",
         f"  batch {workload.batch}, extra {workload.extra}, {workload.epochs} epoch(s), chunks of {workload.chunk}",
         f"  seed {workload.seed}; parameters {_counts(facts.parameters)}",
-        f"  announced lengths, {len_line(facts.announced)}, cap {workload.lengths.cap}",
+        f"  announced: median {lengths.median:.0f}, p95 {lengths.p95:.0f}, {lengths.capped:.1%} at the cap, {cap}",
     ]
     lines += [
         f"layout {ladder.layout}; {machine.cpu}, {machine.cores} core(s), {machine.memory_gb} GB, {machine.device}",
@@ -102,10 +102,6 @@ def validity(ladder: Ladder) -> RenderableType:
 
 def optional(value: float | None, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
-
-
-def len_line(lengths: LengthStatistics) -> str:
-    return f"median {lengths.median:.0f}, p95 {lengths.p95:.0f}, {lengths.capped:.1%} at the cap"
 
 
 def _counts(parameters: Mapping[str, int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, cast
 
@@ -12,7 +12,7 @@ import numpy as np
 from oppo.admission.fixed import AdaptiveOvercommit, Overcommit
 from oppo.admission.forecast import FloatVector, cut_intervals, kaplan_meier, pace
 from oppo.admission.protocol import Json, Observation
-from oppo.declared import NonNegative, Positive, PositiveCount, validated
+from oppo.declared import NonNegative, PositiveCount, validated
 from oppo.errors import AdmissionError
 
 SlopeRule: TypeAlias = Literal["text", "algorithm1"]
@@ -103,11 +103,10 @@ class TailAdaptive(AdaptiveOvercommit):
 
     From the last ``window`` steps it estimates the survival function of the lengths (Kaplan-Meier: deferred responses
     are censored), and the seconds per decode step, per token, of every scorer, and of the rest. These give, for each
-    Delta, the decode steps between two cuts (:mod:`oppo.admission.forecast`) and the seconds of a step
-    (:mod:`oppo.admission.forecast`). A mean staleness of Delta / B steps has a price in time::
+    Delta, the decode steps between two cuts and the seconds of a step (:mod:`oppo.admission.forecast`).
+    A mean staleness of Delta / B steps has a price in time::
 
-        cost(Delta) = seconds(Delta) * (1 + price * brake * Delta / B)
-        brake       = max(1, mismatch KL / kl_target, ess_target / effective sample size)
+        cost(Delta) = seconds(Delta) * (1 + price * Delta / B)
 
     It takes the least Delta whose cost is within 1.15% of the lowest: at once if that is below the current one, at
     most doubling if above. The first step defers nothing, and alone decides on the second. The search covers the whole
@@ -120,9 +119,6 @@ class TailAdaptive(AdaptiveOvercommit):
         max_deferrals: the cut waits for units of this age.
         most: the largest ``overcommit``; ``None`` for a quarter of the batch.
         window: steps that are remembered.
-        kl_target: KL between the weights that sampled and those that are trained, nats per token, above which the
-            price rises; ``None`` ignores it.
-        ess_target: effective sample size as a share, 0 to 1, below which the price rises; ``None`` ignores it.
 
     Raises:
         AdmissionError: a number is out of range.
@@ -137,8 +133,6 @@ class TailAdaptive(AdaptiveOvercommit):
     max_deferrals: PositiveCount = 2
     most: int | None = None
     window: PositiveCount = 8
-    kl_target: Positive | None = None
-    ess_target: Positive | None = None
     _current: Overcommit = field(init=False, repr=False)
     _predicted: float | None = field(default=None, init=False, repr=False)
     _window: list[Observation] = field(default_factory=list, init=False, repr=False)
@@ -165,7 +159,7 @@ class TailAdaptive(AdaptiveOvercommit):
             return
         self._window = [*self._window, seen][-self.window :]
         seconds = self.predictions()
-        chosen = self._chosen(seconds * (1 + self.price * self._brake() * np.arange(len(seconds)) / self.batch))
+        chosen = self._chosen(seconds * (1 + self.price * np.arange(len(seconds)) / self.batch))
         self._current = replace(self._current, overcommit=chosen)
         self._predicted = float(seconds[chosen])
 
@@ -189,22 +183,7 @@ class TailAdaptive(AdaptiveOvercommit):
     def _limit(self) -> int:
         return self.batch // 4 if self.most is None else self.most
 
-    def _brake(self) -> float:
-        kl = _mean([seen.mismatch_kl for seen in self._window])
-        samples = _mean([seen.effective_samples for seen in self._window])
-        brake = 1.0
-        if kl is not None and self.kl_target is not None:
-            brake = max(brake, kl / self.kl_target)
-        if samples is not None and self.ess_target is not None:
-            brake = max(brake, self.ess_target / samples)
-        return brake
-
     def _chosen(self, cost: FloatVector) -> int:
         # The least ``overcommit`` of nearly lowest cost, with a bounded rise above the current one.
         equal = np.flatnonzero(cost <= (1 + MARGIN) * cost.min())
         return min(int(equal[0]), self.overcommit + max(RISE, self.overcommit))
-
-
-def _mean(measured: Sequence[float | None]) -> float | None:
-    known = [value for value in measured if value is not None]
-    return float(np.mean(known)) if known else None

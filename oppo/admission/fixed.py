@@ -135,9 +135,7 @@ class Continuous(Overcommit):
     trained once, and no token is more than ``max_deferrals`` + lookahead updates old.
 
     Attributes:
-        batch: units in a full batch.
         overcommit: the units that are decoded at a time, and the most that are deferred.
-        max_deferrals: the cut waits for units of this age.
 
     Raises:
         AdmissionError: ``batch`` < 1, ``overcommit`` outside 1 .. batch, or ``max_deferrals`` < 1.

@@ -85,9 +85,6 @@ class Observation:
             weight sync alone.
         accumulate_seconds: of a streamed update, beside decoding and scoring: they are no part of ``rest_seconds``.
         score: mean score of the trained rollouts; NaN without any.
-        mismatch_kl: KL between the weights that sampled and those that were trained, nats per token; ``None`` if not
-            measured.
-        effective_samples: effective sample size of the importance weights as a share, 0 to 1; ``None`` likewise.
         lookahead: number of later steps that may begin before this one has ended.
         chunk: tokens in a chunk; 0 without decoding.
         stretches: what its decode steps were; some of them together.
@@ -111,8 +108,6 @@ class Observation:
     rest_seconds: float = 0.0
     accumulate_seconds: float = 0.0
     score: Annotated[float, AllowInfNan(True)] = float("nan")
-    mismatch_kl: float | None = None
-    effective_samples: float | None = None
     lookahead: int = 0
     chunk: int = 0
     stretches: tuple[Stretch, ...] = ()
@@ -125,9 +120,7 @@ class Observation:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Json]) -> Observation:
-        late = {"lookahead": 0, "chunk": 0, "stretches": (), "accumulate_seconds": 0.0}  # absent from older journals
-        late["deferred"] = value.get("parked")  # as older journals call it
-        given = {each.name: cast("Any", {**late, **value}[each.name]) for each in fields(cls)}
+        given = {each.name: cast("Any", value[each.name]) for each in fields(cls)}
         tuples = {
             "finished": tuple(given["finished"]),
             "deferred": tuple(given["deferred"]),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Protocol, TypeAlias
 
 from oppo.admission import Admission
-from oppo.admission.chunking import ChunkSize
+from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import (
     AtLeastOne,
     Fraction,
@@ -50,19 +50,19 @@ class Roles:
     The fields are the arguments of :func:`oppo.ppo`. ``critic`` is ``None`` for an algorithm without one, ``proximal``
     for one that corrects nothing, and ``reference`` for one that refers to none, unless settings name a model for it,
     to measure the KL. ``teacher`` is the model of ``models.teacher`` or ``[teacher]``, and ``siblings`` chooses what it
-    is shown, if that is a response. ``max_new_tokens`` is the cap of a response. An
-    ``environment`` also joins a graph that was made without it.
+    is shown, if that is a response. ``max_new_tokens`` is the cap of a response, 0 if not known. An ``environment``
+    also joins a graph that was made without it.
     """
 
     policy: Policy
-    reference: Scorer[FloatArray] | None
     reward: Scorer[float | Drop]
-    critic: Scorer[FloatArray] | None
-    proximal: Scorer[FloatArray] | None
     trainer: Trainer
     admission: Admission
-    chunks: ChunkSize
-    max_new_tokens: int
+    reference: Scorer[FloatArray] | None = None
+    critic: Scorer[FloatArray] | None = None
+    proximal: Scorer[FloatArray] | None = None
+    chunks: ChunkSize = field(default_factory=Fixed)
+    max_new_tokens: int = 0
     teacher: Scorer[Lesson | Drop] | None = None
     siblings: Siblings | None = None
     environment: Environment | None = None
@@ -249,11 +249,7 @@ class Clipped:
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedAlgorithm(Clipped):
-    """The settings of an algorithm that learns from scores, with a policy loss that is PPO's.
-
-    Raises:
-        ConfigError: a value is out of range, or two contradict each other.
-    """
+    """The settings of an algorithm that learns from scores, with a policy loss that is PPO's."""
 
     kl: NonNegative = setting(0.05, "coefficient of the KL penalty (its first value when adaptive)")
     kl_in: KLPlace = setting(

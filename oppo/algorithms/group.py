@@ -11,6 +11,7 @@ from annotated_types import Ge, Lt
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.algorithms.base import ClippedAlgorithm, KLPlace, Roles
+from oppo.algorithms.ppo import streamed
 from oppo.declared import (
     MOST,
     Count,
@@ -24,13 +25,12 @@ from oppo.declared import (
     validated,
 )
 from oppo.errors import ConfigError, in_toml
-from oppo.events import Drop, FloatArray, Prompt, StepReport, merge_chunks, rollout_of
-from oppo.graph import Graph, GraphBuilder
+from oppo.events import Drop, FloatArray, StepReport
+from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
 from oppo.returns import Credit, GroupAdvantage, ImportanceCorrection, KLEstimator, ScoreShaping
 from oppo.scorers import Lesson
-from oppo.stages import DynamicSampling, Generate, GroupRelative, Score, Siblings, Update
-from oppo.stages.score import synced_models
+from oppo.stages import DynamicSampling, GroupRelative, Siblings
 from oppo.training import Aggregation
 from oppo.turns import Environment
 
@@ -86,21 +86,19 @@ def grpo(
     estimator = advantage or GroupRelative()
     if reference is None and estimator.refers:
         raise ConfigError(f"the KL penalty, kl = {estimator.kl}, needs a reference: give one, or leave kl at 0")
-    capacity = max(16, 4 * admission.batch * samples)
-    g: GraphBuilder[Prompt] = GraphBuilder("grpo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    generate = Generate(policy, admission, chunks or Fixed(), samples, select=select, environment=environment)
-    rollout = g.add("generate", generate, g.prompts)
-    score = g.add("reward", Score(reward), rollout)
-    score = score if select is None else g.add("select", select, score)
-    ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
-    recomputed = None if proximal is None else Score(proximal, after="update")
-    again = None if recomputed is None else g.add("proximal", recomputed, rollout)
-    reader = None if teacher is None else Score(teacher)
-    read = rollout if siblings is None else g.add("siblings", siblings, rollout, score)
-    taught = None if reader is None else g.add("teacher_logp", reader, read)
-    batch = g.add("advantage", estimator, rollout, score, reference=ref, proximal=again, teacher=taught)
-    update = Update(trainer, synced=synced_models(policy, recomputed, reader), after=("generate",))
-    return g.build(g.add("update", update, batch))
+    roles = Roles(
+        policy=policy,
+        reward=reward,
+        trainer=trainer,
+        admission=admission,
+        reference=reference,
+        proximal=proximal,
+        chunks=chunks or Fixed(),
+        environment=environment,
+        teacher=teacher,
+        siblings=siblings,
+    )
+    return streamed("grpo", roles, estimator, samples, select)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,21 +148,7 @@ class GroupAlgorithm(ClippedAlgorithm):
         return self.shaping
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        return grpo(
-            policy=roles.policy,
-            reward=roles.reward,
-            trainer=roles.trainer,
-            admission=roles.admission,
-            samples=self.samples,
-            advantage=self.advantage(self.shaping_of(roles)),
-            reference=roles.reference,
-            proximal=roles.proximal,
-            select=self.selection(),
-            chunks=roles.chunks,
-            environment=roles.environment,
-            teacher=roles.teacher,
-            siblings=roles.siblings,
-        )
+        return streamed("grpo", roles, self.advantage(self.shaping_of(roles)), self.samples, self.selection())
 
 
 SCALES: Final[Mapping[str, GroupAdvantage | Literal["each_reward"]]] = {
@@ -283,11 +267,7 @@ class DAPO(GRPO):
         return DynamicSampling(max_rounds=self.max_rounds) if self.selects else None
 
     def shaping_of(self, roles: Roles) -> ScoreShaping:
-        """Return the shaping of scores with the penalty on long responses (section 3.4).
-
-        Raises:
-            ConfigError: the penalty would begin before the response does.
-        """
+        """Return the shaping of scores with the penalty on long responses (section 3.4)."""
         buffer = roles.max_new_tokens // LONG_PART if self.long_buffer is None else self.long_buffer
         begin = roles.max_new_tokens - buffer
         if begin < 0:
@@ -326,36 +306,18 @@ class OnlineDPO:
 
     has_critic: ClassVar[bool] = False
     distills: ClassVar[bool] = False
+    responses: ClassVar[int] = 2
+    refers: ClassVar[bool] = True
+    corrects: ClassVar[bool] = False  # stale tokens need no correction: DPO is off-policy
 
     beta: Positive = setting(0.1, "how strongly the policy is held to the reference")
     mask_truncated: bool = setting(
         default=False, description="leave pairs with a response that ended at max_new_tokens out of the loss"
     )
 
-    @property
-    def responses(self) -> int:
-        return 2
-
-    @property
-    def refers(self) -> bool:
-        return True
-
-    @property
-    def corrects(self) -> bool:
-        """Stale tokens need no correction: DPO is off-policy."""
-        return False
-
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        return grpo(
-            policy=roles.policy,
-            reference=roles.reference,
-            reward=roles.reward,
-            trainer=roles.trainer,
-            admission=roles.admission,
-            samples=self.responses,
-            advantage=GroupRelative("centred", mask_truncated=self.mask_truncated),
-            chunks=roles.chunks,
-        )
+        estimator = GroupRelative("centred", mask_truncated=self.mask_truncated)
+        return streamed("grpo", roles, estimator, self.responses)
 
     def loss(self) -> Loss:
         from oppo.losses import PairwiseLoss  # noqa: PLC0415 - torch takes seconds to import

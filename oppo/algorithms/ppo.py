@@ -20,7 +20,7 @@ from oppo.models import Policy, Scorer, Trainer
 from oppo.placement import Thread
 from oppo.returns import Over
 from oppo.scorers import Lesson
-from oppo.stages import GAE, Gather, Generate, Score, Siblings, Update
+from oppo.stages import GAE, DynamicSampling, Gather, Generate, Score, Siblings, Update
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.score import synced_models
 from oppo.training import FunctionTrainer, Module, TrainStep
@@ -70,22 +70,43 @@ def ppo(
         siblings: for a teacher that is shown a response that passed (:class:`oppo.scorers.BehindPrompt`).
         samples: responses to each prompt, none compared with another; ``admission`` counts prompts.
     """
-    capacity = max(16, 4 * admission.batch * samples)  # a busy scorer wakes to the events of all rollouts in flight
-    g: GraphBuilder[Prompt] = GraphBuilder("ppo", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    generate = Generate(policy, admission, chunks or Fixed(), samples, environment=environment)
+    roles = Roles(
+        policy=policy,
+        reward=reward,
+        trainer=trainer,
+        admission=admission,
+        reference=reference,
+        critic=critic,
+        proximal=proximal,
+        chunks=chunks or Fixed(),
+        environment=environment,
+        teacher=teacher,
+        siblings=siblings,
+    )
+    return streamed("ppo", roles, advantage or GAE(), samples)
+
+
+def streamed(
+    name: str, roles: Roles, advantage: AdaptiveObjective, samples: int, select: DynamicSampling | None = None
+) -> Graph[StepReport]:
+    """Return the graph of a step: all scorers read responses while they are written, and their advantages follow."""
+    capacity = max(16, 4 * roles.admission.batch * samples)  # a busy scorer wakes to the events of all rollouts
+    g: GraphBuilder[Prompt] = GraphBuilder(name, capacity=capacity, merge=merge_chunks, key=rollout_of)
+    policy, environment = roles.policy, roles.environment
+    generate = Generate(policy, roles.admission, roles.chunks, samples, select=select, environment=environment)
     rollout = g.add("generate", generate, g.prompts)
-    ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)
-    score = g.add("reward", Score(reward), rollout)
-    values = None if critic is None else Score(critic)
+    ref = None if roles.reference is None else g.add("ref_logp", Score(roles.reference), rollout)
+    score = g.add("reward", Score(roles.reward), rollout)
+    score = score if select is None else g.add("select", select, score)
+    values = None if roles.critic is None else Score(roles.critic)
     value = None if values is None else g.add("value", values, rollout)
-    recomputed = None if proximal is None else Score(proximal, after="update")
+    recomputed = None if roles.proximal is None else Score(roles.proximal, after="update")
     again = None if recomputed is None else g.add("proximal", recomputed, rollout)
-    reader = None if teacher is None else Score(teacher)
-    read = rollout if siblings is None else g.add("siblings", siblings, rollout, score)
+    reader = None if roles.teacher is None else Score(roles.teacher)
+    read = rollout if roles.siblings is None else g.add("siblings", roles.siblings, rollout, score)
     taught = None if reader is None else g.add("teacher_logp", reader, read)
-    estimator: AdaptiveObjective = advantage or GAE()
-    batch = g.add("advantage", estimator, rollout, score, reference=ref, value=value, proximal=again, teacher=taught)
-    update = Update(trainer, synced=synced_models(policy, values, recomputed, reader), after=("generate",))
+    batch = g.add("advantage", advantage, rollout, score, reference=ref, value=value, proximal=again, teacher=taught)
+    update = Update(roles.trainer, synced=synced_models(policy, values, recomputed, reader), after=("generate",))
     return g.build(g.add("update", update, batch))
 
 
@@ -200,28 +221,10 @@ class PPO(_Discounted):
         )
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        """Return the graph of a step.
-
-        Raises:
-            ConfigError: there is no critic.
-        """
+        """Return the graph of a step."""
         if roles.critic is None:
             raise ConfigError("PPO estimates advantages from the values of a critic, and got none: give one")
-        return ppo(
-            policy=roles.policy,
-            reference=roles.reference,
-            reward=roles.reward,
-            critic=roles.critic,
-            trainer=roles.trainer,
-            admission=roles.admission,
-            advantage=self.advantage(),
-            proximal=roles.proximal,
-            chunks=roles.chunks,
-            environment=roles.environment,
-            teacher=roles.teacher,
-            siblings=roles.siblings,
-            samples=self.samples,
-        )
+        return streamed("ppo", roles, self.advantage(), self.samples)
 
     def loss(self) -> PPOLoss:
         from oppo.losses import PPOLoss  # noqa: PLC0415 - torch takes seconds to import
@@ -238,25 +241,13 @@ class ReinforcePP(_Discounted):
     """REINFORCE++: PPO without a critic; the returns of a batch, KL penalty included, are whitened."""
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        return ppo(
-            policy=roles.policy,
-            reference=roles.reference,
-            reward=roles.reward,
-            trainer=roles.trainer,
-            admission=roles.admission,
-            advantage=GAE(
-                gamma=self.gamma,
-                kl=self.reward_kl,
-                kl_estimator=self.kl_estimator,
-                shaping=self.shaping,
-                mask_truncated=self.mask_truncated,
-                distill=self.distill_advantage,
-                over=self.over,
-            ),
-            proximal=roles.proximal,
-            chunks=roles.chunks,
-            environment=roles.environment,
-            teacher=roles.teacher,
-            siblings=roles.siblings,
-            samples=self.samples,
+        advantage = GAE(
+            gamma=self.gamma,
+            kl=self.reward_kl,
+            kl_estimator=self.kl_estimator,
+            shaping=self.shaping,
+            mask_truncated=self.mask_truncated,
+            distill=self.distill_advantage,
+            over=self.over,
         )
+        return streamed("ppo", roles, advantage, self.samples)

@@ -216,11 +216,7 @@ class EnvironmentClass(Tools):
 
     @cached_property
     def reward(self) -> Scorer[float | Drop]:
-        """The reward that the environment gives.
-
-        Raises:
-            ConfigError: its class has neither ``get_reward`` nor ``get_turn_reward``.
-        """
+        """The reward that the environment gives."""
         if not self.gives_reward:
             raise ConfigError(f"{self.name} has no method get_reward(), so that it gives no reward")
         return WholeScorer(self.earned, lambda: self.at_work)
@@ -374,9 +370,6 @@ class Environments(Shared):
 
     Args:
         classes: by name, each with a chat format that shows its own tools.
-
-    Raises:
-        ConfigError: there is none.
     """
 
     def __init__(self, classes: Mapping[str, EnvironmentClass]) -> None:
@@ -404,11 +397,7 @@ class Environments(Shared):
 
     @cached_property
     def reward(self) -> Scorer[float | Drop]:
-        """The reward of each row's environment; a rollout of one without is dropped, or scored by others.
-
-        Raises:
-            ConfigError: none of them gives one.
-        """
+        """The reward of each row's environment; a rollout of one without is dropped, or scored by others."""
         if not self.gives_reward:
             raise ConfigError(
                 f"none of {', '.join(self.classes)} has a method get_reward(), so that there is no reward"

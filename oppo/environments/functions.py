@@ -124,15 +124,12 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
     Args:
         function: ``f(turn)``, sync or async, or its ``file.py:name``. It takes a :class:`TextTurn`, whose columns are
             copies, and returns the answer as text, or a pair of text and state, or a :class:`TextAnswer`, or ``None``
-            to end the response, or :meth:`oppo.Drop.because` of a reason. A sync function runs in a thread of its own
-            for each call, or inline on a loop of virtual time.
+            to end the response, or :meth:`oppo.Drop.because` of a reason.
         decode: token ids to text, without special tokens.
         encode: text to token ids; :meth:`~oppo.hf.HfTokenizer.encode_exactly` takes all of it for ordinary text.
         on_failure: ``fail`` raises; ``drop`` drops the rollout.
-        timeout: seconds after which a call has failed; ``None``: never (:class:`oppo.user_code.UserCalls`). A call
-            whose rollout is closed is ended likewise.
-        concurrency: calls that may overlap; by default 64, or 4 in processes.
-        process: call a sync function in processes of its own: it may then hold the interpreter lock or crash.
+        timeout, concurrency, process: as of :class:`oppo.rewards.FunctionReward`; by default 64 calls may overlap, or 4
+            in processes. A call whose rollout is closed is ended likewise.
         prompt_column: the column that is ``prompt``.
 
     Raises:
@@ -289,16 +286,13 @@ class Tools(Shared):
 
     Args:
         tools: functions, sync or async, or their ``file.py:name``. Their schemas are made of type hints and of
-            docstrings in Google's style. A sync one runs in a thread of its own for each call, or inline on a loop of
-            virtual time.
+            docstrings in Google's style.
         chat: reads the calls, and tokenizes the answers; its tokenizer shows these tools, and it knows the role
             ``tool``.
         on_failure: of a call that raises, takes too long, or returns no JSON: ``answer`` shows the policy the error,
             ``drop`` drops the rollout, ``fail`` raises. The policy is always shown the fault of a call that it wrote
             wrongly.
-        timeout: seconds after which a call has failed; ``None``: never.
-        concurrency: calls of each tool that may overlap; by default 64, or 4 in processes.
-        process: call sync tools in processes of their own.
+        timeout, concurrency, process: of each tool, as of :class:`FunctionEnvironment`.
         max_turns: after this many answers a turn that calls a tool ends the response; ``None``: no limit.
 
     Raises:

@@ -106,11 +106,7 @@ class Answering:
         return frozenset(each.rollout for prompt in prompts for each in prompt.samples(self.samples))
 
     async def run(self, graph: Graph[StepReport], prompts: Sequence[Prompt]) -> None:
-        """Answer the prompts.
-
-        Raises:
-            DataError: there is none.
-        """
+        """Answer the prompts."""
         if not prompts:
             raise DataError("expected at least one prompt to answer, got none")
         counting = _Counting(self.rollouts(prompts), self.progress)

@@ -18,7 +18,7 @@ from oppo.graph.channel import Channel, ChannelStatistics, Key, Merge, Receiver,
 from oppo.graph.engine import Snapshot, Wait
 from oppo.graph.join import join
 from oppo.graph.run import Run
-from oppo.graph.stage import AnyStage, Demanding, Observing, Stage1, Stage2, Stage3, Stage4, Stateful, Step
+from oppo.graph.stage import AnyStage, Demanding, Observing, Stage1, Stage2, Stage3, Stateful, Step
 from oppo.graph.topology import Node
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "Stage1",
     "Stage2",
     "Stage3",
-    "Stage4",
     "Stateful",
     "Step",
     "Stream",

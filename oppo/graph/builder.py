@@ -13,7 +13,7 @@ from oppo.errors import GraphError
 from oppo.graph.channel import Key, Merge
 from oppo.graph.engine import Source
 from oppo.graph.run import Run, opened
-from oppo.graph.stage import AnyStage, Gauge, Stage1, Stage2, Stage3, Stage4
+from oppo.graph.stage import AnyStage, Gauge, Stage1, Stage2, Stage3
 from oppo.graph.topology import SOURCE, Node, Topology
 from oppo.observe import Observer
 
@@ -38,11 +38,7 @@ class Graph(Generic[O]):
         return MappingProxyType({name: self.topology.by_name[name] for name in self.topology.order()})
 
     def stage(self, name: str, kind: type[S]) -> S:
-        """Return the stage of that name, for example to make a variant for :meth:`replace`.
-
-        Raises:
-            GraphError: there is no such stage, or it is not a ``kind``.
-        """
+        """Return the stage of that name, for example to make a variant for :meth:`replace`."""
         node = self.topology.by_name.get(name)
         if node is None:
             raise GraphError(self._unknown("given", name))
@@ -58,25 +54,21 @@ class Graph(Generic[O]):
         return "\n".join(lines)
 
     def table(self) -> str:
-        """Return a line for each stage: its class, inputs, readers and capacity."""
-        rows = [("stage", "class", "reads", "read by", "capacity")]
+        """Return a line for each stage: its class, inputs and readers."""
+        rows = [("stage", "class", "reads", "read by")]
         for node in self.topology.nodes:
             kind = type(node.stage).__name__
             reads = [*node.inputs, *(f"{keyword}={name}" for keyword, name in node.named.items())]
             readers = [reader.name for reader in self.topology.readers(node.name)]
             readers += ["result"] * (node.name == self.topology.result)
-            rows.append((node.name, kind, ", ".join(reads), ", ".join(readers), str(node.capacity)))
+            rows.append((node.name, kind, ", ".join(reads), ", ".join(readers)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
         )
 
     def replace(self, **stages: AnyStage) -> Graph[O]:
-        """Return this graph with other stages under the same names.
-
-        Raises:
-            GraphError: a name is unknown, or the inputs or output of a stage do not fit its wires.
-        """
+        """Return this graph with other stages under the same names."""
         changed = replace(
             self.topology,
             nodes=tuple(replace(node, stage=stages.get(node.name, node.stage)) for node in self.topology.nodes),
@@ -103,13 +95,11 @@ class Graph(Generic[O]):
         old = self.topology.by_name
         faults = [self._unknown("removed", name) for name in sorted(removed) if name not in old]
         kept = [node for node in self.topology.nodes if node.name not in removed and node.name not in nodes]
-        default = self.topology.nodes[0].capacity
         added = [
             Node(
                 name,
                 stage,
                 tuple(wire for wire in inputs if isinstance(wire, str)),
-                old[name].capacity if name in old else default,
                 {keyword: wire[keyword] for wire in inputs if not isinstance(wire, str) for keyword in wire},
             )
             for name, (stage, *inputs) in nodes.items()
@@ -121,13 +111,9 @@ class Graph(Generic[O]):
         return Graph(pruned)
 
     def then(self, name: str, stage: Stage1[O, P]) -> Graph[P]:
-        """Return this graph with one more stage, which reads its result and sends the result of the new one.
-
-        Raises:
-            GraphError: the name is taken or none, or the stage does not read such a result.
-        """
+        """Return this graph with one more stage, which reads its result and sends the result of the new one."""
         last = self.topology.by_name[self.topology.result]
-        node = Node(name, cast("AnyStage", stage), (last.name,), last.capacity)
+        node = Node(name, cast("AnyStage", stage), (last.name,))
         longer = replace(self.topology, nodes=(*self.topology.nodes, node), result=name)
         longer.require_sound()
         return Graph[P](longer)
@@ -168,7 +154,6 @@ T_co = TypeVar("T_co", covariant=True)
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
-D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +172,7 @@ class GraphBuilder(Generic[S]):
 
     Args:
         name: of the graph, shown in errors and task names.
-        capacity: default bound of a channel, in items.
+        capacity: bound of each channel, in items.
         merge: merges two items of a full channel; called for every edge, so it returns ``None`` for unknown items.
         key: items of equal key keep their order; see :class:`oppo.graph.Channel`.
 
@@ -218,27 +203,10 @@ class GraphBuilder(Generic[S]):
         return Stream(SOURCE, self)
 
     @overload
-    def add(
-        self,
-        name: str,
-        stage: Stage1[A, O],
-        a: Stream[A],
-        /,
-        *,
-        capacity: int | None = None,
-        **named: Stream[Any] | None,
-    ) -> Stream[O]: ...
+    def add(self, name: str, stage: Stage1[A, O], a: Stream[A], /, **named: Stream[Any] | None) -> Stream[O]: ...
     @overload
     def add(
-        self,
-        name: str,
-        stage: Stage2[A, B, O],
-        a: Stream[A],
-        b: Stream[B],
-        /,
-        *,
-        capacity: int | None = None,
-        **named: Stream[Any] | None,
+        self, name: str, stage: Stage2[A, B, O], a: Stream[A], b: Stream[B], /, **named: Stream[Any] | None
     ) -> Stream[O]: ...
     @overload
     def add(
@@ -249,46 +217,34 @@ class GraphBuilder(Generic[S]):
         b: Stream[B],
         c: Stream[C],
         /,
-        *,
-        capacity: int | None = None,
         **named: Stream[Any] | None,
     ) -> Stream[O]: ...
     @overload
     def add(
         self,
         name: str,
-        stage: Stage4[A, B, C, D, O],
-        a: Stream[A],
-        b: Stream[B],
-        c: Stream[C],
-        d: Stream[D],
-        /,
-        *,
-        capacity: int | None = None,
-        **named: Stream[Any] | None,
-    ) -> Stream[O]: ...
-    def add(
-        self,
-        name: str,
         stage: AnyStage,
+        a: Stream[Any],
+        b: Stream[Any],
+        c: Stream[Any],
+        d: Stream[Any],
         /,
-        *streams: Stream[Any],
-        capacity: int | None = None,
+        *more: Stream[Any],
         **named: Stream[Any] | None,
-    ) -> Stream[Any]:
+    ) -> Stream[Any]: ...
+    def add(self, name: str, stage: AnyStage, /, *streams: Stream[Any], **named: Stream[Any] | None) -> Stream[Any]:
         """Add ``stage`` under ``name``, reading ``streams``, and return the handle of its output.
 
         Args:
             name: an identifier, unique in the graph.
             stage: any object with ``async def run(self, *inputs: Receiver[...], out: Sender[...])``.
             streams: one for each input of ``run``, in order.
-            capacity: bound of each channel it reads, in items; ``None`` for the builder's.
             named: further inputs by the keywords of ``run``, ``None`` for one that is not connected; :meth:`build`
                 checks their types.
         """
         inputs = tuple(self._name_of(stream) for stream in streams)
         by_name = {keyword: self._name_of(stream) for keyword, stream in named.items() if stream is not None}
-        self._nodes.append(Node(name, stage, inputs, self._capacity if capacity is None else capacity, by_name))
+        self._nodes.append(Node(name, stage, inputs, by_name))
         return Stream(name, self)
 
     def build(self, result: Stream[O]) -> Graph[O]:
@@ -297,7 +253,8 @@ class GraphBuilder(Generic[S]):
         Raises:
             GraphError: the wiring is wrong; one line for each fault.
         """
-        topology = Topology(self.name, tuple(self._nodes), self._name_of(result), self._merge, self._key)
+        nodes, result_name = tuple(self._nodes), self._name_of(result)
+        topology = Topology(self.name, nodes, result_name, self._capacity, self._merge, self._key)
         topology.require_sound()
         return Graph(topology)
 

@@ -118,9 +118,6 @@ class Channel(Generic[T]):
         awaits_reader: the reader is busy with an earlier step. Until it begins, a full channel takes items beyond its
             capacity, since the earlier step may in turn wait for the sender; a step's items bound their number.
 
-    Raises:
-        ValueError: ``capacity`` is less than 1.
-
     Example:
         >>> channel = Channel[int]("a->b", 2)
         >>> channel.send_nowait(7)

@@ -193,7 +193,7 @@ class Execution(Generic[T]):
         self._running: list[str] = []
         self._returned: set[str] = set()
         self._channels: dict[tuple[str, str], Channel[Any]] = {
-            (name, node.name): Channel(f"{name}->{node.name}", node.capacity, topology.merge, topology.key)
+            (name, node.name): Channel(f"{name}->{node.name}", topology.capacity, topology.merge, topology.key)
             for node in topology.nodes
             for name in node.reads
             if name != SOURCE

@@ -15,8 +15,6 @@ from oppo.graph.channel import Key, Receiver, changed
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
-D = TypeVar("D")
-E = TypeVar("E")
 
 
 @overload
@@ -40,27 +38,8 @@ def join(
 ) -> AsyncIterator[tuple[A, B, C]]: ...
 @overload
 def join(
-    a: Receiver[A],
-    b: Receiver[B],
-    c: Receiver[C],
-    d: Receiver[D],
-    /,
-    *,
-    key: Callable[[A | B | C | D], Hashable | None],
-    aside: Callable[[A], object] | None = None,
-) -> AsyncIterator[tuple[A, B, C, D]]: ...
-@overload
-def join(
-    a: Receiver[A],
-    b: Receiver[B],
-    c: Receiver[C],
-    d: Receiver[D],
-    e: Receiver[E],
-    /,
-    *,
-    key: Callable[[A | B | C | D | E], Hashable | None],
-    aside: Callable[[A], object] | None = None,
-) -> AsyncIterator[tuple[A, B, C, D, E]]: ...
+    *lanes: Receiver[Any], key: Key, aside: Callable[[Any], object] | None = None
+) -> AsyncIterator[tuple[Any, ...]]: ...
 def join(
     *lanes: Receiver[Any], key: Key, aside: Callable[[Any], object] | None = None
 ) -> AsyncIterator[tuple[Any, ...]]:
@@ -71,7 +50,7 @@ def join(
     of other inputs whose keys it lacks are discarded.
 
     Args:
-        lanes: two to five inputs, none of them the source of the graph.
+        lanes: two inputs or more, none of them the source of the graph.
         key: aligns items; ``None`` for an item that belongs to no tuple.
         aside: called with the primary's items without a key, in order; other inputs' are discarded.
 

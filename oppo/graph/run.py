@@ -29,7 +29,7 @@ from anyio.lowlevel import RunVar
 from oppo.declared import require_whole
 from oppo.errors import GraphError, as_itself, blaming, note_others, noted, running_loop
 from oppo.graph.engine import Execution, Snapshot, Source, notify, notify_item, notify_span
-from oppo.graph.stage import UNKNOWN, Gauge, Observing, Stateful, Step, StepLink, StepRuntime, WorkLog
+from oppo.graph.stage import UNKNOWN, Gauge, Observing, Stateful, Step, StepLink, StepRuntime
 from oppo.graph.topology import Node, Topology
 from oppo.observe import Observer, Span
 
@@ -139,8 +139,8 @@ class Pipeline(Generic[O]):
         while len(alive) < most and not (alive and (self._draining or failed)):
             left = remaining if remaining == UNKNOWN else remaining - len(alive)
             link = StepLink(list(self._topology.by_name), alive[-1].link if alive else None, self._lookahead)
-            log = WorkLog(self._work, partial(notify_span, observers))
-            runtime = StepRuntime(link=link, work=log, gauges=self.gauges)
+            listener = partial(notify_span, observers)
+            runtime = StepRuntime(link=link, work=self._work, listener=listener, gauges=self.gauges)
             step = Step(index + len(alive), left, anyio.current_time(), ahead=len(alive), runtime=runtime)
             begun = StepRun[O](step, link, Execution(self._topology, step, self._source, observers))
             alive.append(begun)
@@ -220,9 +220,6 @@ class Run(Generic[O]):
             count: of the steps, those included that are alive.
             drain_after: whether no step begins before the step with this index has ended, so that the state of the run
                 can be taken then; without lookahead that is so after every step.
-
-        Raises:
-            ValueError: ``count`` is not a whole number.
         """
         require_whole("count", count)
         return _Steps(self, count, drain_after)

@@ -4,9 +4,9 @@
 
     async def run(self, a: Receiver[A], b: Receiver[B], *, out: Sender[O]) -> None
 
-``run`` has one to four inputs. It is called once a step and returns when its inputs have ended; the executor then
-closes its output. It may have keywords: ``step: Step`` receives the current step, and any other,
-``again: Receiver[E] | None = None``, is an input by name, which a graph may connect.
+``run`` has one input or more; a type checker knows those of up to three. It is called once a step and returns when its
+inputs have ended; the executor then closes its output. It may have keywords: ``step: Step`` receives the current step,
+and any other, ``again: Receiver[E] | None = None``, is an input by name, which a graph may connect.
 
 Hooks are found by their names: :class:`Observing`, :class:`Stateful`, :class:`Demanding`, and those of an async context
 manager, which a run enters when it opens and leaves, shielded from cancellation, when it closes. A stage need not keep
@@ -119,16 +119,6 @@ Gauge: TypeAlias = Callable[[], float]
 """Returns a measurement of the process, for example the worst delay of its event loop since the last call."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkLog:
-    spans: list[Span] = field(default_factory=list)
-    listener: SpanListener = silent
-
-    def add(self, span: Span) -> None:
-        self.spans.append(span)
-        self.listener(span)
-
-
 def _nobody(stage: str, item: object) -> None:
     del stage, item
 
@@ -139,12 +129,13 @@ class StepRuntime:
 
     Attributes:
         records: of the stages, by class, each with the name of its stage.
-        work: of this step and of those alive beside it.
+        work: of this step and of those alive beside it; the listener gets each span of it.
     """
 
     records: dict[type, list[tuple[str, Any]]] = field(default_factory=dict)
     link: StepLink | None = None
-    work: WorkLog = field(default_factory=WorkLog)
+    work: list[Span] = field(default_factory=list)
+    listener: SpanListener = silent
     gauges: Mapping[str, Gauge] = field(default_factory=dict)
     channels: Callable[[], ChannelCounters] = dict
     notify: Callable[[str, object], None] = _nobody
@@ -226,7 +217,8 @@ class Step:
             yield
         span = context.span(self.stage, label or role, start, anyio.current_time())
         self.record(span)
-        self.runtime.work.add(span)
+        self.runtime.work.append(span)
+        self.runtime.listener(span)
 
     @property
     def work(self) -> Sequence[Span]:
@@ -234,7 +226,7 @@ class Step:
 
         The work of this step alone is ``recorded(Span)``.
         """
-        return tuple(self.runtime.work.spans)
+        return tuple(self.runtime.work)
 
     @property
     def gauges(self) -> Mapping[str, Gauge]:
@@ -255,11 +247,7 @@ class Step:
         return self.runtime.link is not None and self.runtime.link.after is not None
 
     async def previous(self, *stages: str) -> None:
-        """Wait until the stages have returned in the step before.
-
-        Raises:
-            GraphError: a name is unknown.
-        """
+        """Wait until the stages have returned in the step before; an unknown name raises ``GraphError``."""
         if self.runtime.link is not None:
             await self.runtime.link.previous(stages)
 
@@ -268,19 +256,12 @@ class Step:
 
         Which steps these are does not depend on timing: as many as the run looks ahead, fewer before its end and before
         it drains. A stage must not wait so for one that depends on itself.
-
-        Raises:
-            GraphError: a name is unknown.
         """
         if self.runtime.link is not None:
             await self.runtime.link.later(stages)
 
     async def settled(self, *stages: str) -> None:
-        """Wait until the stages have returned in this step, and in every later one as :meth:`later` does.
-
-        Raises:
-            GraphError: a name is unknown.
-        """
+        """Wait until the stages have returned in this step, and in every later one as :meth:`later` does."""
         if self.runtime.link is not None:
             await self.runtime.link.settled(stages)
 
@@ -288,12 +269,10 @@ class Step:
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
-D = TypeVar("D")
 O = TypeVar("O")  # noqa: E741 - O for output
 A_contra = TypeVar("A_contra", contravariant=True)
 B_contra = TypeVar("B_contra", contravariant=True)
 C_contra = TypeVar("C_contra", contravariant=True)
-D_contra = TypeVar("D_contra", contravariant=True)
 O_co = TypeVar("O_co", covariant=True)
 R_contra = TypeVar("R_contra", contravariant=True)
 
@@ -326,33 +305,6 @@ class _Stepped3(Protocol[A_contra, B_contra, C_contra, O_co]):
     ) -> None: ...
 
 
-class _Plain4(Protocol[A_contra, B_contra, C_contra, D_contra, O_co]):
-    async def run(
-        self,
-        a: Receiver[A_contra],
-        b: Receiver[B_contra],
-        c: Receiver[C_contra],
-        d: Receiver[D_contra],
-        /,
-        *,
-        out: Sender[O_co],
-    ) -> None: ...
-
-
-class _Stepped4(Protocol[A_contra, B_contra, C_contra, D_contra, O_co]):
-    async def run(
-        self,
-        a: Receiver[A_contra],
-        b: Receiver[B_contra],
-        c: Receiver[C_contra],
-        d: Receiver[D_contra],
-        /,
-        *,
-        out: Sender[O_co],
-        step: Step,
-    ) -> None: ...
-
-
 Stage1: TypeAlias = _Plain1[A, O] | _Stepped1[A, O]
 """A stage of one input."""
 
@@ -361,9 +313,6 @@ Stage2: TypeAlias = _Plain2[A, B, O] | _Stepped2[A, B, O]
 
 Stage3: TypeAlias = _Plain3[A, B, C, O] | _Stepped3[A, B, C, O]
 """A stage of three inputs, read through :func:`oppo.graph.join`."""
-
-Stage4: TypeAlias = _Plain4[A, B, C, D, O] | _Stepped4[A, B, C, D, O]
-"""A stage of four inputs, read through :func:`oppo.graph.join`."""
 
 
 class AnyStage(Protocol):

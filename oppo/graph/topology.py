@@ -130,14 +130,12 @@ class Node:
     Attributes:
         stage: the object whose ``run`` does the work.
         inputs: names of the nodes it reads, or :data:`SOURCE`, in the order of ``run``'s parameters.
-        capacity: bound of each channel that it reads.
         named: names of the nodes it reads by keyword of ``run``.
     """
 
     name: str
     stage: AnyStage
     inputs: tuple[str, ...]
-    capacity: int
     named: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -152,6 +150,7 @@ class Topology:
     name: str
     nodes: tuple[Node, ...]
     result: str
+    capacity: int = 16
     merge: Merge | None = None
     key: Key | None = None
 
@@ -190,6 +189,8 @@ class Topology:
         ports: dict[str, Ports] = {}
         count = Counter(node.name for node in self.nodes)
         faults = [f"{n} stages are called {name!r}: give each its own name" for name, n in count.items() if n > 1]
+        if not isinstance(self.capacity, int) or self.capacity < 1:
+            faults.append(f"it has a capacity of {self.capacity}: a channel holds at least 1 item")
         for node in self.nodes:
             try:
                 ports[node.name] = Ports.of(node.stage)
@@ -213,8 +214,6 @@ class Topology:
         faults = []
         if not node.reads:
             faults.append(f"{node.name!r} reads nothing: give it at least one stream")
-        if not isinstance(node.capacity, int) or node.capacity < 1:
-            faults.append(f"{node.name!r} has a capacity of {node.capacity}: a channel holds at least 1 item")
         for name in dict.fromkeys(node.reads):
             if name != SOURCE and name not in self.by_name:
                 faults.append(

@@ -163,9 +163,6 @@ class PPOLoss(ClippedLoss):
     Attributes:
         value_clip: distance from the old value beyond which a value has no gradient; ``inf``: no bound.
         value_coefficient: weight of the value loss.
-
-    Raises:
-        ConfigError: a value is out of range.
     """
 
     value_clip: Limit = 0.2
@@ -307,23 +304,12 @@ class PairwiseLoss:
         ConfigError: beta is not positive, or a batch has other groups than pairs.
     """
 
+    unit: ClassVar[Unit] = "group"
+    divisor: ClassVar[Divisor] = "groups"
+    reads: ClassVar[frozenset[Input]] = frozenset({"logprobs", "reference", "scores"})
+    measures: ClassVar[frozenset[Input]] = frozenset()
+
     beta: Positive = 0.1
-
-    @property
-    def unit(self) -> Unit:
-        return "group"
-
-    @property
-    def divisor(self) -> Divisor:
-        return "groups"
-
-    @property
-    def reads(self) -> frozenset[Input]:
-        return frozenset({"logprobs", "reference", "scores"})
-
-    @property
-    def measures(self) -> frozenset[Input]:
-        return frozenset()
 
     def __call__(self, inputs: Inputs) -> LossValue:
         sizes = inputs.groups.unique_consecutive(return_counts=True)[1]

@@ -101,7 +101,6 @@ class Hosted(Generic[T_co]):
             SessionsLost: its process died, and another made the instance anew since the last call; this one was not
                 made to its end.
             Preempted: the call is preemptible and was not made.
-            Exception: whatever ``work`` raised.
         """
         with self._guard(label):
             return cast("R", await self._call(label, work, args, kwargs))
@@ -116,10 +115,6 @@ class Hosted(Generic[T_co]):
             work: a method of the instance's class.
             weights: tensors by name; a :class:`~oppo.placement.child.Bulk` where they are to be sent.
             loaded: called when it is done, and before the next call is made.
-
-        Raises:
-            ModelLost: the place is closed, or its process died.
-            Exception: whatever ``work`` raised.
         """
         with self._guard("load"):
             await self._load(work, weights, loaded)
@@ -189,12 +184,7 @@ class Place(Closing, Hosting):
     async def call_at(
         self, priority: Priority, track: str, label: str, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Run ``work`` in this process when it is the turn of a call with this priority; its span is on ``track``.
-
-        Raises:
-            ModelLost: the place is closed.
-            Preempted: the call is preemptible and was not made.
-        """
+        """Run ``work`` in this process when it is the turn of a call with this priority; its span is on ``track``."""
 
     def host(self, make: Make[T], *, track: str = "") -> Hosted[T]:
         return Hosted(self, track or self.name, maker(make)())
@@ -274,9 +264,6 @@ class Thread(Place):
         """Run ``work`` in the thread and return its result.
 
         A call is waited for even when its caller is cancelled: no state is left half-changed.
-
-        Raises:
-            ModelLost: the thread is closed.
         """
         return await self.call_at(IN_ORDER, self.name, label, work, *args, **kwargs)
 

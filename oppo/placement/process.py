@@ -242,8 +242,7 @@ class Process(Place):
 
     Args:
         name: see :class:`Place`.
-        setup: called once in the child before anything else, for example
-            ``functools.partial(oppo.hf.devices.use_cores, 1)``; importable by name.
+        setup: called once in the child before anything else; importable by name.
         restarts: how many dead children are replaced in an hour; above 0, calls with callbacks are refused.
         start: starts a child.
 

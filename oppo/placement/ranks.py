@@ -187,9 +187,6 @@ class Ranks(Process):
         count: of ranks, at least 1.
         setup: called once in each rank before anything else; importable by name.
 
-    Raises:
-        ModelError: ``setup`` cannot go to another process.
-
     Example:
         >>> with Ranks("trainer", 2) as ranks:  # doctest: +SKIP
         ...     trainer = hf.HfTrainer(actor, critic, sampling=sampling, place=ranks)

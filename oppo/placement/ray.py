@@ -36,7 +36,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
@@ -85,15 +85,13 @@ class Room:
     Attributes:
         cpus: cores; what computes there does so in as many threads, unless the setup says otherwise.
         gpus: CUDA devices, the only ones that the actor sees; a fraction shares one.
-        resources: custom ones, by name.
     """
 
     cpus: int = 1
     gpus: float = 0.0
-    resources: Mapping[str, float] = field(default_factory=dict)
 
     def bundle(self) -> dict[str, float]:
-        return {"CPU": float(self.cpus), **({"GPU": self.gpus} if self.gpus else {}), **self.resources}
+        return {"CPU": float(self.cpus), **({"GPU": self.gpus} if self.gpus else {})}
 
     def __str__(self) -> str:
         return listed(self.bundle())
@@ -377,7 +375,6 @@ class RayChild(Child):
         servant = remote(concurrency_groups=GROUPS)(Servant).options(
             num_cpus=self._room.cpus,
             num_gpus=self._room.gpus,
-            resources=dict(self._room.resources),
             scheduling_strategy=self._strategy,
             max_restarts=0,
             max_task_retries=0,
@@ -587,9 +584,6 @@ class RayPlace(Process):
         strategy: where Ray puts an actor: one of its scheduling strategies.
         restarts: how many dead actors are replaced in an hour; above 0, calls with callbacks are refused.
         patience: seconds that an actor may wait for room on some machine.
-
-    Raises:
-        ModelError: ``setup`` cannot go to another process.
 
     Example:
         >>> with Cluster() as cluster, RayPlace("reward", cluster, room=Room(gpus=1)) as place:  # doctest: +SKIP

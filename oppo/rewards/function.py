@@ -420,6 +420,8 @@ class FunctionReward(
         RewardError: the function takes none of :data:`ARGUMENTS`, or cannot be called in a process.
     """
 
+    version = 0
+
     def __init__(
         self,
         function: RewardFunction | str,
@@ -482,10 +484,6 @@ class FunctionReward(
     def _noted(self) -> Mapping[int, Mapping[str, object]]:
         extras, self._extras = self._extras, {}
         return extras
-
-    @property
-    def version(self) -> int:
-        return 0
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         """Read nothing: a function sees whole responses."""

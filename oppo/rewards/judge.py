@@ -24,11 +24,7 @@ LIKELY: Final = 20
 
 
 def columns_of(template: str) -> frozenset[str]:
-    """Return the columns of the data that a template names.
-
-    Raises:
-        ConfigError: a brace is not closed, or names nothing.
-    """
+    """Return the columns of the data that a template names."""
     try:
         names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError as error:
@@ -41,11 +37,7 @@ def columns_of(template: str) -> frozenset[str]:
 
 
 def key_of(variable: str) -> str:
-    """Return the key in an environment variable; empty where none is named.
-
-    Raises:
-        ConfigError: the variable is not set.
-    """
+    """Return the key in an environment variable; empty where none is named."""
     if not variable:
         return ""
     if key := os.environ.get(variable):

@@ -43,11 +43,7 @@ TURNS: Final = 4  # turns of a conversation before there is a policy, at most
 
 
 async def rehearse_code(look: FirstLook) -> list[str]:
-    """Call the agent or the environment of a run with its first row, if there is one; no model is needed.
-
-    Raises:
-        EnvironmentFailure: it failed, and failures end the run.
-    """
+    """Call the agent or the environment of a run with its first row, if there is one; no model is needed."""
     environment, said = look.environment, look.tokenizer.encode_exactly(SAID)
     if environment is None or not look.prompts:
         return []

@@ -10,8 +10,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -31,6 +30,7 @@ from oppo.liveness import Heartbeat
 from oppo.liveness.watchdog import GAP
 from oppo.log import logger
 from oppo.observe import Observer
+from oppo.placement.place import Closing
 from oppo.report import RunDirectory, RunLog
 from oppo.report.records import JOURNAL, Lock, Replay, read_replay, require_unused
 from oppo.run.checkpoint import (
@@ -86,7 +86,7 @@ FINAL = Path(CHECKPOINTS, "final")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PreparedRun:
+class PreparedRun(Closing):
     """A run that is ready to begin; a context manager that ends the models' threads and releases the run directory.
 
     Attributes:
@@ -149,11 +149,7 @@ class PreparedRun:
         score = judged(self.settings.eval, self.provenance, report)
         await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, score, state)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        del kind, error, tb
+    def close(self) -> None:
         self.assembly.close()
         if self.lock is not None:
             self.lock.release()
@@ -344,10 +340,6 @@ async def make_steps(
     No step is in flight at a checkpoint. A signal lets those end that are, and the journal says which is the last: the
     next step begins from another state than it would have. The records of all steps are on the disk before their
     checkpoint is, so a resumed run has them.
-
-    Raises:
-        NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
-        Stopped: a signal came.
     """
     chosen = session.settings.run
     empty, last, draining = EmptySteps(chosen.max_empty), None, False

@@ -53,7 +53,7 @@ def held(graph: Graph[StepReport], readers: Collection[str] | None = None) -> Gr
         _reading_held(each, node.name) if readers is None or each.name in readers else each
         for each in graph.topology.nodes
     ]
-    nodes.append(Node(HELD, Hold(), (node.name,), node.capacity))
+    nodes.append(Node(HELD, Hold(), (node.name,)))
     return Graph(replace(graph.topology, nodes=tuple(nodes)))
 
 

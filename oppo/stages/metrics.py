@@ -243,16 +243,9 @@ def observation(report: StepReport, step: Step) -> Observation:
         rest_seconds=rest,
         accumulate_seconds=math.fsum(max(0.0, seconds) for seconds in accumulated),
         score=report.score,
-        mismatch_kl=_finite(report, "mismatch/kl"),
-        effective_samples=_finite(report, "mismatch/ess"),
         lookahead=step.lookahead,
         chunk=rounds[0].chunk,
     )
-
-
-def _finite(report: StepReport, name: str) -> float | None:
-    value = report.metrics.get(name)
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _scoring(stage: str, step: Step, cut: float, last: float) -> Scoring:

@@ -351,9 +351,6 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
         make: returns a fresh policy; its responses must differ in length by some tokens. If it has the capability of
             turns, some must end with one, at a stop token.
         prompts: at least three, with rollout numbers in admission order.
-
-    Raises:
-        ProtocolError: names the expected and the received value.
     """
     whole = await _trial(make, prompts)
     await whole.decode(limit=3)
@@ -637,9 +634,6 @@ async def check_scorer(make: Make[Scorer[T]], finished: Sequence[Finish], close:
         make: returns a fresh scorer.
         finished: at least two complete rollouts, with at least four response tokens each.
         close: whether two values are equal, up to the backend's rounding: ``1e-5 * (1 + |x|)`` for oppo's own.
-
-    Raises:
-        ProtocolError: names the expected and the received value.
     """
     whole = await _made(make)
     for event in finished:
@@ -672,11 +666,7 @@ async def _check_gap(make: Make[Scorer[T]], event: Finish) -> None:
 
 
 async def check_trainer(make: Make[Trainer], batch: Batch, synced: Sequence[SyncedModel]) -> None:
-    """Check that a trainer counts its updates and syncs every model.
-
-    Raises:
-        ProtocolError: names the expected and the received value.
-    """
+    """Check that a trainer counts its updates and syncs every model."""
     trainer = await _made(make)
     before = trainer.version
     trained = await trainer.update(batch)

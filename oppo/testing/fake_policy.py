@@ -40,8 +40,6 @@ from oppo.testing.fakes import noises, require_seconds
 
 __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 
-UNTRUNCATED = Support()
-
 Length: TypeAlias = Callable[[Prompt], int]
 
 # `f(rows, tokens)`: seconds of a decode step, by the number of live rollouts and of tokens in their responses
@@ -146,11 +144,7 @@ class FakePolicy:
         return decodes
 
     async def load(self, weights: Weights) -> None:
-        """Follow the trainer: between two decode steps, or when decoding ends.
-
-        Raises:
-            ProtocolError: the policy is decoding, and its capabilities exclude loading meanwhile.
-        """
+        """Follow the trainer: between two decode steps, or when decoding ends."""
         if self._over is not None and self.capabilities.loads_while_decoding == "refused":
             raise ProtocolError("weights were synced while the policy was decoding")
         if self._over is not None and self.capabilities.loads_while_decoding == "when decoding ends":
@@ -174,11 +168,7 @@ class FakePolicy:
         return self._decoding(self.mine(live), cut)
 
     def mine(self, decodes: Sequence[Decode]) -> list[FakeDecode]:
-        """Return the decodes, checked.
-
-        Raises:
-            ProtocolError: one is closed, or of another policy.
-        """
+        """Return the decodes, checked."""
         mine = [decode for decode in decodes if isinstance(decode, FakeDecode)]
         closed = [decode.prompt.rollout for decode in mine if decode.closed]
         if len(mine) != len(decodes) or closed:
@@ -203,9 +193,6 @@ class FakePolicy:
         """Decode these as well, from the next decode step on.
 
         Those that come after the cut stay paused.
-
-        Raises:
-            ProtocolError: the policy is not decoding.
         """
         mine = self.mine(decodes)
         if self._loops is None:
@@ -260,7 +247,7 @@ class FakePolicy:
     def support(self, tokens: IntArray) -> Support:
         """Return the support of tokens: each token and the ``kept - 1`` ids after it."""
         if not self.kept:
-            return UNTRUNCATED
+            return Support()
         ids = np.add.outer(tokens, np.arange(self.kept, dtype=np.int32)).ravel()
         return Support(ids, np.full(len(tokens), self.kept, np.int32))
 

@@ -65,11 +65,7 @@ class FakeScorer(Generic[T]):
         )
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
-        """Read more of some rollouts.
-
-        Raises:
-            ProtocolError: an event does not continue its rollout.
-        """
+        """Read more of some rollouts."""
         count = sum(len(event.tokens) for event in events)
         self.calls, self.tokens = self.calls + 1, self.tokens + count
         if callable(self.per_token):
@@ -82,11 +78,7 @@ class FakeScorer(Generic[T]):
             session.tokens.frombytes(event.tokens.astype(np.int32, copy=False).tobytes())
 
     async def finish(self, finished: Sequence[Finish]) -> Sequence[T]:
-        """Return the value of each rollout and forget its session.
-
-        Raises:
-            ProtocolError: the tokens read of a rollout are not its prompt and response.
-        """
+        """Return the value of each rollout and forget its session."""
         await self._work(self.answering(finished) if self.answering else self.per_call)
         read = [(event, self.sessions.whole(event.rollout, len(event.response))) for event in finished]
         self.sessions.forget([event.rollout for event in finished])
@@ -247,9 +239,6 @@ def fake_batch(
         reference: whether it holds log-probs of a reference.
         critic: whether it holds values and returns.
         seed: of tokens and numbers.
-
-    Raises:
-        ConfigError: a number is not whole, or too small.
 
     Example:
         >>> batch = fake_batch([2, 3], critic=False)

@@ -286,11 +286,7 @@ class FaultyPolicy(_FaultySynced):
         return [FaultyDecode(decode, self) for decode in await open_(rollouts)]
 
     def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
-        """Decode while the context is open.
-
-        Raises:
-            ProtocolError: a decode is of another policy.
-        """
+        """Decode while the context is open."""
         mine = [decode.inner for decode in live if isinstance(decode, FaultyDecode)]
         if len(mine) != len(live):
             raise ProtocolError(f"only decodes of {self.name!r} can be decoded; {len(live) - len(mine)} are not")

@@ -248,18 +248,11 @@ class Recorder(Observer):
         """Return the seconds in which a stage or a model worked: spans that overlap count once.
 
         A stage that records no work (:meth:`oppo.graph.Step.working`) works as long as it runs.
-
-        Raises:
-            GraphError: nothing worked under that name.
         """
         return seconds(self._work(track))
 
     def overlap(self, one: str, other: str) -> float:
-        """Return the seconds in which two stages or models worked at the same time; see :meth:`busy`.
-
-        Raises:
-            GraphError: nothing worked under one of the names.
-        """
+        """Return the seconds in which two stages or models worked at the same time; see :meth:`busy`."""
         a, b = self._work(one), self._work(other)
         return seconds(a) + seconds(b) - seconds(union([*a, *b]))
 

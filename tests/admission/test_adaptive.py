@@ -110,8 +110,6 @@ class World:
     step: float = 0.01
     scoring: tuple[Scoring, ...] = ()
     rest: float = 1.0
-    mismatch_kl: float | None = None
-    effective_samples: float | None = None
     lookahead: int = 0
 
     def observations(self, count: int, seed: int = 0) -> list[Observation]:
@@ -129,8 +127,6 @@ class World:
             finished=tuple(lengths.tolist()),
             scoring=self.scoring,
             rest_seconds=self.rest,
-            mismatch_kl=self.mismatch_kl,
-            effective_samples=self.effective_samples,
             lookahead=self.lookahead,
         )
 
@@ -192,16 +188,6 @@ def test_it_drops_at_once_when_there_is_nothing_left_to_gain() -> None:
     assert before >= 4
     assert after[-1] == 0
     assert len(set(after) - {before, 0}) <= 1, "it does not climb down step by step"
-
-
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    [(World(mismatch_kl=0.05), {"kl_target": 0.001}), (World(effective_samples=0.2), {"ess_target": 0.9})],
-)
-def test_measured_staleness_raises_the_price(world: World, settings: dict[str, float]) -> None:
-    free = adapted_extra(world, price=2.0)
-    braked = adapted_extra(world, price=2.0, **settings)
-    assert braked < free
 
 
 def test_a_step_that_decoded_nothing_says_nothing() -> None:
@@ -268,7 +254,6 @@ def test_it_admits_and_cuts_as_fixed_overcommit_does() -> None:
         ({"most": BATCH + 1}, "overcommit must lie in 0 .. batch = 64, not 65"),
         ({"window": 0}, "window must be more than 0, not 0"),
         ({"price": -1.0}, "price must be at least 0, not -1.0"),
-        ({"kl_target": 0.0}, "kl_target must be more than 0, not 0.0"),
     ],
 )
 def test_impossible_settings_of_the_tail_are_refused(settings: dict[str, float], message: str) -> None:

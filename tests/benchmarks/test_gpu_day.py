@@ -31,7 +31,7 @@ def test_each_part_stands_beside_its_prediction_and_one_that_is_cut_or_fails_cos
     parts = json.loads(out.read_text())["parts"]
     assert [*parts] == ["facts", *chosen.split(",")]
     assert parts["facts"]["flops"] > 0
-    assert parts["ladder"]["rounds"] == 1
+    assert parts["ladder"]["rounds"] == 2
     for name, steps in (("ladder", LADDER), ("full", FULL), ("rule", RULE)):
         assert all(parts[name][f"{mode}, tokens a second"] > 0 for mode in steps.modes), name
         assert parts[name]["peak bytes, predicted"] > 0
@@ -70,7 +70,7 @@ def test_micro_batches_are_as_large_as_fit_and_what_ran_out_of_memory_is_refused
     workload, device = WORKLOADS["gpu"], torch.device("cuda")
     fits, needed = fitted(workload, LADDER.deferring, device, GPUS["h100"].memory)
     assert fits.micro_batch_tokens == 8192
-    assert needed == recorded("NVIDIA H100 80GB HBM3")["ladder"]["peak bytes"]
+    assert needed == pytest.approx(recorded("NVIDIA H100 80GB HBM3")["ladder"]["peak bytes"], rel=0.01)
     with pytest.raises(
         ConfigError, match=r"cuda has 30\.0 GB free, and a step of gpu needs .*reward .*: take a larger"
     ):

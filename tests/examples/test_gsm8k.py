@@ -16,13 +16,6 @@ from tests.kit.workplace import tokenizer_of
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-def test_commas_are_no_part_of_a_number(tmp_path: Path) -> None:
-    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "How many?", "answer": "Many.\n#### 1,072"}))
-    (row,) = learn.rows(tmp_path / "test.jsonl")
-    assert row["answer"] == "1072"
-    assert row["prompt"] == [{"role": "user", "content": f"How many? {learn.INSTRUCTION}"}]
-
-
 @pytest.mark.parametrize("line", ["{", '{"question": "?"}', '{"question": "?", "answer": "7"}', "[]"])
 def test_a_line_that_is_none_of_the_file_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "train.jsonl").write_text(line)

@@ -96,14 +96,6 @@ FAULTS: Sequence[tuple[Callable[[Builder, Stream[int]], Stream[Any]], str]] = [
         "'my relay' is no name for a stage: use letters, digits and underscores, as in a keyword",
     ),
     (lambda g, t: g.add("sum", Add(), t, t), "'sum' reads 'take' 2 times: once is enough"),
-    (
-        lambda g, t: g.add("relay", Relay(), t, capacity=0),
-        "'relay' has a capacity of 0: a channel holds at least 1 item",
-    ),
-    (
-        lambda g, t: g.add("relay", Relay(), t, capacity=float("nan")),  # type: ignore[call-overload]  # no number of items
-        "'relay' has a capacity of nan: a channel holds at least 1 item",
-    ),
     (lambda g, t: broken(g, t, "sum", Add()), "'sum' is given 1 input (take), but Add.run takes 2 (left, right)"),
     (lambda g, t: broken(g, t, "count", Count()), "'count' reads bytes | str from 'take', which sends int"),
     (lambda g, t: broken(g, t, "relay", Relay), "'relay' is the class Relay, not an object of it: write Relay(...)"),
@@ -154,6 +146,13 @@ def test_a_stage_that_reads_nothing_is_a_fault() -> None:
     add: Callable[..., Stream[int]] = g.add
     with pytest.raises(GraphError, match="'any' reads nothing: give it at least one stream"):
         g.build(add("any", Any0()))
+
+
+@pytest.mark.parametrize("capacity", [0, float("nan")])
+def test_a_channel_holds_at_least_one_item(capacity: int) -> None:
+    g: GraphBuilder[int] = GraphBuilder("narrow", capacity=capacity)
+    with pytest.raises(GraphError, match=f"it has a capacity of {capacity}: a channel holds at least 1 item"):
+        g.build(g.add("relay", Relay(), g.prompts))
 
 
 def test_a_graph_without_stages_is_a_fault() -> None:
@@ -228,10 +227,10 @@ def test_rebuild_says_what_is_wrong() -> None:
 
 def test_a_graph_shows_who_waits_for_whom() -> None:
     assert line().table().splitlines() == [
-        "stage    class    reads    read by  capacity",
-        "take     Take     prompts  relay    16",
-        "relay    Relay    take     collect  16",
-        "collect  Collect  relay    result   16",
+        "stage    class    reads    read by",
+        "take     Take     prompts  relay",
+        "relay    Relay    take     collect",
+        "collect  Collect  relay    result",
     ]
 
 

@@ -589,7 +589,7 @@ def test_an_input_by_name_that_does_not_fit_is_refused(stage: Sum, named: dict[s
         "text": g.add("text", Text(), taken),
     }
     with pytest.raises(GraphError) as caught:
-        g.build(g.add("sum", stage, taken, capacity=None, **{each: streams[name] for each, name in named.items()}))
+        g.build(g.add("sum", stage, taken, **{each: streams[name] for each, name in named.items()}))
     assert message in str(caught.value)
 
 

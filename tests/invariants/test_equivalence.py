@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from oppo.admission import Overcommit
 from oppo.admission.chunking import ChunkSize, Fixed, WholeRollout
 from oppo.algorithms.ppo import ppo
-from oppo.events import Batch, Prompt, RoutedExperts, Support
+from oppo.events import Batch, Prompt, Support
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.actor_critic import value_model_on
@@ -30,7 +30,6 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.golden.make_schedules import CASES, PATH, RESUMED, digests
-from tests.hf import tiny
 from tests.kit.known import known
 from tests.kit.pipelines import Tap
 
@@ -135,33 +134,6 @@ def test_streamed_and_serial_runs_over_one_trunk_agree_bit_for_bit() -> None:
     assert np.abs(batches[2].values).max() > 0
     for name in ("actor", "critic"):
         assert weights_digest(ours[name]) == weights_digest(theirs[name]) != weights_digest(fresh[name])
-
-
-def mixtures() -> dict[str, PreTrainedModel]:
-    models: dict[str, PreTrainedModel] = oracle().tiny_models()
-    actor, reference = (tiny.mixture("qwen3-moe", seed=1, vocab_size=256).train(mode=False) for _ in range(2))
-    return models | {"actor": actor, "reference": reference}
-
-
-def test_streamed_and_serial_runs_that_replay_experts_agree_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    replaying, example = functools.partial(HfPolicy, routed_experts=True), oracle()
-    settings = replace(SETTINGS, router_replay=True)
-    monkeypatch.setitem(globals(), "SETTINGS", settings)
-    monkeypatch.setitem(globals(), "HfPolicy", replaying)
-    monkeypatch.setattr(example, "HfPolicy", replaying)
-    ours, theirs = mixtures(), mixtures()
-    before = anyio.run(example.serial_ppo, theirs, prompts(), BATCH, SAMPLING, settings)
-    after = anyio.run(streamed, ours, Fixed(7))
-    assert_same(before, after)
-    for a, b in zip(
-        (each for batch in before for each in batch.responses),
-        (each for batch in after for each in batch.responses),
-        strict=True,
-    ):
-        assert a.extra[RoutedExperts].known(a.prompt) == len(a.prompt.tokens) + len(a) - 1
-        assert np.array_equal(a.extra[RoutedExperts].ids, b.extra[RoutedExperts].ids)
-    assert weights_digest(ours["actor"]) == weights_digest(theirs["actor"]) != weights_digest(mixtures()["actor"])
 
 
 def test_the_first_batch_agrees_with_the_plain_library_forward() -> None:

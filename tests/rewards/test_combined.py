@@ -437,13 +437,6 @@ def even_only(prompts: Sequence[str], completions: Sequence[str]) -> list[float 
     return [1.0 if len(each) % 2 == 0 else Drop.because(f"{len(each)} is odd") for each in completions]
 
 
-def test_a_function_may_drop_a_rollout_by_choice() -> None:
-    reward = FunctionReward(even_only, decode=str)
-    expected = [1.0 if n % 2 == 0 else Drop(k, f"{n} is odd") for k, n in enumerate(lengths())]
-    assert run_virtual(reward.finish, finished()) == expected
-    assert len({type(each) for each in expected}) == 2
-
-
 @pytest.mark.parametrize("on_drop", ["drop", "skip"])
 def test_a_part_that_drops_a_rollout_by_choice_drops_it_or_leaves_it_to_the_others(on_drop: OnDrop) -> None:
     rewards = Rewards({"even": (1, even_only), "long": (1, length)}, decode=str, on_drop=on_drop)

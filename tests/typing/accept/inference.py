@@ -77,7 +77,7 @@ class OnlyFinish:
 g = GraphBuilder[str]("ppo")
 rollout = g.add("generate", Generate(), g.prompts)
 reference = g.add("ref_logp", Score(ReferenceModel()), rollout)
-score = g.add("reward", Score(RewardModel()), rollout, capacity=4)
+score = g.add("reward", Score(RewardModel()), rollout)
 assert_type(rollout, Stream[Event])
 assert_type(score, Stream[Scored[float]])
 graph = g.build(g.add("advantage", Advantage(), rollout, reference, score))
