@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.hf.kv.attention import Segments, overhead_of, packed_rows, segmented
+from oppo.hf.kv.attention import Segments, packed_rows, segment_overhead, segmented
 
 ALIGNMENT = 8
 """Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
@@ -412,7 +412,7 @@ class Rows:
         segments = [list(range(len(rows)))]
         if segmented_on is not None and rows and (per_token := self._bytes_per_token()):
             layers = max(slab.layers for slab in self._slabs)
-            own = overhead_of(per_token / layers, segmented_on)
+            own = segment_overhead(per_token / layers, segmented_on)
             segments = segmented(list(lengths.values()), own if overhead is None else overhead)
         by_slab: dict[Slab, list[int]] = {}
         for segment in segments:
