@@ -69,7 +69,6 @@ TORCH = (
     PACKAGE / "run" / "loading.py",
     PACKAGE / "run" / "memory.py",
     PACKAGE / "run" / "models.py",
-    PACKAGE / "run" / "teachers.py",
 )
 """The only places that know torch."""
 

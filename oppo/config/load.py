@@ -22,7 +22,7 @@ from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
 from oppo.config.extensions import NAMED, algorithm_of
 from oppo.config.foreign import flattened, ours
-from oppo.config.rewards import REWARD_KINDS, SOURCE, ScorerSection, is_name, reward_kind_of
+from oppo.config.scorers import REWARD_KINDS, SOURCE, ScorerSection, is_name, reward_kind_of
 from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import MOST, SEEDS, Declared, declared, expectation, table_in

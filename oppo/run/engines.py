@@ -15,7 +15,7 @@ import anyio.to_thread
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import OnVllm, VllmRewardSection
+from oppo.config.scorers import OnVllm, VllmRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.durable import make
 from oppo.errors import ConfigError, ModelRefused, OppoError

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from torch import nn
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import ModelRewardSection, OnVllm, VllmRewardSection
+from oppo.config.scorers import ModelRewardSection, OnVllm, VllmRewardSection
 from oppo.config.sections import SamplingSection
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused
