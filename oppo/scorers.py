@@ -409,7 +409,6 @@ class BehindPrompt(Shared, Generic[T]):
         return self._scorer.version
 
     async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
-        """Read the response's tokens, and of each prompt the teacher's."""
         read = list[Growth]()
         for event in events:
             if isinstance(event, Prompt):
@@ -420,7 +419,6 @@ class BehindPrompt(Shared, Generic[T]):
             await self._scorer.extend(read, priority=priority)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
-        """Return the value of each rollout, in order."""
         prompts = {each.rollout: self._prompts.get(each.rollout) for each in finished}
         read = [
             replace(each, response=replace(each.response, prompt=prompt))

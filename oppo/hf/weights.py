@@ -189,8 +189,6 @@ class TensorLayout:
 
 
 class SharedModel(Generic[M]):
-    """A model that crosses to another process over the same weights."""
-
     # Pickling moves the weights into shared memory, once; modules and parameters keep their identity. Changes of
     # weights in place, as by an optimizer, apply to both processes.
 

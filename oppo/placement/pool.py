@@ -89,8 +89,6 @@ def _mine(members: Members, decodes: Sequence[Decode]) -> list[PooledDecode]:
 
 
 class _Session:
-    """The part of one member in a round of decoding."""
-
     def __init__(self, member: Member) -> None:
         self.member = member
         self.rollouts: dict[PooledDecode, None] = {}

@@ -74,8 +74,6 @@ def _own_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of a run's page, as ``metrics.toml`` declares it."""
-
     title: str
     section: str
     lines: Mapping[str, str] = field(default_factory=dict)  # metrics by their labels

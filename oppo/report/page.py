@@ -429,17 +429,14 @@ class Follower(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The address of the page."""
         return f"http://127.0.0.1:{self.server_port}/"
 
     def tag(self) -> str:
-        """Return a text that changes with the files of the runs."""
         names = (METRICS, SAMPLES, EVALUATIONS, TIMELINE, LOG, SUMMARY)
         files = [run / name for run in self._runs for name in names]
         return "-".join(f"{file.stat().st_mtime_ns:x}" if file.exists() else "" for file in files)
 
     def page(self, tag: str, *, scripts: bool) -> str:
-        """Return the page as of ``tag``."""
         return page([recorded(run) for run in self._runs], live=tag, scripts=scripts)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

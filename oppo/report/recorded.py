@@ -80,7 +80,6 @@ class Recorded:
         return held.get(key) if isinstance(held, dict) else None
 
     def models(self) -> Mapping[str, str]:
-        """Return the models that the settings name, by their roles."""
         rewards = self.settings.get("rewards")
         found = rewards if isinstance(rewards, list) else []
         sources = [str(each.get("source", "")) for each in found if isinstance(each, dict)]
@@ -154,7 +153,6 @@ def _excerpts() -> TypeAdapter[list[Excerpt]]:
 
 
 def note_times(run: Path, excerpts: Sequence[Excerpt]) -> None:
-    """Write the steps that the page's timeline shows."""
     put(run / TIMELINE, [_excerpts().dump_json([each.as_shown() for each in excerpts]).decode() + "\n"])
 
 

@@ -535,7 +535,6 @@ class Profile:
 
     @property
     def about(self) -> str:
-        """Return what decodes, in a sentence."""
         layout, name = self.layout, self.engine.name
         many = "device decodes" if layout.decode == 1 else "devices decode"
         own = "" if self.engine.step_seconds is None else ", at the seconds of [engine]"

@@ -160,7 +160,6 @@ class AdaptiveObjective(BatchStage):
         return replace(batch, sampled=batch.sampled & np.repeat(~truncated(batch), np.diff(batch.offsets)))
 
     def unfit(self, batch: Batch) -> Sequence[Drop]:
-        """Return the drops of rollouts whose estimates float32 might not hold."""
         if not len(batch):
             return []
         with np.errstate(over="ignore", invalid="ignore"):
@@ -224,7 +223,6 @@ class AdaptiveObjective(BatchStage):
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the KL coefficient and the moments of the scores."""
         return {"kl": self.control.coefficient, "moments": asdict(self.shaping.moments)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

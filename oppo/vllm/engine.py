@@ -45,8 +45,6 @@ SHOWN: Final = 3  # names that an error lists
 
 @dataclass(slots=True)
 class NewTokens:
-    """The new tokens of a request."""
-
     tokens: list[int]
     logprobs: list[Mapping[int, float]]  # of each token, by id, its own among them
     reason: str | None = None  # what ended the request
@@ -74,8 +72,6 @@ class WeightSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """Names and shapes of a model's weights."""
-
     model: str
     shapes: Mapping[str, tuple[int, ...]]
     needed: tuple[frozenset[str], ...]  # names of parameters; of tied ones, one is enough
@@ -185,7 +181,6 @@ class Engine(Closing):
         """Give it up; safe to call from any thread."""
 
     def streaming(self) -> AbstractAsyncContextManager[None]:
-        """Have tokens come for as long as the context is open."""
         return nullcontext()
 
     @abstractmethod
