@@ -21,8 +21,7 @@ from oppo.admission import (
     Synchronous,
     TailAdaptive,
 )
-from oppo.admission.adaptive import RISE
-from oppo.admission.fixed import AdaptiveOvercommit
+from oppo.admission.overcommit import RISE, AdaptiveOvercommit
 from oppo.events import Prompt
 from oppo.graph.stage import UNKNOWN
 from oppo.simulate.bulk import Backlog, Clock, Device, Job, Lane, Place, Row, Scorer
