@@ -237,7 +237,6 @@ class RolloutSessions(dict[int, S], Generic[S]):
             )
 
     def whole(self, rollout: int, length: int) -> S:
-        """Return the session of a finished rollout, whose response has ``length`` tokens."""
         session = self[rollout]
         if session.response != length:
             raise ProtocolError(
@@ -315,7 +314,6 @@ class ByColumn(Shared, Generic[T]):
         await stack.enter_async_context(await entered(self._given))
 
     async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
-        """Have each scorer read the events of its rollouts, one after the other."""
         for event in events:
             if isinstance(event, Prompt):
                 named = event.columns.get(self._column)

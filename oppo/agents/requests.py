@@ -208,7 +208,6 @@ class ChatRequests:
             "presence_penalty": (0,),
             "repetition_penalty": (1,),
             "logit_bias": ({},),
-            "logprobs": (False, True),
             "top_logprobs": (0,),
             "response_format": ({"type": "text"},),
             "parallel_tool_calls": (True,),

@@ -109,8 +109,6 @@ class _Session:
 
 
 class _PooledDecoding(Round):
-    """One decoding of a pool: a session for each member with rollouts."""
-
     def __init__(self, members: Members, sampling: Sampling | None, cut: Cut) -> None:
         super().__init__()
         self._members = members

@@ -87,7 +87,6 @@ class Chart:
         return "" if known is None or known.unit == "1" else known.unit
 
     def names(self, known: Iterable[str]) -> dict[str, str]:
-        """Return the metrics among ``known`` that it draws, by their labels."""
         found = {}
         for label, name in (self.lines or self.stack).items():
             for each in known:

@@ -86,7 +86,6 @@ def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = ""
 
 
 def write_report(runs: Sequence[Recorded]) -> Path:
-    """Write the page of a run into its directory, or of several beside the first one's; return its path."""
     first = runs[0].path.absolute()
     target = first / REPORT if len(runs) == 1 else first.parent / COMPARISON
     put(target, [page(runs, folder=target.parent)])
@@ -94,13 +93,11 @@ def write_report(runs: Sequence[Recorded]) -> Path:
 
 
 def named(runs: Sequence[Recorded]) -> list[str]:
-    """Return the names of runs, with their folders where two have the same one."""
     counts = Counter(run.name for run in runs)
     return [run.name if counts[run.name] == 1 else printable(str(run.path)) for run in runs]
 
 
 def drawn(runs: Sequence[Recorded]) -> Iterator[tuple[Chart, list[Line]]]:
-    """Yield the charts of which a run has values, and their lines."""
     columns = [_columns(run) for run in runs]
     own = dict.fromkeys(
         name for each in columns for name in each if not (metric(name) or metric(name.removeprefix("eval/")))

@@ -201,7 +201,6 @@ def _state(path: Path, log: Sequence[Record], *, over: bool) -> str:
 
 
 def held_out(evaluations: Sequence[Record]) -> Iterator[Record]:
-    """Yield the answers to held-out prompts that the first evaluation and the last keep, as samples."""
     for each in [*evaluations[:1], *evaluations[1:][-1:]]:
         found = each.get("samples")
         for sample in found if isinstance(found, list) else ():
@@ -237,7 +236,6 @@ def _numbers(file: Path) -> int:
 
 
 def differing(runs: Iterable[Recorded]) -> dict[str, list[object]]:
-    """Return the settings in which runs differ, with each run's value; ``None``: it has none."""
     flat = [dict(_flat(each.settings)) for each in runs]
     keys = dict.fromkeys(key for each in flat for key in each if key not in {"run.name", "run.directory"})
     found = {key: [each.get(key) for each in flat] for key in keys}

@@ -85,8 +85,6 @@ def _same_model(*names: str) -> bool:
 
 
 class RoleLoader:
-    """Loads the models of a run; errors name the setting of the model and the remedy."""
-
     def __init__(self, deployment: Deployment, tokenizer: HfTokenizer) -> None:
         self._deployment, self._models, self._devices = deployment, deployment.models, deployment.devices
         self._tokenizer = tokenizer

@@ -271,7 +271,6 @@ def _with_tokens(deployment: Deployment, count: int) -> Deployment:
 
 
 def planned(deployment: Deployment, load: Load | None, known: Known) -> tuple[int, list[Expected]]:
-    """Return the tokens of a micro-batch, and the memory needed with them."""
     # Activations grow in proportion to them, at most.
     given, on_cpu = deployment.trainer.micro_batch_tokens, deployment.devices.trainer[0].type == "cpu"
     tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)

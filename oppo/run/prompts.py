@@ -38,8 +38,6 @@ Supply: TypeAlias = PromptStream | RowStream | AgentPrompts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramRows:
-    """Rows of a program in place of ``data.prompts`` and ``eval.prompts``."""
-
     prompts: Rows | None = None
     held_out: Iterable[Mapping[str, object]] | None = None
 

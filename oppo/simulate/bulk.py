@@ -91,8 +91,6 @@ class Device:
 
 
 class Clock:
-    """Virtual time: it jumps to the next end of a job."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.jobs: list[Job] = []

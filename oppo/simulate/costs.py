@@ -341,8 +341,6 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Lengths sampled from observed ones, a group's together."""
-
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod

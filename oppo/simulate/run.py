@@ -154,8 +154,6 @@ _FOLLOWING: Final[Sequence[ScorerName]] = ("critic",)  # scorers whose weights f
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step that is alive; times are NaN until they are known."""
-
     index: int
     ahead: int  # steps that were alive when it began
     started: float

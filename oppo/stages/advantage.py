@@ -145,7 +145,6 @@ class AdaptiveObjective(BatchStage):
         return self.control.coefficient > 0
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Report a reference or a teacher that is needed, and not connected."""
         lacking = self.distill > 0 and "teacher" not in named
         fault = f"has distill = {self.distill:g}, which needs a teacher: connect teacher=stream, or leave distill out"
         return [*super().faults(stages, named), *([fault] if lacking else [])]

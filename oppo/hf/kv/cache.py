@@ -47,8 +47,6 @@ SPARE = 1.125  # a slab larger than its rows need by this factor gives memory ba
 
 @dataclass(slots=True)
 class KVRegion:
-    """The part of a slab that one forward pass reads and writes."""
-
     # Columns 0 .. end of `slots` are read: a slice as a view, int64 [n] as a copy. New tokens are written to `to_slots`
     # and `to_columns`, int64 [m]; `unpadded`: which of the n * q padded positions they are; None: all.
 
@@ -153,8 +151,6 @@ class Slots(ABC):
 
 
 class _Kind(NamedTuple):
-    """Stores of one shape."""
-
     heads: int
     size: int
     dtype: torch.dtype
