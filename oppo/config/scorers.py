@@ -99,10 +99,6 @@ def is_name(source: str) -> bool:
     return source == ENVIRONMENT or source in CHECKERS
 
 
-def is_code(source: object) -> bool:
-    return isinstance(source, str) and (source in CHECKERS or file_of(source) is not None)
-
-
 def file_of(spec: str) -> Path | None:
     named = SPEC.match(spec)
     return None if named is None else Path(named["file"])
@@ -261,7 +257,8 @@ def reward_kind_of(table: object) -> str:
         return ENVIRONMENT
     engine = table.get("engine") if isinstance(table, Mapping) else getattr(table, "engine", None)
     model = "model on vLLM" if engine == "vllm" else "model"
-    return "function" if is_code(source) else model
+    is_code = isinstance(source, str) and (source in CHECKERS or file_of(source) is not None)
+    return "function" if is_code else model
 
 
 def _summed(rewards: tuple[RewardSection, ...], info: ValidationInfo) -> tuple[RewardSection, ...]:

@@ -29,7 +29,7 @@ from oppo.errors import (
     one_line,
     running_loop,
 )
-from oppo.events import ChunkState, FinishReason, Prompt, Response, RoutedExperts, Support, TokenColumns
+from oppo.events import ChunkState, FinishReason, Response, RoutedExperts, Support, TokenColumns
 from oppo.models import Sampling
 from oppo.placement.place import Closing
 from oppo.rollout_buffer import DecodeEngine, RolloutBuffer, SampledToken
@@ -377,7 +377,7 @@ class Request:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k if truncated else 0,
             "top_p": sampling.top_p if truncated else 1.0,
-            "seed": seed_of(sampling.seed, self.prompt, start),
+            "seed": digest_of(f"{sampling.seed} {self.prompt.admission} {self.prompt.stream} {start}"),
             "max_tokens": self.rollout.limit - start,
             "min_tokens": max(0, sampling.min_new_tokens - start) if sampling.stop else 0,
             "stop_token_ids": list(sampling.stop),
@@ -461,10 +461,6 @@ def reports_supports(sampling: Sampling) -> bool:
 
 def truncates(sampling: Sampling) -> bool:
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
-
-
-def seed_of(seed: int, prompt: Prompt, start: int) -> int:
-    return digest_of(f"{seed} {prompt.admission} {prompt.stream} {start}")
 
 
 def digest_of(key: str) -> int:

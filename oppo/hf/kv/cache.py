@@ -461,8 +461,6 @@ def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:
 
 
 class KVView(NamedTuple):
-    """The KV cache of consecutive rows of a forward pass."""
-
     slab: Slab
     region: KVRegion
 
