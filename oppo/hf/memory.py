@@ -57,6 +57,7 @@ from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
 from oppo.training import TrainerSettings
 
+T = TypeVar("T")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _aten = torch.ops.aten
@@ -259,9 +260,6 @@ def without_data(*modules: nn.Module) -> Iterator[LiveBytes]:
             for tensor in (*module.parameters(), *module.buffers()):
                 live.count(tensor)
         yield live
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)

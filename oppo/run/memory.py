@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from torch import nn
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import ModelRewardSection, OnVllm, VllmRewardSection
+from oppo.config.scorers import ModelRewardSection, OnVllm, VllmRewardSection
 from oppo.config.sections import SamplingSection
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused, one_line
@@ -244,8 +244,7 @@ class Outlines:
             except FAILURES as error:
                 raise ConfigError(
                     f"the memory of the {model} could not be counted: its passes failed on tensors without data "
-                    f"({one_line(error)}). `oppo doctor --trial` makes a step and measures it; if that fails too, the "
-                    "run would"
+                    f"({one_line(error)}); `oppo doctor --trial` makes a step on this machine and measures it"
                 ) from error
         return cast("Bytes", self.known[key])
 
@@ -280,7 +279,6 @@ def _with_tokens(deployment: Deployment, count: int) -> Deployment:
 
 
 def planned(deployment: Deployment, load: Load | None, known: Known) -> tuple[int, list[Expected]]:
-    """Return the tokens of a micro-batch, and the memory needed with them."""
     # Activations grow in proportion to them, at most.
     given, on_cpu = deployment.trainer.micro_batch_tokens, deployment.devices.trainer[0].type == "cpu"
     tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)

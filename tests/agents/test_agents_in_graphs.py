@@ -280,7 +280,11 @@ def test_the_tokens_that_end_thinking_are_not_trained_and_the_turn_is_one_after_
     seconds: Mapping[tuple[int, int], float], killed: int
 ) -> None:
     # Rollouts decode at different speeds, so that some are deferred within their turns.
-    paced = {"length": lambda _: 8, "turns": lambda _: (), "pace": lambda prompt: 1 + prompt.admission % 3}
+    paced: dict[str, Any] = {
+        "length": lambda _: 8,
+        "turns": lambda _: (),
+        "pace": lambda prompt: 1 + prompt.admission % 3,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.agents.conftest.Numbers.thinking", (-1, 99_999, [98, 99_999]))
         players = [Limited(seconds, fields={"thinking_token_budget": 5}, turns=1) for _ in range(2)]

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.hf.kv.attention import Segments, overhead_of, packed_rows, segmented
+from oppo.hf.kv.attention import Segments, packed_rows, segment_overhead, segmented
 
 ALIGNMENT = 8
 """Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
@@ -47,8 +47,6 @@ SPARE = 1.125  # a slab larger than its rows need by this factor gives memory ba
 
 @dataclass(slots=True)
 class KVRegion:
-    """The part of a slab that one forward pass reads and writes."""
-
     # Columns 0 .. end of `slots` are read: a slice as a view, int64 [n] as a copy. New tokens are written to `to_slots`
     # and `to_columns`, int64 [m]; `unpadded`: which of the n * q padded positions they are; None: all.
 
@@ -153,12 +151,14 @@ class Slots(ABC):
 
 
 class _Kind(NamedTuple):
-    """Stores of one shape."""
-
     heads: int
     size: int
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, news: Tensor) -> _Kind:
+        return cls(news.shape[1], news.shape[3], news.dtype, news.device)
 
 
 Places: TypeAlias = dict[tuple[int, str], list[tuple[_Kind, int]]]
@@ -190,7 +190,7 @@ class Slab(Slots):
         stores = self._layers.get((layer, of))
         if stores is None:
             if (layer, of) not in self._places:
-                known, kinds = self._kinds(), [_Kind(*new.shape[1::2], new.dtype, new.device) for new in news]
+                known, kinds = self._kinds(), [_Kind.of(new) for new in news]
                 at = [known[kind] + kinds[:before].count(kind) for before, kind in enumerate(kinds)]
                 self._places[layer, of] = list(zip(kinds, at, strict=True))
             self._allocate()
@@ -408,7 +408,7 @@ class Rows:
         segments = [list(range(len(rows)))]
         if segmented_on is not None and rows and (per_token := self._bytes_per_token()):
             layers = max(slab.layers for slab in self._slabs)
-            own = overhead_of(per_token / layers, segmented_on)
+            own = segment_overhead(per_token / layers, segmented_on)
             segments = segmented(list(lengths.values()), own if overhead is None else overhead)
         by_slab: dict[Slab, list[int]] = {}
         for segment in segments:
@@ -461,8 +461,6 @@ def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:
 
 
 class KVView(NamedTuple):
-    """The KV cache of consecutive rows of a forward pass."""
-
     slab: Slab
     region: KVRegion
 

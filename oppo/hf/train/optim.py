@@ -83,16 +83,17 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             for shard in group["params"]:
                 if isinstance(shard, DTensor) and shard.grad is not None:
-                    self._step_of_shard(shard, group)
-        return super().step(closure)
+                    self._step_of_shard(shard, shard.grad, group)
+        loss: float | None = super().step(closure)  # type: ignore[no-untyped-call]
+        return loss
 
-    def _step_of_shard(self, shard: DTensor, group: Mapping[str, Any]) -> None:
+    def _step_of_shard(self, shard: DTensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
         momentum, state = group["momentum"], self.state[shard]
         if _BUFFER not in state:
-            state[_BUFFER] = torch.zeros_like(shard.grad)
-        buffer = state[_BUFFER].lerp_(shard.grad, 1 - momentum)
+            state[_BUFFER] = torch.zeros_like(gradient)
+        buffer = state[_BUFFER].lerp_(gradient, 1 - momentum)
         matrix = nn.Parameter(whole(shard).clone())
-        matrix.grad = whole(shard.grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
+        matrix.grad = whole(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
         options = {name: value for name, value in group.items() if name in self.defaults}
         torch.optim.Muon([matrix], **{**options, "momentum": 0.0, "nesterov": False}).step()
         shard.copy_(alike(matrix.detach(), shard))
@@ -212,7 +213,7 @@ def _optimizer(
     # Only matrices decay.
     rate, critic_rate = settings.learning_rate, settings.critic_learning_rate
     rates = rate, rate if critic_rate is None else critic_rate
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": parameters, "lr": peak, "peak": peak, "weight_decay": decay}
         for part, peak in zip(weights, rates, strict=False)
         for parameters, decay in (

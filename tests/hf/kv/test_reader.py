@@ -27,7 +27,7 @@ from oppo.hf.kv.attention import (
     attend_in_segments,
     attends_eagerly,
     kinds_of,
-    overhead_of,
+    segment_overhead,
 )
 from oppo.hf.kv.cache import KVRegion, KVView, Places, Slab, SlabLayer
 from oppo.hf.kv.reader import Incremental
@@ -324,7 +324,7 @@ def test_a_row_joins_and_a_slab_grows_in_as_many_launches_for_any_number_of_laye
             keys = torch.tensor([1.0, 2, 3])[:, None, None, None].expand(3, 2 + layer % 2, 1, 4) + 10 * layer
             old.store(layer, KVRegion(slice(0, 3), 1, torch.arange(3), nothing, None), keys, -keys)
         old.reserve(1, 9)  # the stores of a first pass become blocks
-        with Launches() as counted:
+        with Launches() as counted:  # type: ignore[no-untyped-call]
             new.reserve(1, 9)
             new.adopt({2: 1}, old)
             new.reserve(2, 40)
@@ -397,8 +397,8 @@ def test_deferred_rows_are_segmented_from_fresh_ones_if_that_saves_more_than_it_
 
 
 def test_the_more_bytes_a_token_has_the_fewer_tokens_pay_for_another_segment() -> None:
-    assert overhead_of(2 * attention.SEGMENT_BYTES, CPU) == 1
-    assert overhead_of(attention.SEGMENT_BYTES / 100, CPU) == 100
+    assert segment_overhead(2 * attention.SEGMENT_BYTES, CPU) == 1
+    assert segment_overhead(attention.SEGMENT_BYTES / 100, CPU) == 100
 
 
 def test_a_model_that_attends_in_segments_reads_and_generates_as_before(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError
 from oppo.hf.lora import add_lora
@@ -43,7 +45,7 @@ def test_both_are_torch_s_own_also_of_a_shard(
     torch.manual_seed(seed)
     begun, vector = torch.randn(shape), torch.randn(5)
     gradients = [(torch.randn(shape), torch.randn(5)) for _ in range(steps)]
-    at = {"lr": 0.1, "weight_decay": decay}
+    at: dict[str, Any] = {"lr": 0.1, "weight_decay": decay}
     ours, theirs, biases = nn.Parameter(begun.clone()), nn.Parameter(begun.clone()), nn.Parameter(vector.clone())
     both = MuonAndAdamW([{"params": [ours], **at}], [{"params": [biases], **at}], eps=1e-5)
     other = nn.Parameter(vector.clone())
@@ -107,11 +109,11 @@ def test_its_state_is_counted_as_one_number_of_each_weight() -> None:
         return nn.ModuleDict({"actor": tiny.causal()})
 
     def adapt(models: nn.ModuleDict) -> ActorCritic:
-        return ActorCritic(models["actor"])  # type: ignore[arg-type]
+        return ActorCritic(cast("PreTrainedModel", models["actor"]))
 
     load, counted = Load(4, 8, 8, 8), {}
     for name in ("adamw", "muon"):
-        chosen = TrainerSettings(optimizer=name)  # type: ignore[arg-type]
+        chosen = TrainerSettings(optimizer=name)
         counted[name] = of_trainer(make, load, Sampling(max_new_tokens=8), chosen, ClippedLoss(), adapt=adapt).optimizer
     saved = sum(each.nbytes for each in matrices([tiny.causal()]))
     assert counted == {name: at_rest(make, adapt, name).optimizer for name in counted}
