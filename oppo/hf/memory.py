@@ -254,8 +254,7 @@ def planned_on(device: torch.device) -> Iterator[None]:
 def without_data(*modules: nn.Module) -> Iterator[LiveBytes]:
     """Let tensors that are created inside have no data, and count their bytes and those of the modules, on ``meta``."""
     attending = patch.object(nn.functional, _of_torch.__name__, _attention)
-    listing = patch.object(Tensor, "tolist", _listed)
-    with _OnMeta() as live, attending, listing, planned_on(planned_device.get() or CPU):
+    with _OnMeta() as live, attending, patch.object(Tensor, "tolist", _listed), planned_on(planned_device.get() or CPU):
         for module in modules:
             for tensor in (*module.parameters(), *module.buffers()):
                 live.count(tensor)
