@@ -54,7 +54,7 @@ SCORING: Final = ("oppo/stages/score.py", "oppo/scorers.py", "oppo/hf/serve/scor
 DEEPEST: Final = 5
 """Containers in containers that are looked into."""
 RATE: Final = 1.2345e-3
-LOSS: Final = ("oppo/losses/ppo.py", "__call__")
+LOSS: Final = ("oppo/losses/policy.py", "__call__")
 
 
 @dataclass(frozen=True)

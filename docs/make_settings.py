@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from oppo.algorithms import ALGORITHMS
 from oppo.config.load import SEEDED
-from oppo.config.rewards import REWARD_KINDS, ScorerSection
+from oppo.config.scorers import REWARD_KINDS, ScorerSection
 from oppo.config.settings import keys_of
 from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
 from oppo.run.simulation import KINDS as PROFILE_SECTIONS

@@ -346,9 +346,8 @@ def report(
         runs: The run directories, of runs that go on too.
         live: Serve the page to browsers of this machine, and follow the runs; Ctrl-C ends it.
     """
-    from oppo.report.page import write_report  # noqa: PLC0415 - `oppo --help` should be quick
+    from oppo.report.page import Follower, write_report  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.report.recorded import recorded  # noqa: PLC0415 - likewise
-    from oppo.report.view import Follower  # noqa: PLC0415 - likewise
 
     if not runs:
         raise ConfigError("oppo report needs the directory of a run: `oppo report runs/first`")

@@ -28,7 +28,6 @@ class TurnLimit:
         return length > 0 and (length == self.tokens or (length == self.thinking and self.interrupts(tokens[-length:])))
 
     def interrupts(self, turn: Sequence[int]) -> bool:
-        """Return whether this turn is thinking just where its budget ends."""
         thinks = self.closing not in turn and (self.opening < 0 or self.opening in turn)
         return len(turn) == self.thinking > 0 and thinks
 

@@ -237,7 +237,6 @@ class RolloutSessions(dict[int, S], Generic[S]):
             )
 
     def whole(self, rollout: int, length: int) -> S:
-        """Return the session of a finished rollout, whose response has ``length`` tokens."""
         session = self[rollout]
         if session.response != length:
             raise ProtocolError(
@@ -315,7 +314,6 @@ class ByColumn(Shared, Generic[T]):
         await stack.enter_async_context(await entered(self._given))
 
     async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
-        """Have each scorer read the events of its rollouts, one after the other."""
         for event in events:
             if isinstance(event, Prompt):
                 named = event.columns.get(self._column)
@@ -409,7 +407,6 @@ class BehindPrompt(Shared, Generic[T]):
         return self._scorer.version
 
     async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
-        """Read the response's tokens, and of each prompt the teacher's."""
         read = list[Growth]()
         for event in events:
             if isinstance(event, Prompt):
@@ -420,7 +417,6 @@ class BehindPrompt(Shared, Generic[T]):
             await self._scorer.extend(read, priority=priority)
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
-        """Return the value of each rollout, in order."""
         prompts = {each.rollout: self._prompts.get(each.rollout) for each in finished}
         read = [
             replace(each, response=replace(each.response, prompt=prompt))

@@ -20,8 +20,6 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """The signal ``by`` has ended a run."""
-
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by.name)
         self.by = by

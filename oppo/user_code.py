@@ -86,8 +86,8 @@ def load_object(spec: str, refuse: Callable[[str], Exception]) -> object:
     module = _module(path, refuse)
     found: object = getattr(module, name, None)
     if found is None:
-        own = [(key, value) for key, value in vars(module).items() if _is_of(value, module.__name__)]
-        there = [key for key, value in own if callable(value) and not key.startswith("_")]
+        public = [(key, value) for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        there = [key for key, value in public if getattr(value, "__module__", "") == module.__name__]
         raise refuse(f"{path} has no {name!r}; the functions and classes there are {', '.join(there) or '(none)'}")
     return found
 
@@ -145,10 +145,6 @@ def spec_of(function: object) -> str:
     home, name = str(getattr(function, "__module__", "")), str(getattr(function, "__qualname__", ""))
     module = sys.modules.get(home) if home.startswith(_PREFIX) else None
     return f"{module.__file__}:{name}" if module is not None and getattr(module, name, None) is function else ""
-
-
-def _is_of(value: object, module: str) -> bool:
-    return getattr(value, "__module__", "") == module
 
 
 def _module(path: Path, refuse: Callable[[str], Exception]) -> ModuleType:

@@ -69,7 +69,6 @@ TORCH = (
     PACKAGE / "run" / "loading.py",
     PACKAGE / "run" / "memory.py",
     PACKAGE / "run" / "models.py",
-    PACKAGE / "run" / "teachers.py",
 )
 """The only places that know torch."""
 
@@ -88,32 +87,32 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
-    "admission": 1_329,
-    "agents": 2_360,
+    "admission": 1_315,
+    "agents": 2_354,
     "algorithms": 1_038,
-    "config": 4_048,
-    "data": 963,
-    "demo": 1_500,
+    "config": 4_030,
+    "data": 949,
+    "demo": 1_499,
     "environments": 1_331,
-    "evaluation": 537,
+    "evaluation": 535,
     "graph": 2_224,
-    "hf": 12_296,
+    "hf": 12_273,
     "liveness": 611,
-    "losses": 1_088,
-    "oppo": 6_308,
-    "placement": 3_699,
-    "report": 3_241,
-    "rewards": 1_792,
-    "run": 5_791,
-    "simulate": 2_492,
-    "stages": 4_062,
+    "losses": 1_065,
+    "oppo": 6_294,
+    "placement": 3_688,
+    "report": 3_216,
+    "rewards": 1_791,
+    "run": 5_752,
+    "simulate": 2_473,
+    "stages": 4_046,
     "testing": 2_498,
-    "vllm": 4_213,
+    "vllm": 4_202,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 202,  # what can be read of a run, the server that follows one, the rehearsal, credit, an agent's APIs
+    "modules": 201,  # what can be read of a run, the server that follows one, the rehearsal, credit, an agent's APIs
     "files in the root": 22,
     "protocols": 49,
     "functions that only require": 70,

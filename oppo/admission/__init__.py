@@ -10,9 +10,8 @@ a theorem, tested as a property in ``tests/stages/test_ledger.py``.
 Policies that learn have a ``state_dict()``. The same observations in the same order make the same decisions.
 """
 
-from oppo.admission.adaptive import SlopeAdaptive, TailAdaptive
 from oppo.admission.bottleneck import Bottleneck, bottleneck, together
-from oppo.admission.fixed import Continuous, Overcommit, Synchronous, TailBatched
+from oppo.admission.overcommit import Continuous, Overcommit, SlopeAdaptive, Synchronous, TailAdaptive, TailBatched
 from oppo.admission.protocol import (
     Admission,
     AdmitView,

@@ -94,7 +94,6 @@ class Conversation:
 
     @property
     def request(self) -> Request | None:
-        """The request that waits for a turn."""
         return None if self.last is None or self.last.reply is not None else self.last
 
     def continued_by(self, messages: Sequence[Json], tools: list[Json]) -> int:

@@ -124,7 +124,6 @@ class Request:
     _shown: dict[Kind, str] = field(default_factory=lambda: {"reasoning": "", "content": ""})
 
     def show(self, reasoning: str, content: str) -> None:
-        """Note the texts of the answer so far."""
         texts: dict[Kind, str] = {"reasoning": reasoning, "content": content}
         for kind, text in texts.items():
             if len(text) > len(self._shown[kind]) and text.startswith(self._shown[kind]):
@@ -157,8 +156,6 @@ class Request:
 
 
 class Stream(ABC):
-    """The events of an answer, in an API's form."""
-
     @abstractmethod
     def begin(self) -> Iterator[str]: ...
 
@@ -211,7 +208,6 @@ class ChatRequests:
             "presence_penalty": (0,),
             "repetition_penalty": (1,),
             "logit_bias": ({},),
-            "logprobs": (False, True),
             "top_logprobs": (0,),
             "response_format": ({"type": "text"},),
             "parallel_tool_calls": (True,),
@@ -348,7 +344,6 @@ def spoken(messages: list[Json], *, content: str = "", **more: Any) -> None:
 
 
 def asked(messages: list[Json]) -> list[Json]:
-    """Return these messages if the last one is to be answered."""
     if messages and messages[-1]["role"] == "assistant":
         raise Refusal("the last message is the assistant's: expected one of a user or a tool, to be answered")
     return messages

@@ -35,7 +35,7 @@ from oppo.returns import (
     TokenWeight,
 )
 from oppo.scorers import Lesson
-from oppo.stages.siblings import Siblings
+from oppo.stages.hold import Siblings
 from oppo.training import Aggregation, Surrogate, SurrogateKind
 from oppo.turns import Environment
 

@@ -87,8 +87,6 @@ class Arguments:
 
 
 class Function(str):
-    """The name of a function or a class of the program."""
-
     __slots__ = ()
 
 
@@ -333,8 +331,6 @@ LORA: Final = {
 
 @dataclass(slots=True)
 class Script:
-    """The values of a program that are known without running it."""
-
     known: dict[str, object] = field(default_factory=dict)
     remarks: list[tuple[str, str]] = field(default_factory=list)
 

@@ -22,7 +22,7 @@ from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
 from oppo.config.extensions import NAMED, algorithm_of
 from oppo.config.foreign import flattened, ours
-from oppo.config.rewards import REWARD_KINDS, SOURCE, ScorerSection, is_name, reward_kind_of
+from oppo.config.scorers import REWARD_KINDS, SOURCE, ScorerSection, is_name, reward_kind_of
 from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import MOST, SEEDS, Declared, declared, expectation, table_in
@@ -64,7 +64,6 @@ def parsed(path: Path) -> dict[str, object]:
 
 
 def resolve(document: Mapping[str, object], folder: Path) -> Settings:
-    """Return the settings of a parsed file that lies in ``folder``."""
     document = _with_engine(_with_tables(_with_files(document, folder)))
     try:
         settings = Settings.of(with_correction(counted(seeded(document))))

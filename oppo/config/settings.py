@@ -23,15 +23,17 @@ from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.ppo import PPO
 from oppo.config.environment import AgentsSection, EnvironmentSection
 from oppo.config.extensions import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_of
-from oppo.config.rewards import (
+from oppo.config.scorers import (
     ENVIRONMENT,
     REWARD_KINDS,
     ModelRewardSection,
     RewardList,
     RewardSection,
     ScorerSection,
+    TeacherSection,
     VllmRewardSection,
     file_of,
+    teacher_fault,
 )
 from oppo.config.sections import (
     OPENENV,
@@ -47,7 +49,6 @@ from oppo.config.sections import (
     StepSection,
     named,
 )
-from oppo.config.teacher import TeacherSection, fault_of
 from oppo.declared import MOST, STRICT, Declared, Resume, Table, adapter, changed, declared, table_in
 from oppo.errors import in_toml
 from oppo.training import OF_THE_CRITIC, TrainerSettings
@@ -562,7 +563,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     ),
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "
     "out, or make it a setting of yours in [loss]": lambda s: s.step.loss and _idle_of_loss(s.algorithm),
-    "{found}": lambda s: fault_of(
+    "{found}": lambda s: teacher_fault(
         s.teacher,
         s.models,
         s.placement,

@@ -4,8 +4,7 @@ A prompt's admission number is its ordinal in its stream, whatever the schedule.
 same seed a prompt meets the same noise at any chunk size, overcommit or resume.
 """
 
-from oppo.data.privileged import PrivilegedPrompt
-from oppo.data.prompts import OverLongPrompt, Tokenizer, read_prompts
+from oppo.data.prompts import OverLongPrompt, PrivilegedPrompt, Tokenizer, read_prompts
 from oppo.data.stream import PromptStream, RowStream
 
 __all__ = ["OverLongPrompt", "PrivilegedPrompt", "PromptStream", "RowStream", "Tokenizer", "read_prompts"]

@@ -70,7 +70,6 @@ class Findings:
     others: float = 0.0  # share of the cores that other processes took meanwhile
 
     def facts(self) -> dict[str, object]:
-        """Return what the demo adds to the summary of its run."""
         return {
             "eval/score": {
                 **self.summary["eval/score"],

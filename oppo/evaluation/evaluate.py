@@ -163,8 +163,6 @@ async def examine(
 
 @dataclass(eq=False)
 class Collect:
-    """Keeps the scores of these rollouts in every step, without their branches."""
-
     wanted: frozenset[int]
     _rollouts: list[ScoredRollout] = field(default_factory=list, init=False)
     _dropped: list[Drop] = field(default_factory=list, init=False)

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from oppo.hf.servable import probe
     from oppo.hf.serve.policy import HfPolicy
     from oppo.hf.serve.scorers import (
+        AveragedTeacher,
         ProcessRewardModel,
         ProximalLogprobs,
         RecomputedLogprobs,
         ReferenceLogprobs,
         RewardModel,
+        SelfTeacher,
         TeacherLogprobs,
         ValueModel,
     )
-    from oppo.hf.serve.self_teacher import AveragedTeacher, SelfTeacher
     from oppo.hf.tokenizer import HfTokenizer
     from oppo.hf.train.actor_critic import value_model_on
     from oppo.hf.train.trainer import HfTrainer
@@ -77,15 +78,16 @@ _MODULES = {
     "servable": ("probe",),
     "serve.policy": ("HfPolicy",),
     "serve.scorers": (
+        "AveragedTeacher",
         "ProcessRewardModel",
         "ProximalLogprobs",
         "RecomputedLogprobs",
         "ReferenceLogprobs",
         "RewardModel",
+        "SelfTeacher",
         "TeacherLogprobs",
         "ValueModel",
     ),
-    "serve.self_teacher": ("AveragedTeacher", "SelfTeacher"),
     "tokenizer": ("HfTokenizer",),
     "train.actor_critic": ("value_model_on",),
     "train.trainer": ("HfTrainer",),

@@ -202,8 +202,6 @@ OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")  # the mo
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The device of each model of a run."""
-
     # actor: of the policy as transformers loads it here. trainer: of each rank. remote: models on other machines; of
     # the trainer all ranks but the first. apart: models that are loaded where they are served: remote models, models
     # of a process on a GPU, whose memory is not shared, and a policy with replicas, which have a GPU each, beginning
@@ -318,8 +316,6 @@ class RemotePlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceLayout:
-    """The places of a run; iterable."""
-
     start: Callable[[int], Place]
     acting: MutableSequence[Place]
     scoring: Mapping[str, Place]

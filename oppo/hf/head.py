@@ -203,8 +203,6 @@ def require_own_head(model: PreTrainedModel) -> None:
 
 
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
-    """The output of any kind of trunk, with hidden states only."""
-
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
             raise AttributeError(name)

@@ -57,13 +57,17 @@ from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
 from oppo.training import TrainerSettings
 
+T = TypeVar("T")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default  # noqa: SLF001 - an operator's name
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - an operator's name
+_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default  # noqa: SLF001 - an operator's name
 _of_torch = nn.functional.scaled_dot_product_attention
+_list_of = Tensor.tolist
 _META: Final = torch.device("meta")
+_INDICES: Final = frozenset({_aten.nonzero_numpy.default, _aten.where.default})  # in inference mode they come whole
 _NUMBER = frozenset({_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default})  # noqa: SLF001 - an operator's name
 
 
@@ -107,6 +111,7 @@ class WithoutData(LiveBytes):
     """The same for tensors without data: where an operation asks for data, masks are true and numbers are 1.
 
     So rows have no padding, which holds for rows of one length, and a search for few ids falls back to all of them.
+    Experts get equally many tokens.
     """
 
     def __torch_dispatch__(
@@ -120,6 +125,10 @@ class WithoutData(LiveBytes):
             return True if args[0].dtype == torch.bool else 1
         if func is _aten.nonzero.default:
             return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func in _INDICES:
+            return [args[0].new_zeros(args[0].numel(), dtype=torch.int64) for _ in args[0].shape]
+        if func is _aten.split_with_sizes.default and sum(args[1]) != args[0].shape[args[2] if args[2:] else 0]:
+            return _aten.tensor_split.sections(args[0], len(args[1]), *args[2:])
         if func is _aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1]):
             return args[0].reshape(-1, *args[0].shape[args[1][0].dim() :]).clone()
         if func is _GROUPED and args[0].dtype != torch.bfloat16:  # without data it knows no other
@@ -213,15 +222,23 @@ def _attention(  # noqa: PLR0917 - torch's own
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    # As the kernels of devices, which keep no matrix of weights. On ``meta`` torch would choose its formula.
-    if not query.is_meta:
+    # As the kernels of devices, which keep no matrix of weights. On ``meta`` torch would choose its formula, as it does
+    # on a CPU for a mask that is trained and for values of another width than queries.
+    usual = query.shape[-1] == value.shape[-1] and (attn_mask is None or not attn_mask.requires_grad)
+    if not query.is_meta or (not usual and planned_device.get() == CPU):
         return _of_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, -math.inf)
-    result: Tensor = _FLASH(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    masked = {"attn_mask": attn_mask} if usual else {"attn_bias": attn_mask, "compute_log_sumexp": True}
+    kernel = _FLASH if usual else _EFFICIENT
+    result: Tensor = kernel(query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, **masked)[0]
     return result
+
+
+def _listed(tensor: Tensor) -> Any:
+    return np.ones(tensor.shape, np.int64).tolist() if tensor.is_meta else _list_of(tensor)
 
 
 @contextmanager
@@ -237,14 +254,11 @@ def planned_on(device: torch.device) -> Iterator[None]:
 def without_data(*modules: nn.Module) -> Iterator[LiveBytes]:
     """Let tensors that are created inside have no data, and count their bytes and those of the modules, on ``meta``."""
     attending = patch.object(nn.functional, _of_torch.__name__, _attention)
-    with _OnMeta() as live, attending, planned_on(planned_device.get() or CPU):
+    with _OnMeta() as live, attending, patch.object(Tensor, "tolist", _listed), planned_on(planned_device.get() or CPU):
         for module in modules:
             for tensor in (*module.parameters(), *module.buffers()):
                 live.count(tensor)
         yield live
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,7 +580,11 @@ def longest_batch(rows: int, load: Load, *, critic: bool) -> Batch:
 
 def _bare(make: Callable[[], ModuleT]) -> ModuleT:
     with torch.device("meta"):
-        return make()
+        model = make()
+    for weight in model.parameters():
+        if not weight.is_meta:  # torch.normal makes them elsewhere
+            torch.utils.swap_tensors(weight, nn.Parameter(weight.data.to(_META), weight.requires_grad))
+    return model
 
 
 def _chunk(rollout: int, start: int, tokens: IntArray) -> Chunk:
@@ -637,7 +655,8 @@ def _shortened(whole: ModuleT, stacks: Sequence[_Stack]) -> tuple[ModuleT, Seque
 
 def _stacks(module: nn.Module) -> Iterator[_Stack]:
     configs = [each.config.get_text_config() for each in module.modules() if isinstance(each, PreTrainedModel)]
-    kinds = {int(each.num_hidden_layers): getattr(each, "layer_types", None) or () for each in configs}
+    layered = [each for each in configs if hasattr(each, "num_hidden_layers")]
+    kinds = {int(each.num_hidden_layers): getattr(each, "layer_types", None) or () for each in layered}
     seen = set[int]()
     for owner in module.modules():
         lists = {name: each for name, each in owner.named_children() if isinstance(each, nn.ModuleList)}

@@ -59,7 +59,6 @@ def adopt(module: nn.Module, weights: Mapping[str, object]) -> int:
 
 
 def changing(weights: Mapping[str, T]) -> Mapping[str, T]:
-    """Return the weights of a model that updates change: its adapters, or all if it has none."""
     return {name: each for name, each in weights.items() if ".lora_" in name} or weights
 
 
@@ -189,8 +188,6 @@ class TensorLayout:
 
 
 class SharedModel(Generic[M]):
-    """A model that crosses to another process over the same weights."""
-
     # Pickling moves the weights into shared memory, once; modules and parameters keep their identity. Changes of
     # weights in place, as by an optimizer, apply to both processes.
 

@@ -4,8 +4,7 @@
 """
 
 from oppo.losses.base import Divided, Divisor, Input, Inputs, Loss, LossValue, Unit, Whole, means
-from oppo.losses.group import PairwiseLoss, SequenceLoss
-from oppo.losses.ppo import ClippedLoss, PPOLoss, default_loss, importance_weights
+from oppo.losses.policy import ClippedLoss, PairwiseLoss, PPOLoss, SequenceLoss, default_loss, importance_weights
 from oppo.losses.terms import (
     SupportIndex,
     divergences,

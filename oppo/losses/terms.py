@@ -95,7 +95,7 @@ def token_logprobs(
     if support is None:  # fewer passes over the vocabulary than one to normalise, and one to take what was sampled
         return -cross_entropy(scaled.flatten(0, -2), tokens.flatten(), reduction="none").view(tokens.shape)
     chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return chosen - support.each(scaled, _normaliser)
+    return chosen - support.each(scaled, lambda logits: logits.logsumexp(-1))
 
 
 def top_logprobs(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -157,10 +157,6 @@ def entropies(logits: Tensor, temperature: float = 1.0, support: SupportIndex | 
     """
     scaled = _scaled(logits, temperature)
     return _entropies(scaled) if support is None else support.each(scaled, _entropies)
-
-
-def _normaliser(scaled: Tensor) -> Tensor:
-    return scaled.logsumexp(-1)
 
 
 def _entropies(scaled: Tensor) -> Tensor:

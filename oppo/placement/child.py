@@ -95,8 +95,6 @@ class Callback(Generic[P, R]):
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """Crosses to the child in place of a callback."""
-
     number: int
     oneway: bool
 

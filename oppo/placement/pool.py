@@ -89,8 +89,6 @@ def _mine(members: Members, decodes: Sequence[Decode]) -> list[PooledDecode]:
 
 
 class _Session:
-    """The part of one member in a round of decoding."""
-
     def __init__(self, member: Member) -> None:
         self.member = member
         self.rollouts: dict[PooledDecode, None] = {}
@@ -111,8 +109,6 @@ class _Session:
 
 
 class _PooledDecoding(Round):
-    """One decoding of a pool: a session for each member with rollouts."""
-
     def __init__(self, members: Members, sampling: Sampling | None, cut: Cut) -> None:
         super().__init__()
         self._members = members

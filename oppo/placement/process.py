@@ -432,8 +432,6 @@ class Process(Place):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ChildInstance(Hosted[T]):
-    """The handle to an instance in a child, with the orders that make it again."""
-
     process: Process
     orders: Sequence[Packet]
     number: int

@@ -68,8 +68,6 @@ def _nameless() -> int:
 
 
 class Mirrored(Block):
-    """A block with one writer, with a number in this process."""
-
     number: int
 
     def __new__(cls, fd: int) -> Self:
@@ -97,7 +95,6 @@ class Notice(Mirrored):
         return block
 
     def write_at(self, at: int, value: bytes) -> None:
-        """Write ``value`` from the byte ``at`` on, from any thread."""
         with self._turn:
             self[at : at + len(value)] = value
             for watch in self._watchers:

@@ -189,7 +189,6 @@ _LARGEST: Final = 1e300  # of a value that is drawn where it is
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return a few round numbers from ``low`` to ``high``."""
     tick = _tick((high - low) / _LEVELS)
     first, last = math.ceil(low / tick - 1e-6), math.floor(high / tick + 1e-6)
     return [float(f"{tick * k:.12g}") for k in range(first, last + 1)]

@@ -74,8 +74,6 @@ def _own_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of a run's page, as ``metrics.toml`` declares it."""
-
     title: str
     section: str
     lines: Mapping[str, str] = field(default_factory=dict)  # metrics by their labels
@@ -89,7 +87,6 @@ class Chart:
         return "" if known is None or known.unit == "1" else known.unit
 
     def names(self, known: Iterable[str]) -> dict[str, str]:
-        """Return the metrics among ``known`` that it draws, by their labels."""
         found = {}
         for label, name in (self.lines or self.stack).items():
             for each in known:

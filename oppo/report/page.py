@@ -2,6 +2,7 @@
 
 With the extra ``report`` it holds plotly.js, whose charts are drawn when they come into view; without it, pictures.
 Texts of models and data are escaped, and a content security policy lets no script run but the page's own.
+:class:`Follower` serves it while runs go on, for ``oppo report --live``.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import chain, groupby, starmap
 from pathlib import Path
 from string import Template
-from typing import Final, cast
+from typing import Any, Final, cast
 from urllib.parse import quote
 
 from oppo.admission.bottleneck import Bottleneck, together
 from oppo.durable import put
+from oppo.errors import OppoError
 from oppo.redact import printable
 from oppo.report.charts import COLOURS, Line, lines, timeline
 from oppo.report.metrics import CHARTS, MFU, Chart, hidden_fraction, metric, summary
-from oppo.report.recorded import Recorded, differing, held_out, parameters
-from oppo.report.records import LOCK, REPORT, Record, counted
+from oppo.report.recorded import LOG, TIMELINE, Recorded, differing, held_out, parameters, recorded
+from oppo.report.records import EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, Record, counted
 
 STYLE, SCRIPT, _PAGE = (Path(__file__).with_suffix(f".{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
 PAGE: Final = Template(_PAGE)
@@ -83,7 +86,6 @@ def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = ""
 
 
 def write_report(runs: Sequence[Recorded]) -> Path:
-    """Write the page of a run into its directory, or of several beside the first one's; return its path."""
     first = runs[0].path.absolute()
     target = first / REPORT if len(runs) == 1 else first.parent / COMPARISON
     put(target, [page(runs, folder=target.parent)])
@@ -91,13 +93,11 @@ def write_report(runs: Sequence[Recorded]) -> Path:
 
 
 def named(runs: Sequence[Recorded]) -> list[str]:
-    """Return the names of runs, with their folders where two have the same one."""
     counts = Counter(run.name for run in runs)
     return [run.name if counts[run.name] == 1 else printable(str(run.path)) for run in runs]
 
 
 def drawn(runs: Sequence[Recorded]) -> Iterator[tuple[Chart, list[Line]]]:
-    """Yield the charts of which a run has values, and their lines."""
     columns = [_columns(run) for run in runs]
     own = dict.fromkeys(
         name for each in columns for name in each if not (metric(name) or metric(name.removeprefix("eval/")))
@@ -409,3 +409,61 @@ _LEFT_OUT: Final = frozenset({LOCK, REPORT})
 
 def _number(value: float | None, form: str = ".4g") -> str:
     return "\N{EN DASH}" if value is None else f"{value:z{form}}".replace("-", "\N{MINUS SIGN}", 1)
+
+
+class Follower(ThreadingHTTPServer):
+    """Serves a page of runs as they are when it is asked for, to programs of this machine alone.
+
+    Args:
+        port: 0 chooses a free one.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[Path], port: int = 0) -> None:
+        self._runs = runs
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/"
+
+    def tag(self) -> str:
+        names = (METRICS, SAMPLES, EVALUATIONS, TIMELINE, LOG, SUMMARY)
+        files = [run / name for run in self._runs for name in names]
+        return "-".join(f"{file.stat().st_mtime_ns:x}" if file.exists() else "" for file in files)
+
+    def page(self, tag: str, *, scripts: bool) -> str:
+        return page([recorded(run) for run in self._runs], live=tag, scripts=scripts)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Leave out browsers that do not wait for an answer."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Follower
+
+    def do_GET(self) -> None:
+        path, _, known = self.path.partition("?")
+        tag, port = self.server.tag(), self.server.server_port
+        if self.headers.get("Host") not in {f"127.0.0.1:{port}", f"localhost:{port}"} or path not in {"/", "/update"}:
+            self._answer(404)  # a page of another site, whose name was made to lead here, among them
+        elif known == tag:
+            self._answer(204)
+        else:
+            try:
+                self._answer(200, self.server.page(tag, scripts=path == "/"), tag)
+            except (OppoError, OSError):  # the directory is being moved or removed
+                self._answer(503)
+
+    def _answer(self, status: int, html: str = "", tag: str = "") -> None:
+        body = html.encode()
+        self.send_response(status)
+        for name, value in (("Content-Type", "text/html; charset=utf-8"), ("Cache-Control", "no-store"), ("ETag", tag)):
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name of the base class
+        """Print nothing."""

@@ -80,7 +80,6 @@ class Recorded:
         return held.get(key) if isinstance(held, dict) else None
 
     def models(self) -> Mapping[str, str]:
-        """Return the models that the settings name, by their roles."""
         rewards = self.settings.get("rewards")
         found = rewards if isinstance(rewards, list) else []
         sources = [str(each.get("source", "")) for each in found if isinstance(each, dict)]
@@ -154,7 +153,6 @@ def _excerpts() -> TypeAdapter[list[Excerpt]]:
 
 
 def note_times(run: Path, excerpts: Sequence[Excerpt]) -> None:
-    """Write the steps that the page's timeline shows."""
     put(run / TIMELINE, [_excerpts().dump_json([each.as_shown() for each in excerpts]).decode() + "\n"])
 
 
@@ -203,7 +201,6 @@ def _state(path: Path, log: Sequence[Record], *, over: bool) -> str:
 
 
 def held_out(evaluations: Sequence[Record]) -> Iterator[Record]:
-    """Yield the answers to held-out prompts that the first evaluation and the last keep, as samples."""
     for each in [*evaluations[:1], *evaluations[1:][-1:]]:
         found = each.get("samples")
         for sample in found if isinstance(found, list) else ():
@@ -239,7 +236,6 @@ def _numbers(file: Path) -> int:
 
 
 def differing(runs: Iterable[Recorded]) -> dict[str, list[object]]:
-    """Return the settings in which runs differ, with each run's value; ``None``: it has none."""
     flat = [dict(_flat(each.settings)) for each in runs]
     keys = dict.fromkeys(key for each in flat for key in each if key not in {"run.name", "run.directory"})
     found = {key: [each.get(key) for each in flat] for key in keys}

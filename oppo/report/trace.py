@@ -53,7 +53,6 @@ class Timekeeper(Observer):
         self._cuts: dict[int, _Cut] = {}
 
     def model_span(self, span: Span) -> None:
-        """Keep a model's span; safe to call from any thread."""
         with self._lock:
             self._new.append(span)
 

@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from oppo.config.rewards import ModelRewardSection, OnVllm, RewardSection, VllmRewardSection
+from oppo.config.scorers import ModelRewardSection, OnVllm, RewardSection, VllmRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError

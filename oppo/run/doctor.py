@@ -111,7 +111,6 @@ class Diagnosis:
 
 
 def examine(deployment: Deployment) -> Diagnosis:
-    """Return the diagnosis of a run; prompts and tokenizer are read, weights are not."""
     settings, assumed, known = deployment.settings, deployment.assumed, Known()
     if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
@@ -342,7 +341,6 @@ def _of_batch(deployment: Deployment, batch: int) -> Changes:
 
 
 def largest(deployment: Deployment, load: Load, known: Known) -> Iterator[str]:
-    """Yield the largest value that fits, found by halving, of each setting by which a run can be made to fit."""
     for key in SMALLER if first_fit(deployment, [{}], None, known) else ():
         section, name = key.split(".")
         value = getattr(getattr(deployment.settings, section), name)

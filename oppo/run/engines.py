@@ -15,7 +15,7 @@ import anyio.to_thread
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import OnVllm, VllmRewardSection
+from oppo.config.scorers import OnVllm, VllmRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.durable import make
 from oppo.errors import ConfigError, ModelRefused, OppoError
@@ -314,8 +314,6 @@ def _on_servers(
 
 
 class _StartedServers:
-    """The servers of replicas, each in its place."""
-
     def __init__(self, request: ServeRequest) -> None:
         self._request = request
         self._key = token_urlsafe(32)
@@ -428,8 +426,6 @@ def _engine_arguments(request: ServeRequest) -> dict[str, object]:
 
 @dataclass(slots=True, eq=False)
 class ScorersOnVllm:
-    """Starts engines and finds servers for models that score."""
-
     deployment: Deployment
     load: RoleLoader
     log: Path | None

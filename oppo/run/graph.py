@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from oppo.admission import Admission, Continuous, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.admission.adaptive import SlopeRule
 from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
+from oppo.admission.overcommit import SlopeRule
 from oppo.algorithms.base import Roles
 from oppo.config.extensions import graph_of
 from oppo.config.sections import DataSection, EvalSection, RunSection, StepSection

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import ModelRewardSection
+from oppo.config.scorers import ModelRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.durable import nearby
 from oppo.errors import ConfigError, ModelRefused
@@ -85,8 +85,6 @@ def _same_model(*names: str) -> bool:
 
 
 class RoleLoader:
-    """Loads the models of a run; errors name the setting of the model and the remedy."""
-
     def __init__(self, deployment: Deployment, tokenizer: HfTokenizer) -> None:
         self._deployment, self._models, self._devices = deployment, deployment.models, deployment.devices
         self._tokenizer = tokenizer
@@ -110,7 +108,7 @@ class RoleLoader:
         with self.attributed(role):
             return self._checked(role, self._served(role, "causal"))
 
-    def teacher(self, role: Role) -> tuple[Loadable, HfTokenizer | None]:
+    def _teacher(self, role: Role) -> tuple[Loadable, HfTokenizer | None]:
         with self.attributed(role):
             model = self._served(role, "causal")
             if (difference := self._difference(role.source, model)) is None:
@@ -119,6 +117,24 @@ class RoleLoader:
                 raise self.not_here(role)
             logger.info(f"{role.source} {difference}: it reads rollouts as text while they grow")
             return model, self.tokenizer(role.source)
+
+    def teachers(
+        self, actor: PreTrainedModel, start: Loadable | None
+    ) -> dict[Role, tuple[Loadable, HfTokenizer | None]]:
+        # start: the policy as it begins, if that is in memory anyway
+        deployment, roles = self._deployment, self._deployment.roles_of("teacher")
+        kind, adapter = deployment.settings.teacher.weights, self._models.adapter
+        if kind == "live":
+            return dict.fromkeys(roles, (actor if deployment.teacher_shares else self._live_teacher(), None))
+        if deployment.teacher_shares and start is not None:
+            return dict.fromkeys(roles, (start, None))
+        if kind == "frozen" and adapter:
+            return {role: (replace(self.recipe(role, "causal"), adapter=adapter), None) for role in roles}
+        return {role: self._teacher(role) for role in roles}
+
+    def _live_teacher(self) -> ModelRecipe:
+        recipe = self.actor_recipe(self._devices.teacher)
+        return recipe if "teacher" in self._devices.remote else replace(recipe, device=str(self._devices.teacher))
 
     def critic(self, source: str) -> tuple[PreTrainedModel, Loadable]:
         role = replace(self._deployment.roles["critic"], source=source)
@@ -159,6 +175,18 @@ class RoleLoader:
             ignore_unused=models.ignore_unused_weights,
             quantization=role.quantization,
             new_head=role.name == "critic",
+        )
+
+    def actor_recipe(self, device: torch.device) -> ModelRecipe:
+        models = self._models
+        return replace(
+            self.recipe(self._deployment.roles["policy"], "causal", device),
+            lora_rank=models.lora_rank,
+            lora_alpha=models.lora_alpha,
+            lora_seed=self._deployment.trainer.seed,
+            lora_experts=models.lora_experts,
+            lora=models.lora,
+            adapter=models.adapter,
         )
 
     def not_here(self, role: Role) -> ConfigError:

@@ -14,10 +14,10 @@ from rich.filesize import decimal
 from torch import nn
 from transformers import PreTrainedModel
 
-from oppo.config.rewards import ModelRewardSection, OnVllm, VllmRewardSection
+from oppo.config.scorers import ModelRewardSection, OnVllm, VllmRewardSection
 from oppo.config.sections import SamplingSection
 from oppo.declared import declared
-from oppo.errors import ConfigError, ModelRefused
+from oppo.errors import ConfigError, ModelRefused, one_line
 from oppo.hf.as_text.whole import transformer_of
 from oppo.hf.devices import CPU, Devices, Hardware, memory_of
 from oppo.hf.loading import outline
@@ -37,6 +37,7 @@ from oppo.hf.memory import (
     same,
 )
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
+from oppo.hf.model_parts import FAILURES
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
@@ -171,9 +172,9 @@ class Outlines:
         if load is None or kind in {"classifier", "similarity"}:  # these read whole responses: weights alone are known
             return Bytes(at_rest(make).weights)
         if kind == "process":
-            return self.counted((kind, path, load), partial(of_process, make, load))
+            return self.counted(named_reward(reward), (kind, path, load), partial(of_process, make, load))
         # A critic keeps a number of each token, and a reward model that of the last one: one count is both's.
-        return self.counted((("critic", path), load, device.type), partial(of_critic, make, load))
+        return self.counted(named_reward(reward), (("critic", path), load, device.type), partial(of_critic, make, load))
 
     def scorer(self, name: str) -> tuple[PreTrainedModel | None, bool]:
         """Return the model of a row of the table, if its passes are known, and whether it gives log-probs."""
@@ -234,10 +235,17 @@ class Outlines:
         shares = self.deployment.settings.algorithm.has_critic and self.deployment.models.shared_trunk
         return ActorCritic(actor, value_model_on(actor) if shares else critic)
 
-    def counted(self, key: Hashable, count: Callable[[], Bytes]) -> Bytes:
+    def counted(self, model: str, key: Hashable, count: Callable[[], Bytes]) -> Bytes:
         key = (key, self.deployment.models.dtype)
         if key not in self.known:
-            self.known[key] = count()
+            logger.info(f"counting the memory of the {model}")
+            try:
+                self.known[key] = count()
+            except FAILURES as error:
+                raise ConfigError(
+                    f"the memory of the {model} could not be counted: its passes failed on tensors without data "
+                    f"({one_line(error)}); `oppo doctor --trial` makes a step on this machine and measures it"
+                ) from error
         return cast("Bytes", self.known[key])
 
     def _made(self, key: str, kind: Kind, path: str) -> PreTrainedModel:
@@ -271,7 +279,6 @@ def _with_tokens(deployment: Deployment, count: int) -> Deployment:
 
 
 def planned(deployment: Deployment, load: Load | None, known: Known) -> tuple[int, list[Expected]]:
-    """Return the tokens of a micro-batch, and the memory needed with them."""
     # Activations grow in proportion to them, at most.
     given, on_cpu = deployment.trainer.micro_batch_tokens, deployment.devices.trainer[0].type == "cpu"
     tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)
@@ -314,7 +321,6 @@ def _trained(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes
     loss, sampling = settings.trained_loss(), _sampling(settings.sampling)
 
     def count() -> Bytes:
-        _counting("trainer")
         if load is None:
             return at_rest(made.trained, made.training, trainer.optimizer)
         with planned_on(device):
@@ -329,12 +335,12 @@ def _trained(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes
         repr(loss),
         sampling.temperature,
     )
-    return made.counted(("trainer", models, device.type, chosen), count)
+    return made.counted("trainer", ("trainer", models, device.type, chosen), count)
 
 
 def _policy_weights(made: Outlines) -> int:
     key = ("policy weights", made.deployment.models.policy, made.adapter)
-    return made.counted(key, lambda: at_rest(made.actor, made.adapt)).weights
+    return made.counted("policy", key, lambda: at_rest(made.actor, made.adapt)).weights
 
 
 def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> Iterator[Expected]:
@@ -364,10 +370,6 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
                 yield from _on_engine(named_reward(reward), make, reward, device, deployment.assumed)
     for role, on in deployment.on_vllm("reference", "teacher"):
         yield from _on_engine(role.name, partial(made.logprobs, role.name), on, role.device, deployment.assumed)
-
-
-def _counting(model: str) -> None:
-    logger.info(f"counting the memory of the {model}")
 
 
 def _policy_on_engine(deployment: Deployment, made: Outlines, others: Sequence[Expected]) -> list[Expected]:
@@ -464,7 +466,6 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
         return replace(load, rollouts=-(-groups // deployment.devices.replicas) * responses)
 
     def count() -> Bytes:
-        _counting("policy")
         if load is None:
             return of_shortest(made.actor, share(deployment.load(1)).rollouts, made.adapt)
         sampling = _sampling(settings.sampling)
@@ -472,7 +473,7 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
 
     mine = replace(share(deployment.load(1) if load is None else load), chunk=1)
     chosen = settings.sampling.temperature > 0, settings.sampling.top_k, settings.sampling.top_p
-    return made.counted(("policy", deployment.models.policy, made.adapter, mine, load is None, chosen), count)
+    return made.counted("policy", ("policy", deployment.models.policy, made.adapter, mine, load is None, chosen), count)
 
 
 def _served(made: Outlines, model: str, load: Load | None, device: torch.device) -> Bytes:
@@ -490,13 +491,12 @@ def _served(made: Outlines, model: str, load: Load | None, device: torch.device)
         key = ("logprobs", path, models.quantization if adapt is not same else "none")
 
     def count() -> Bytes:
-        _counting(model)
         with planned_on(device):
             if load is None:
                 return Bytes(at_rest(make, adapt).weights)
             return of_critic(make, load) if model == "critic" else of_reference(make, load, adapt)
 
-    return made.counted((key, load, device.type), count)
+    return made.counted(model, (key, load, device.type), count)
 
 
 def _shares_the_policy_s(deployment: Deployment, model: str) -> bool:

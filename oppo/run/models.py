@@ -16,23 +16,29 @@ from transformers import PreTrainedModel
 
 from oppo.agents import Agents
 from oppo.config.environment import EnvironmentSection
-from oppo.config.rewards import ModelRewardSection, VllmRewardSection
+from oppo.config.scorers import ModelRewardSection, TeacherSection, VllmRewardSection
 from oppo.config.sections import DataSection, ModelsSection, SamplingSection
+from oppo.data.prompts import PrivilegedPrompt
 from oppo.declared import declared
 from oppo.durable import nearby, whole, writing
-from oppo.environments import Environments, FunctionEnvironment, Tools
+from oppo.environments import EnvironmentClass, Environments, FunctionEnvironment, Tools
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
+from oppo.hf.as_text.rendering import Form
+from oppo.hf.as_text.streamed import Bridge, BridgedTeacher
 from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
 from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
-from oppo.hf.lora import add_lora, load_lora, share_base
+from oppo.hf.lora import add_lora, load_lora, merged, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
 from oppo.hf.model_parts import end_ids, passes_at, vocabulary
 from oppo.hf.serve.scorers import (
+    AveragedTeacher,
     ProximalLogprobs,
     RecomputedLogprobs,
     ReferenceLogprobs,
+    SelfTeacher,
+    TeacherLogprobs,
     ValueModel,
 )
 from oppo.hf.tokenizer import HfTokenizer
@@ -43,7 +49,7 @@ from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampl
 from oppo.observe import Span, SpanListener
 from oppo.placement import Hosting, Place, Process, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
-from oppo.run.deployment import Deployment, named_reward, places_of
+from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.fit import fitted
 from oppo.run.loading import (
@@ -54,8 +60,7 @@ from oppo.run.loading import (
     critic_source,
 )
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
-from oppo.run.teachers import check_columns, loaded_teachers, privileged, served_teacher
-from oppo.scorers import Lesson, capabilities_of
+from oppo.scorers import BehindPrompt, ByColumn, Lesson, Untaught, capabilities_of
 from oppo.turns import Environment
 from oppo.vllm.scorers import VllmScorer
 
@@ -201,7 +206,9 @@ def assemble(
         known = [*columns]
         for names in known:
             code.check_columns(names)
-        check_columns(settings.models, privileged(settings.teacher, settings.data, code.environment, tokenizer), known)
+        taught = _teacher_prompts(settings.teacher, settings.data, code.environment, tokenizer)
+        if known:
+            _check_teacher_columns(settings.models.teacher_column, taught, known[0])
 
         def started(request: ServeRequest) -> Serving:
             serving = serve(replace(request, log=engine_log))
@@ -211,7 +218,9 @@ def assemble(
         load = RoleLoader(deployment, tokenizer)
         on_vllm = ScorersOnVllm(deployment, load, engine_log)
         stack.callback(on_vllm.close)
-        assembly = _assembled(deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm)
+        assembly = _assembled(
+            deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm, taught=taught
+        )
         stack.pop_all()
     return assembly
 
@@ -225,12 +234,12 @@ def _assembled(
     load: RoleLoader,
     serve: Callable[[ServeRequest], Serving],
     on_vllm: ScorersOnVllm,
+    taught: PrivilegedPrompt | None,
 ) -> Assembly:
     settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
     deterministic = settings.run.deterministic
     actor, reference, start = _actor_and_reference(deployment, load)
-    current = actor if deployment.teacher_shares else _teacher_recipe(deployment, load)
-    teachers = loaded_teachers(deployment, load, current=current, start=start or reference)
+    teachers = load.teachers(actor, start or reference)
     rewards = _reward_models(deployment, tokenizer, places, load, on_vllm)
     critic = load_critic(deployment, actor, [*rewards.values()], load)
     models: dict[str, list[Loadable | None]] = {
@@ -253,14 +262,22 @@ def _assembled(
         trained = trained.copied(devices.weights)
     copies = _copies(deployment, load, critic) if deployment.trains_elsewhere else None
     trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
-    served = _actor_recipe(deployment, load, devices.policy) if "policy" in devices.apart else actor
+    served = load.actor_recipe(devices.policy) if "policy" in devices.apart else actor
     serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places))
     value = None
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
-    teacher = served_teacher(
-        deployment, sampling, places, teachers, tokenizer, environment=code.environment, on_vllm=on_vllm, actor=actor
+    teacher = _served_teacher(
+        deployment,
+        sampling,
+        places,
+        teachers,
+        tokenizer,
+        answered=code.environment is not None,
+        taught=taught,
+        on_vllm=on_vllm,
+        actor=actor,
     )
     places.wait_until_ready()
     return Assembly(
@@ -332,6 +349,91 @@ def _reference(
     place = _scoring(places, "reference")
     deterministic = deployment.settings.run.deterministic
     return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
+
+
+def _check_teacher_columns(column: str, taught: PrivilegedPrompt | None, known: Collection[str]) -> None:
+    if column and column not in known:
+        raise ConfigError(
+            f"models.teacher_column = {column!r} is no column of data.prompts; the columns there are "
+            f"{', '.join(sorted(known))}"
+        )
+    if taught is not None:
+        taught.check_columns(known)
+
+
+def _teacher_prompts(
+    section: TeacherSection, data: DataSection, environment: object, tokenizer: HfTokenizer
+) -> PrivilegedPrompt | None:
+    if not section.privileged:
+        return None
+
+    def of_row(row: Mapping[str, object]) -> HfTokenizer:
+        one = environment.of(row) if isinstance(environment, Environments) else environment
+        return one.chat.tokenizer if isinstance(one, EnvironmentClass) else tokenizer
+
+    return PrivilegedPrompt(
+        tokenizer=of_row,
+        decode=tokenizer.decode,
+        column=section.column,
+        template=section.template,
+        prompt_column=data.column,
+    )
+
+
+def _served_teacher(
+    deployment: Deployment,
+    sampling: Sampling,
+    places: DeviceLayout,
+    models: Mapping[Role, tuple[Loadable, HfTokenizer | None]],
+    tokenizer: HfTokenizer,
+    *,
+    answered: bool,
+    taught: PrivilegedPrompt | None,
+    on_vllm: ScorersOnVllm,
+    actor: PreTrainedModel,
+) -> Scorer[Lesson | Drop] | None:
+    settings, section = deployment.settings, deployment.settings.teacher
+    top_k = getattr(settings.algorithm, "distill_top_k", None)
+    known = dict[str, Scorer[Lesson | Drop]]()
+    for role, (model, reader) in models.items():
+        place, name = ModelPlace(places.place_of("teacher"), role.name, SERVING), role.name.partition(".")[2]
+        options: dict[str, Any] = {"sampling": sampling, "place": place, "deterministic": settings.run.deterministic}
+        if reader is not None:
+            _check_reader(role, top_k, answered=answered)
+            form: Form = "chat" if reader.has_chat_template else "joined"
+            bridge = Bridge(tokenizer, reader, form, settings.data.column, "drop")
+            known[name] = BridgedTeacher(cast("PreTrainedModel", model), bridge=bridge, **options)
+        elif section.weights == "live":
+            known[name] = SelfTeacher(model, top_k=top_k, **options)
+        elif section.weights == "average":
+            start = merged(actor, torch.float32)
+            known[name] = AveragedTeacher(model, start, rate=section.rate, top_k=top_k, **options)
+        elif top_k is None:
+            known[name] = ReferenceLogprobs(model, **options)
+        else:
+            known[name] = TeacherLogprobs(model, top_k=top_k, **options)
+    for role, on in deployment.on_vllm("teacher"):
+        known[role.name.partition(".")[2]] = on_vllm.logprobs(role, on, sampling, top_k=top_k or 0)
+    column = settings.models.teacher_column
+    teacher = ByColumn(column, known) if column else known.get("")
+    if teacher is None or taught is None:
+        return teacher
+    if section.note:
+        logger.info(section.note)
+    return BehindPrompt(teacher, taught, Untaught(top_k))
+
+
+def _check_reader(role: Role, top_k: int | None, *, answered: bool) -> None:
+    if top_k is not None:
+        raise ConfigError(
+            f"algorithm.distill_top_k = {top_k} has the policy learn a teacher's likeliest ids, and {role.key} "
+            "has ids of its own: leave distill_top_k out, or name a teacher with the policy's tokenizer"
+        )
+    if answered:
+        raise ConfigError(
+            f"{role.key} has another tokenizer and reads a response as one text, in which turns and answers "
+            "cannot be told apart: expected a teacher with the policy's tokenizer, or no [environment]"
+        )
 
 
 def _ideal(deployment: Deployment, models: Mapping[str, Sequence[Loadable | None]], gpus: int) -> dict[str, Passes]:
@@ -412,29 +514,10 @@ def _copies(deployment: Deployment, load: RoleLoader, critic: Critic) -> ActorCr
     device, role = deployment.devices.trainer[-1], deployment.roles.get("critic")
     source = None if role is None or critic.source is None else replace(role, source=critic.source)
     return ActorCriticRecipe(
-        actor=_actor_recipe(deployment, load, device),
+        actor=load.actor_recipe(device),
         critic=None if source is None else load.recipe(source, "scalar", device),
         shared_trunk=deployment.models.shared_trunk,
     )
-
-
-def _actor_recipe(deployment: Deployment, load: RoleLoader, device: torch.device) -> ModelRecipe:
-    models, seed = deployment.models, deployment.trainer.seed
-    return replace(
-        load.recipe(deployment.roles["policy"], "causal", device),
-        lora_rank=models.lora_rank,
-        lora_alpha=models.lora_alpha,
-        lora_seed=seed,
-        lora_experts=models.lora_experts,
-        lora=models.lora,
-        adapter=models.adapter,
-    )
-
-
-def _teacher_recipe(deployment: Deployment, load: RoleLoader) -> ModelRecipe:
-    devices = deployment.devices
-    recipe = _actor_recipe(deployment, load, devices.teacher)
-    return recipe if "teacher" in devices.remote else replace(recipe, device=str(devices.teacher))
 
 
 def _trainer(

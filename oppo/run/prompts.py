@@ -6,16 +6,18 @@ import hashlib
 import json
 import math
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
+
+import numpy as np
 
 from oppo.agents import AgentPrompts, Agents
 from oppo.config.load import BY_DATA
 from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named, sources
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
-from oppo.data.prompts import Begin
+from oppo.data.prompts import Begin, PrivilegedPrompt
 from oppo.durable import nearby
 from oppo.environments import verifiers
 from oppo.errors import ConfigError, DataError, RunComplete
@@ -23,6 +25,7 @@ from oppo.events import Prompt
 from oppo.log import logger
 from oppo.report.records import ended
 from oppo.run.checkpoint import Provenance
+from oppo.scorers import SIBLING, BehindPrompt
 
 Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
 """Rows of a program, a mapping of columns each. Those of a length are read at once; others as they come."""
@@ -35,8 +38,6 @@ Supply: TypeAlias = PromptStream | RowStream | AgentPrompts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramRows:
-    """Rows of a program in place of ``data.prompts`` and ``eval.prompts``."""
-
     prompts: Rows | None = None
     held_out: Iterable[Mapping[str, object]] | None = None
 
@@ -194,9 +195,24 @@ def few(count: int, batch: int, epochs: int) -> str:
     )
 
 
-def require_room(longest: int, max_new_tokens: int, positions: int) -> None:
-    if longest + max_new_tokens > positions:
+def require_room(supply: Supplied, max_new_tokens: int, positions: int, teacher: object) -> None:
+    if supply.longest + max_new_tokens > positions:
         raise ConfigError(
-            f"a prompt of {longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not fit "
-            f"into the models' {positions} positions: lower sampling.max_new_tokens or data.max_prompt_tokens"
+            f"a prompt of {supply.longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not "
+            f"fit into the models' {positions} positions: lower sampling.max_new_tokens or data.max_prompt_tokens"
         )
+    if not isinstance(teacher, BehindPrompt) or not isinstance(supply.stream, PromptStream):
+        return
+    make = cast("PrivilegedPrompt", teacher.prompt)
+    key = "teacher.column" if make.column else "teacher.template"
+    sibling = np.zeros(0, np.int32) if make.of_siblings else None
+    room = max_new_tokens * (2 if make.of_siblings else 1)
+    for number, prompt in enumerate(supply.stream.prompts, 1):
+        read = make(replace(prompt, columns={**prompt.columns, SIBLING: sibling}) if make.of_siblings else prompt)
+        if read is not None and len(read.tokens) + room > positions:
+            held = "a sibling and a response" if make.of_siblings else "a response"
+            raise ConfigError(
+                f"{key} makes a prompt of {len(read.tokens)} tokens of prompt {number} of data.prompts, and "
+                f"with {held} of sampling.max_new_tokens = {max_new_tokens} that is more than the {positions} that the "
+                "teacher reads: shorten what it is made of, or lower sampling.max_new_tokens"
+            )

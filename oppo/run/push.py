@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
 from oppo.config.load import load_settings
-from oppo.config.sections import PromptSource, sources
+from oppo.config.sections import sources
 from oppo.config.settings import Settings
 from oppo.data.rows import is_hub_name
 from oppo.durable import put
@@ -94,7 +94,8 @@ def card(run: Path, settings: Settings, repo: str) -> ModelCard:
     if not facts.get("complete"):
         logger.warning(f"{run} has not reached its end: the card says so")
     adapter = (actor / "adapter_config.json").exists()
-    base, data = settings.models.policy, [source.path for source in sources(settings.data.prompts) if _of_hub(source)]
+    base, prompts = settings.models.policy, sources(settings.data.prompts)
+    data = [source.path for source in prompts if source.file is None and is_hub_name(source.path)]
     about = ModelCardData(
         base_model=base if is_hub_name(base) and not Path(base).exists() else None,
         datasets=data or None,
@@ -103,10 +104,6 @@ def card(run: Path, settings: Settings, repo: str) -> ModelCard:
         tags=["oppo", "rlhf", "reinforcement-learning", settings.step.algorithm.rpartition(":")[2]],
     )
     return ModelCard(f"---\n{about.to_yaml()}\n---\n\n" + "\n".join(_lines(run, settings, repo, facts)))
-
-
-def _of_hub(source: PromptSource) -> bool:
-    return source.file is None and is_hub_name(source.path)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from oppo.agents import Agents
 from oppo.config.environment import AgentsSection, EnvironmentSection
 from oppo.config.extensions import naming
-from oppo.config.rewards import (
+from oppo.config.scorers import (
     EnvironmentRewardSection,
     FunctionRewardSection,
     JudgeRewardSection,

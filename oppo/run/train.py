@@ -189,7 +189,6 @@ def prepare(
         from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
         from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - likewise
         from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415 - likewise
-        from oppo.run.teachers import check_teacher_room  # noqa: PLC0415 - likewise
 
         deployment = Deployment.of(settings)
         require_engines(deployment)
@@ -215,8 +214,7 @@ def prepare(
             environment=environment,
         )
         stack.callback(assembly.close)
-        require_room(supply.longest, assembly.sampling.max_new_tokens, assembly.positions)
-        check_teacher_room(assembly.teacher, stream, assembly.sampling.max_new_tokens, assembly.positions)
+        require_room(supply, assembly.sampling.max_new_tokens, assembly.positions, assembly.teacher)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
         stream = of_agents(stream, assembly.environment, settings.data)
         composed = compose(settings, assembly, stream, replay.observations, graph)

@@ -54,7 +54,6 @@ class Device:
         job.end = self._clock.now + seconds * self._slowdowns[job.kind]
 
     def reset(self, job: Job, seconds: float) -> None:
-        """Let a job have so many seconds of work before it."""
         job.end = self._clock.now + seconds * self._slowdowns[job.kind]
 
     def left(self, job: Job) -> float:
@@ -70,7 +69,6 @@ class Device:
             self._change()
 
     def done(self) -> dict[str, float]:
-        """Return the seconds of work done by now, by kind."""
         self._count()
         return dict(self._done)
 
@@ -93,16 +91,12 @@ class Device:
 
 
 class Clock:
-    """Virtual time: it jumps to the next end of a job."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.jobs: list[Job] = []
         self.then: dict[Callable[[], None], None] = {}  # called once when nothing more happens now
 
     def after(self, seconds: float, over: Callable[[], None]) -> None:
-        """Call ``over`` in so many seconds."""
-
         def end() -> None:
             self.jobs.remove(job)
             over()
@@ -150,7 +144,6 @@ class Row:
 
     @property
     def version_sum(self) -> float:
-        """The versions of its tokens, added up."""
         if len(self.runs) == 1:
             return self.length * self.runs[0][1]
         ends = [start for start, _ in self.runs[1:]] + [self.length]
@@ -159,8 +152,6 @@ class Row:
 
 @dataclass(eq=False)
 class Lane:
-    """One replica: its rows, decoded together."""
-
     clock: Clock
     device: Device
     costs: Decoder
@@ -229,7 +220,6 @@ class Lane:
             self.device.begin(self._job, self._next())
 
     def stop(self) -> list[Row]:
-        """Stop at once, without the step in progress; return the rows."""
         if self.running:
             self._settle(self._made_steps())
             self._leave()
@@ -352,8 +342,6 @@ class Lane:
 
 @dataclass(slots=True, eq=False)
 class Backlog:
-    """What a scorer has to do in a step."""
-
     unread: dict[Row, int] = field(default_factory=dict)  # rows that have grown, and the tokens that were sent of each
     finished: list[Row] = field(default_factory=list)
     ended: bool = False  # whether nothing more comes
@@ -419,7 +407,6 @@ class Scorer:
         self._pace = 0.0  # seconds for each token, of the fastest call
 
     def begins(self) -> Backlog:
-        """A step begins; return its backlog."""
         backlog = Backlog()
         self._backlogs.append(backlog)
         return backlog

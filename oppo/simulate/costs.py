@@ -341,8 +341,6 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Lengths sampled from observed ones, a group's together."""
-
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -535,7 +533,6 @@ class Profile:
 
     @property
     def about(self) -> str:
-        """Return what decodes, in a sentence."""
         layout, name = self.layout, self.engine.name
         many = "device decodes" if layout.decode == 1 else "devices decode"
         own = "" if self.engine.step_seconds is None else ", at the seconds of [engine]"

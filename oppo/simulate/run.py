@@ -21,8 +21,7 @@ from oppo.admission import (
     Synchronous,
     TailAdaptive,
 )
-from oppo.admission.adaptive import RISE
-from oppo.admission.fixed import AdaptiveOvercommit
+from oppo.admission.overcommit import RISE, AdaptiveOvercommit
 from oppo.events import Prompt
 from oppo.graph.stage import UNKNOWN
 from oppo.simulate.bulk import Backlog, Clock, Device, Job, Lane, Place, Row, Scorer
@@ -155,8 +154,6 @@ _FOLLOWING: Final[Sequence[ScorerName]] = ("critic",)  # scorers whose weights f
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step that is alive; times are NaN until they are known."""
-
     index: int
     ahead: int  # steps that were alive when it began
     started: float

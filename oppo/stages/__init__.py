@@ -4,9 +4,9 @@ from oppo.stages.advantage import GAE, Distillation, GroupRelative, InParts
 from oppo.stages.batch import BatchStage, Gather, ScoredRollout, ScoredRollouts, finished_rollout
 from oppo.stages.dynamic_sampling import DynamicSampling
 from oppo.stages.generate import Generate
+from oppo.stages.hold import Siblings
 from oppo.stages.metrics import run_metrics
 from oppo.stages.score import Score, synced_models
-from oppo.stages.siblings import Siblings
 from oppo.stages.update import Update
 
 __all__ = [

@@ -145,7 +145,6 @@ class AdaptiveObjective(BatchStage):
         return self.control.coefficient > 0
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Report a reference or a teacher that is needed, and not connected."""
         lacking = self.distill > 0 and "teacher" not in named
         fault = f"has distill = {self.distill:g}, which needs a teacher: connect teacher=stream, or leave distill out"
         return [*super().faults(stages, named), *([fault] if lacking else [])]
@@ -160,7 +159,6 @@ class AdaptiveObjective(BatchStage):
         return replace(batch, sampled=batch.sampled & np.repeat(~truncated(batch), np.diff(batch.offsets)))
 
     def unfit(self, batch: Batch) -> Sequence[Drop]:
-        """Return the drops of rollouts whose estimates float32 might not hold."""
         if not len(batch):
             return []
         with np.errstate(over="ignore", invalid="ignore"):
@@ -224,7 +222,6 @@ class AdaptiveObjective(BatchStage):
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the KL coefficient and the moments of the scores."""
         return {"kl": self.control.coefficient, "moments": asdict(self.shaping.moments)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

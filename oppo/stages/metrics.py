@@ -27,8 +27,6 @@ MOST: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """The tokens of a rollout that were decoded in a phase."""
-
     prompt: int  # tokens of its prompt, and tool tokens of its response at the beginning
     start: int  # sampled tokens of its response at the beginning
     stop: int  # and at the end
@@ -209,7 +207,6 @@ class DecodeMeter:
 
 
 def observation(report: StepReport, step: Step) -> Observation:
-    """Return the observation of a finished step."""
     # A scorer's calls after its last answer do not count, since the step does not wait for them.
     work = [span for _, span in step.recorded(Span)]
     decoding = [span for span in work if span.role == "decode"]

@@ -29,7 +29,7 @@ from oppo.errors import (
     one_line,
     running_loop,
 )
-from oppo.events import ChunkState, FinishReason, Prompt, Response, RoutedExperts, Support, TokenColumns
+from oppo.events import ChunkState, FinishReason, Response, RoutedExperts, Support, TokenColumns
 from oppo.models import Sampling
 from oppo.placement.place import Closing
 from oppo.rollout_buffer import DecodeEngine, RolloutBuffer, SampledToken
@@ -45,8 +45,6 @@ SHOWN: Final = 3  # names that an error lists
 
 @dataclass(slots=True)
 class NewTokens:
-    """The new tokens of a request."""
-
     tokens: list[int]
     logprobs: list[Mapping[int, float]]  # of each token, by id, its own among them
     reason: str | None = None  # what ended the request
@@ -74,8 +72,6 @@ class WeightSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """Names and shapes of a model's weights."""
-
     model: str
     shapes: Mapping[str, tuple[int, ...]]
     needed: tuple[frozenset[str], ...]  # names of parameters; of tied ones, one is enough
@@ -185,7 +181,6 @@ class Engine(Closing):
         """Give it up; safe to call from any thread."""
 
     def streaming(self) -> AbstractAsyncContextManager[None]:
-        """Have tokens come for as long as the context is open."""
         return nullcontext()
 
     @abstractmethod
@@ -382,7 +377,7 @@ class Request:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k if truncated else 0,
             "top_p": sampling.top_p if truncated else 1.0,
-            "seed": seed_of(sampling.seed, self.prompt, start),
+            "seed": digest_of(f"{sampling.seed} {self.prompt.admission} {self.prompt.stream} {start}"),
             "max_tokens": self.rollout.limit - start,
             "min_tokens": max(0, sampling.min_new_tokens - start) if sampling.stop else 0,
             "stop_token_ids": list(sampling.stop),
@@ -466,10 +461,6 @@ def reports_supports(sampling: Sampling) -> bool:
 
 def truncates(sampling: Sampling) -> bool:
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
-
-
-def seed_of(seed: int, prompt: Prompt, start: int) -> int:
-    return digest_of(f"{seed} {prompt.admission} {prompt.stream} {start}")
 
 
 def digest_of(key: str) -> int:

@@ -66,8 +66,6 @@ NEGLIGIBLE: Final = 1e-4  # probability of all ids beyond the policy's, up to wh
 
 @dataclass(frozen=True, slots=True)
 class ScoringModel:
-    """The model of an engine or a server."""
-
     name: str
     vocabulary: int  # upper bound of token ids; vLLM itself dies of a larger one
     longest: int  # tokens of a sequence that it reads

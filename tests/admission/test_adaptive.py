@@ -13,8 +13,8 @@ from hypothesis import example, given
 from numpy.typing import NDArray
 
 from oppo.admission import AdmitView, CutView, Observation, Scoring, SlopeAdaptive, TailAdaptive, TailBatched
-from oppo.admission.adaptive import SlopeRule
 from oppo.admission.chunking import Fixed, Tuned, WholeRollout
+from oppo.admission.overcommit import SlopeRule
 from oppo.errors import AdmissionError
 from oppo.events import Chunk, Defer, Finish, Prompt
 from oppo.stages.ledger import Ledger

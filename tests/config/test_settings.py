@@ -15,7 +15,7 @@ from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO
 from oppo.algorithms.ppo import PPO
 from oppo.config.load import load_settings, overridden, resolve
-from oppo.config.rewards import FunctionRewardSection, ModelRewardSection, ScorerSection, VllmRewardSection
+from oppo.config.scorers import FunctionRewardSection, ModelRewardSection, ScorerSection, VllmRewardSection
 from oppo.config.sections import ROWS, sources
 from oppo.config.settings import Settings, keys_of
 from oppo.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.data import PrivilegedPrompt
-from oppo.data.privileged import template_fields
+from oppo.data.prompts import template_fields
 from oppo.errors import ConfigError, DataError
 from oppo.events import IntArray, Prompt
 

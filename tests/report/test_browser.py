@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from oppo.report.page import LIBRARY, write_report
+from oppo.report.page import LIBRARY, Follower, write_report
 from oppo.report.recorded import recorded
-from oppo.report.view import Follower
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from oppo.report import RunDirectory
-from oppo.report.view import Follower
+from oppo.report.page import Follower
 from tests.report.synthetic import decode, play
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from oppo import Drop, FunctionReward
 from oppo.config.load import load_settings
-from oppo.config.rewards import FunctionRewardSection
+from oppo.config.scorers import FunctionRewardSection
 from oppo.rewards.tasks import CHECKERS, CodeChecker, gsm8k_flexible, gsm8k_strict, math_equal
 from tests.rewards.test_trl import decode, finish
 

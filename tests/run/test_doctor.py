@@ -123,6 +123,22 @@ def test_a_model_that_several_are_made_of_is_counted_once(folder: Path, capsys: 
     assert len(re.findall("counting the memory of the (?:reward|critic|qwen)", said)) <= 1, said
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no kernel\n for meta"), AttributeError("layers"), ValueError("x")])
+def test_a_count_that_fails_says_what_to_do(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("oppo.run.memory.of_trainer", fails)
+    assert main(["doctor", str(folder / "config.toml"), "--assume", "8xH100"]) == UNUSABLE
+    said = capsys.readouterr().err
+    assert "the memory of the trainer could not be counted: its passes failed" in " ".join(said.split())
+    assert type(error).__name__ in said
+    assert "oppo doctor --trial" in said
+    assert "Traceback" not in said
+
+
 def merged(folder: Path, assume: str, layout: Layout, *overrides: str) -> Deployment:
     """The run with the layout's settings, as its text has them."""
     section, given = "", list[str]()

@@ -21,7 +21,7 @@ from oppo.durable import read_text
 from oppo.errors import ConfigError, ModelRefused, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Rendering, TextReader, TooLong, prompt_text
-from oppo.hf.kv.length_bucketing import cheapest_groups, overhead_on
+from oppo.hf.kv.attention import cheapest_groups, pass_overhead
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
 from oppo.hf.loading import LoadOptions, load, load_tokenizer
 from oppo.hf.model_files import CLASSIFIER, CONFIG, EMBEDDER, MODULES, located, read_object
@@ -64,7 +64,7 @@ class Encoder:
         lengths = [len(text["input_ids"]) for text in texts]
         groups = [[at] for at in range(len(texts))]
         if self.beside and not alone:
-            overhead = overhead_on(self.model.device)
+            overhead = pass_overhead(self.model.device)
             groups = cheapest_groups(lengths, range(len(texts)), overhead=overhead, budget=TOKENS_PER_PASS)
         found: dict[int, Tensor] = {}
         for group in groups:

@@ -16,6 +16,8 @@ Segmented attention requires that segments reach the attention function as they 
 are expanded segment by segment (:func:`expand_in_segments`); a model that reads them otherwise in between cannot use
 it. :func:`~oppo.hf.servable.probe` tries: there is no list of such models. The model's config records the choice.
 
+Segments, and the padded groups of rows that share a pass, are those of least total cost (:func:`cheapest_groups`).
+
 transformers passes four-dimensional masks through unchanged. Under SDPA a mask is boolean (true: may attend), except
 that of a single token, which is additive: SDPA would convert it again in every layer of a short pass. Under eager
 attention a mask is always additive: eager code adds it to the scores, where a boolean mask would be silently wrong.
@@ -24,13 +26,14 @@ attention a mask is always additive: eager code adds it to the scores, where a b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
@@ -39,7 +42,6 @@ from transformers.masking_utils import sdpa_mask
 
 from oppo.errors import ModelRefused
 from oppo.hf.head import AGREEMENT
-from oppo.hf.kv.length_bucketing import cheapest_groups
 from oppo.hf.model_parts import FAILURES, backbone, takes
 
 AttentionKind: TypeAlias = Literal["segmented", "padded", "eager"]
@@ -248,7 +250,7 @@ def segmented(lengths: Sequence[int], overhead: int) -> list[list[int]]:
     return [sorted(segment) for segment in cheapest_groups(lengths, range(len(lengths)), overhead=overhead)]
 
 
-def overhead_of(bytes_per_token: float, device: torch.device) -> int:
+def segment_overhead(bytes_per_token: float, device: torch.device) -> int:
     """Return the fixed cost of a segment in tokens read, for ``bytes_per_token`` of KV cache in one layer."""
     return math.ceil((SEGMENT_BYTES if device.type == "cpu" else LAUNCHED_SEGMENT_BYTES) / bytes_per_token)
 
@@ -380,3 +382,54 @@ AttentionInterface.register(PADDED, sdpa_attention_forward)
 
 for _name in (NAME, PADDED):
     AttentionMaskInterface.register(_name, sdpa_mask)
+
+
+def pass_overhead(device: torch.device) -> int:
+    # Fitted to small models on a CPU, 29 to 60 for updates and 30 to 80 for forward passes; larger models compute more
+    # per token, so it is lower. Elsewhere kernel launches cost more tokens; 1024 is an estimate.
+    return 64 if device.type == "cpu" else 1024
+
+
+def packed_row_on(device: torch.device) -> int:
+    # Fitted to small models, at 2 to 6.
+    return 6 if device.type == "cpu" else 0
+
+
+def filled(sizes: Sequence[int], budget: float) -> Iterator[list[int]]:
+    """Yield the indices of ``sizes`` in groups of at most ``budget`` in all, or of one size, the largest first."""
+    group, size = list[int](), 0
+    for at in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        if group and size + sizes[at] > budget:
+            yield group
+            group, size = [], 0
+        group, size = [*group, at], size + sizes[at]
+    if group:
+        yield group
+
+
+def cheapest_groups(
+    lengths: Sequence[int],
+    rows: Iterable[int],
+    *,
+    overhead: int,
+    budget: float = math.inf,
+    counts: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Return ``rows`` in the groups of least total cost: a group costs its padded tokens and ``overhead``."""
+    # A group has neighbours by length, the longest first: a budget of padded tokens too large for the device then fails
+    # at once. A longer row is a group of its own. counts: multiplicity of each of all rows.
+    order = sorted(rows, key=lambda row: (-lengths[row], row))
+    widths = np.array([lengths[row] for row in order], np.float64)
+    before = np.cumsum([0, *(1 if counts is None else counts[row] for row in order)])
+    costs = np.zeros(len(order) + 1)  # least cost of the first rows, by their number
+    starts = [0] * (len(order) + 1)  # where the last group of that solution begins
+    for end in range(1, len(order) + 1):
+        sizes = (before[end] - before[:end]) * widths[:end]  # of the last group, by its first row
+        sizes[:-1][sizes[:-1] > budget] = np.inf
+        starts[end] = int(np.argmin(costs[:end] + sizes))
+        costs[end] = costs[starts[end]] + sizes[starts[end]] + overhead
+    groups, end = list[list[int]](), len(order)
+    while end:
+        groups.append(order[starts[end] : end])
+        end = starts[end]
+    return groups[::-1]

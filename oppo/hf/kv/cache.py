@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from oppo.errors import ModelError, ProtocolError
-from oppo.hf.kv.attention import Segments, overhead_of, packed_rows, segmented
+from oppo.hf.kv.attention import Segments, packed_rows, segment_overhead, segmented
 
 ALIGNMENT = 8
 """Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
@@ -47,8 +47,6 @@ SPARE = 1.125  # a slab larger than its rows need by this factor gives memory ba
 
 @dataclass(slots=True)
 class KVRegion:
-    """The part of a slab that one forward pass reads and writes."""
-
     # Columns 0 .. end of `slots` are read: a slice as a view, int64 [n] as a copy. New tokens are written to `to_slots`
     # and `to_columns`, int64 [m]; `unpadded`: which of the n * q padded positions they are; None: all.
 
@@ -153,8 +151,6 @@ class Slots(ABC):
 
 
 class _Kind(NamedTuple):
-    """Stores of one shape."""
-
     heads: int
     size: int
     dtype: torch.dtype
@@ -412,7 +408,7 @@ class Rows:
         segments = [list(range(len(rows)))]
         if segmented_on is not None and rows and (per_token := self._bytes_per_token()):
             layers = max(slab.layers for slab in self._slabs)
-            own = overhead_of(per_token / layers, segmented_on)
+            own = segment_overhead(per_token / layers, segmented_on)
             segments = segmented(list(lengths.values()), own if overhead is None else overhead)
         by_slab: dict[Slab, list[int]] = {}
         for segment in segments:
@@ -465,8 +461,6 @@ def _class_lengths(shortest: Sequence[int], longest: int) -> list[int]:
 
 
 class KVView(NamedTuple):
-    """The KV cache of consecutive rows of a forward pass."""
-
     slab: Slab
     region: KVRegion
 

@@ -65,8 +65,6 @@ class TokenSpan:
 
 
 class IncrementalPrefill:
-    """Reads rollouts with one model."""
-
     # `keep` gets the spans of a pass, and their outputs [k, D] at the last k positions: all or, if `predictive`, those
     # that predict the response. If `deterministic`, each rollout is read alone, on the grid. WholeRows read it when it
     # is finished, in one span.

@@ -33,16 +33,19 @@ from oppo.hf.kv.attention import (
     Masks,
     Packed,
     attend_in_segments,
+    cheapest_groups,
     expand_in_segments,
+    filled,
     packed_mask,
+    packed_row_on,
     packed_rows,
     packs,
+    pass_overhead,
     reads_packed,
     rows_apart,
 )
 from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Rows, Slab, as_slice, sent
 from oppo.hf.kv.graphs import Capture, StepGraphs
-from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on, packed_row_on
 from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.model_parts import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.routers import RouteRecords
@@ -210,7 +213,7 @@ class Incremental:
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
         # Rows without a token so far are packed where the model reads packed rows, if that costs less. A group has at
         # most `budget` tokens, padding included, or one row.
-        overhead, new = overhead_on(self.device), [at for at, row in enumerate(rows) if not self.length(row)]
+        overhead, new = pass_overhead(self.device), [at for at, row in enumerate(rows) if not self.length(row)]
 
         def padded(chosen: Iterable[int]) -> list[list[int]]:
             return cheapest_groups(lengths, chosen, overhead=overhead, budget=budget)
@@ -424,7 +427,7 @@ class WholeRows:
         ]
 
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
-        return cheapest_groups(lengths, range(len(rows)), overhead=overhead_on(self.device), budget=budget)
+        return cheapest_groups(lengths, range(len(rows)), overhead=pass_overhead(self.device), budget=budget)
 
     def rewind(self, row: int, length: int) -> int:
         del row, length

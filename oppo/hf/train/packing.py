@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oppo.events import Batch, FloatArray, Support
-from oppo.hf.kv.length_bucketing import cheapest_groups, filled, overhead_on
+from oppo.hf.kv.attention import cheapest_groups, filled, pass_overhead
 from oppo.losses import Input, Unit
 
 Name = TypeVar("Name", bound=str)
@@ -110,7 +110,7 @@ def micro_batches(
             yield list(chain.from_iterable(units[each] for each in group))
         return
     longest, counts = [max(_read(batch, row) for row in unit) for unit in units], [len(unit) for unit in units]
-    overhead = overhead_on(device)
+    overhead = pass_overhead(device)
     for group in cheapest_groups(longest, range(len(units)), overhead=overhead, budget=budget, counts=counts):
         yield list(chain.from_iterable(units[each] for each in group))
 

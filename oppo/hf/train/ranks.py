@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -190,7 +190,7 @@ def shard(models: ActorCritic, mesh: DeviceMesh) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             sharded(module)
     sharded(models)  # embeddings and heads: the models' own forward passes would bypass a hook of theirs
-    for part in _shards(models):
+    for part in (module for module in models.modules() if isinstance(module, FSDPModule)):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
 
@@ -212,10 +212,6 @@ def alike(tensor: Tensor, shape: Tensor) -> Tensor:
     if isinstance(shape, DTensor):
         return distribute_tensor(tensor.to(shape.device), shape.device_mesh, shape.placements)
     return tensor.to(shape.device)
-
-
-def _shards(models: nn.Module) -> Iterator[FSDPModule]:
-    yield from (module for module in models.modules() if isinstance(module, FSDPModule))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from oppo.hf.kv.attention import (
     attend_in_segments,
     attends_eagerly,
     kinds_of,
-    overhead_of,
+    segment_overhead,
 )
 from oppo.hf.kv.cache import KVRegion, KVView, Places, Slab, SlabLayer
 from oppo.hf.kv.reader import Incremental
@@ -397,8 +397,8 @@ def test_deferred_rows_are_segmented_from_fresh_ones_if_that_saves_more_than_it_
 
 
 def test_the_more_bytes_a_token_has_the_fewer_tokens_pay_for_another_segment() -> None:
-    assert overhead_of(2 * attention.SEGMENT_BYTES, CPU) == 1
-    assert overhead_of(attention.SEGMENT_BYTES / 100, CPU) == 100
+    assert segment_overhead(2 * attention.SEGMENT_BYTES, CPU) == 1
+    assert segment_overhead(attention.SEGMENT_BYTES / 100, CPU) == 100
 
 
 def test_a_model_that_attends_in_segments_reads_and_generates_as_before(tmp_path: Path) -> None:

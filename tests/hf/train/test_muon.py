@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, cast
 
 import pytest
@@ -115,5 +116,11 @@ def test_its_state_is_counted_as_one_number_of_each_weight() -> None:
         chosen = TrainerSettings(optimizer=name)
         counted[name] = of_trainer(make, load, Sampling(max_new_tokens=8), chosen, ClippedLoss(), adapt=adapt).optimizer
     saved = sum(each.nbytes for each in matrices([tiny.causal()]))
-    assert counted["adamw"] == at_rest(make, adapt).optimizer
+    assert counted == {name: at_rest(make, adapt, name).optimizer for name in counted}
     assert counted["adamw"] - counted["muon"] == saved > 0
+    optimisation = Optimisation(ActorCritic(tiny.causal()), MUON)
+    for weight in optimisation.named_weights().values():
+        weight.grad = torch.ones_like(weight)
+    optimisation.optimizer.step()
+    states = chain.from_iterable(each.values() for each in optimisation.optimizer.state.values())
+    assert counted["muon"] == sum(each.nbytes for each in states if each.dim())

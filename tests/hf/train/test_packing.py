@@ -17,7 +17,7 @@ from torch import nn
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Batch, Prompt, Response, Support, TokenColumns
-from oppo.hf.kv.length_bucketing import cheapest_groups, filled
+from oppo.hf.kv.attention import cheapest_groups, filled
 from oppo.hf.loading import require_supported
 from oppo.hf.train.optim import MasterWeights
 from oppo.hf.train.packing import micro_batches, minibatches, pack, tokens_read, units

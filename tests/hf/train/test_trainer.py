@@ -24,7 +24,7 @@ from transformers import (
 
 from oppo.errors import CheckpointError, ConfigError, ModelError, ModelRefused
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response
-from oppo.hf.kv.length_bucketing import cheapest_groups
+from oppo.hf.kv.attention import cheapest_groups
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ValueModel
 from oppo.hf.train.packing import MicroBatch, pack
