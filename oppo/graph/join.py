@@ -38,7 +38,14 @@ def join(
 ) -> AsyncIterator[tuple[A, B, C]]: ...
 @overload
 def join(
-    *lanes: Receiver[Any], key: Key, aside: Callable[[Any], object] | None = None
+    a: Receiver[Any],
+    b: Receiver[Any],
+    c: Receiver[Any],
+    d: Receiver[Any],
+    /,
+    *more: Receiver[Any],
+    key: Key,
+    aside: Callable[[Any], object] | None = None,
 ) -> AsyncIterator[tuple[Any, ...]]: ...
 def join(
     *lanes: Receiver[Any], key: Key, aside: Callable[[Any], object] | None = None

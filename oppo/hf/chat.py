@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, Final, TypeAlias
@@ -52,7 +52,7 @@ class ParsedTurn:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed: str = ""
-    text: str = ""
+    text: str = field(default="", compare=False)
 
     @property
     def message(self) -> ChatMessage:

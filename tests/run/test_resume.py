@@ -487,7 +487,7 @@ EARLIER: dict[str, object] = {
         },
     }
 }
-"""A state with a deferred rollout, as it was before tokens had further columns."""
+"""A state with a deferred rollout, as it was before turns had limits and tokens further columns."""
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ EARLIER: dict[str, object] = {
         ({"provenance": 3}, "does not say what its run was made of (TypeError: "),
         ({"run": {}}, "does not fit this run (KeyError: 'stages')"),
         ({"prompts": []}, "does not fit this run (TypeError: "),
-        (EARLIER, "does not fit this run (KeyError: 'extra'): it is of another version of oppo, or was edited; start"),
+        (EARLIER, "does not fit this run (KeyError: 'limit'): it is of another version of oppo, or was edited; start"),
     ],
 )
 def test_a_state_that_was_edited_by_hand_is_an_error(
