@@ -95,7 +95,7 @@ BUDGETS = {
     "demo": 1_499,
     "environments": 1_331,
     "evaluation": 535,
-    "graph": 2_224,
+    "graph": 2_231,
     "hf": 12_273,
     "liveness": 611,
     "losses": 1_065,
