@@ -67,6 +67,8 @@ def share_tensors(one: SyncedModel, other: SyncedModel) -> bool:
 
 
 class SyncsByReference(ABC):
+    """The part of a trainer that gives its weights by reference."""
+
     @property
     def capabilities(self) -> TrainerCapabilities:
         """It may train the very tensors that a synced model serves."""

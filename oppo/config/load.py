@@ -64,6 +64,7 @@ def parsed(path: Path) -> dict[str, object]:
 
 
 def resolve(document: Mapping[str, object], folder: Path) -> Settings:
+    """Return the settings of a parsed file that lies in ``folder``."""
     document = _with_engine(_with_tables(_with_files(document, folder)))
     try:
         settings = Settings.of(with_correction(counted(seeded(document))))

@@ -309,6 +309,7 @@ async def run(
 
 
 def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
+    """Log that the data ended early, and which files changed meanwhile."""
     chosen = session.settings
     if made < chosen.run.steps:
         log.note("data ended", steps=made, wanted=chosen.run.steps)
