@@ -20,7 +20,8 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, SkipVali
 
 from oppo.admission import Admission
 from oppo.algorithms.base import OF_THE_LOSS, Algorithm
-from oppo.algorithms.ppo import PPO
+from oppo.algorithms.distill import Distill
+from oppo.algorithms.ppo import PPO, ReinforcePP
 from oppo.config.environment import AgentsSection, EnvironmentSection
 from oppo.config.extensions import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_of
 from oppo.config.scorers import (
@@ -464,7 +465,7 @@ def _unlike_a_sum(s: Settings) -> str:
         f"trainer.epochs = {trainer.epochs}": trainer.epochs > 1,
         f"trainer.minibatches = {trainer.minibatches}": trainer.minibatches > 1,
         f"step.algorithm = {s.step.algorithm!r}, whose advantages are not those of a group alone": (
-            algorithm.has_critic or algorithm.responses < 2
+            algorithm.has_critic or algorithm.responses < 2 or isinstance(algorithm, ReinforcePP | Distill)
         ),
         f"trainer.router_aux_loss = {trainer.router_aux_loss}": trainer.router_aux_loss,
         f"algorithm.scale_scores = {scale!r}": scale in {"batch", "each_reward"},

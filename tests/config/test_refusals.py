@@ -290,6 +290,10 @@ step.stream_updates=true EXACT trainer.epochs=2 trainer.minibatches=2 trainer.ro
     algorithm.score_norm = true | algorithm.kl_target
 step.stream_updates=true step.algorithm=dapo trainer.epochs=1 trainer.minibatches=1 algorithm.scale_scores=batch |
     algorithm.scale_scores = 'batch'; algorithm.dynamic_sampling = true: change that
+step.stream_updates=true step.algorithm=distill algorithm.samples=2 models.teacher=other trainer.epochs=1 |
+    step.algorithm = 'distill', whose advantages are not those of a group alone: change that
+step.stream_updates=true step.algorithm=reinforce_pp algorithm.samples=2 trainer.epochs=1 trainer.minibatches=1 |
+    step.algorithm = 'reinforce_pp', whose advantages are not those of a group alone: change that
 models.lora_experts=true | models.lora_experts would be | models.lora_rank = 0
 models.lora={use_rslora=true} | models.lora would be | models.lora_rank = 0
 trainer.router_replay=true algorithm.ratio_base=proximal | trainer.router_replay = true | correction for stale tokens
