@@ -90,7 +90,7 @@ BUDGETS = {
     "admission": 1_315,
     "agents": 2_354,
     "algorithms": 1_038,
-    "config": 4_031,
+    "config": 4_032,
     "data": 949,
     "demo": 1_499,
     "environments": 1_331,
