@@ -208,7 +208,8 @@ def test_the_search_finds_samples_and_orders_them(page: Page, tmp_path: Path) ->
     assert page.locator("#found").inner_text() == "11 of 60", "5, 50, 51, ..., 59"
     assert page.locator(".sample:visible").count() == 11
     page.locator("#order").select_option("best")
-    assert page.locator(".sample:visible").first.inner_text().startswith("6.556")
+    first = "[...document.querySelectorAll('.sample')].find((each) => each.offsetParent)"
+    until(page, f"{first}.innerText.startsWith('6.556')")
     page.locator("#find").fill("")
     assert page.locator(".sample:visible").count() == 60
     assert page.locator(".sample .tool").first.text_content() == "tool 59"
