@@ -32,12 +32,7 @@ from oppo.losses import Input
 
 AGREEMENT = 1e-4  # largest difference between logits of an actor and of its OwnHead, in units of the largest logit
 
-LOGITS_BYTES: Final = 256 << 20
-"""The most that logits take in float32; more are computed a chunk of tokens at a time.
-
-On a GPU up to four times as much, for as many tokens as the trunk is wide: each chunk adds a gradient to the whole
-weight, which for a 0.5B model and 441 tokens moves as many bytes as a third of all passes over their logits.
-"""
+LOGITS_BYTES: Final = 256 << 20  # the most that logits take in float32; more are computed a chunk of tokens at a time
 
 CPU_LOGITS_BYTES: Final = 32 << 20
 """The same on a CPU, where a chunk that stays in its caches is faster: an update takes 0.7 to 1.05 of the time."""
@@ -119,11 +114,8 @@ class OwnHead:
     @property
     def chunk(self) -> int:
         device = planned_device.get() or self._shell.device
-        token = 4 * int(self._shell.config.get_text_config().vocab_size)
-        if device.type == "cpu":
-            return max(1, min(LOGITS_BYTES, CPU_LOGITS_BYTES) // token)
-        width = int(self._shell.get_output_embeddings().weight.shape[1])
-        return max(1, LOGITS_BYTES // token, min(width, 4 * LOGITS_BYTES // token))
+        most = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if device.type == "cpu" else LOGITS_BYTES
+        return max(1, most // (4 * int(self._shell.config.get_text_config().vocab_size)))
 
     def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
         # The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients of weights
