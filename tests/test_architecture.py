@@ -96,7 +96,7 @@ BUDGETS = {
     "environments": 1_331,
     "evaluation": 535,
     "graph": 2_231,
-    "hf": 12_273,
+    "hf": 12_265,
     "liveness": 611,
     "losses": 1_065,
     "oppo": 6_296,
