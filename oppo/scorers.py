@@ -45,14 +45,19 @@ class WholeScorer(Generic[T]):
 
     Args:
         value: returns that; several are awaited at the same time.
-        at_work: as of :class:`ScorerCapabilities`.
+        at_work, samples: as of :class:`ScorerCapabilities`.
     """
 
     version = 0
 
-    def __init__(self, value: Callable[[Finish], Awaitable[T]], at_work: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        value: Callable[[Finish], Awaitable[T]],
+        at_work: Callable[[], str] = str,
+        samples: Callable[[], Mapping[str, Sequence[float]]] = dict,
+    ) -> None:
         self._value = value
-        self.capabilities = ScorerCapabilities(concurrent=True, at_work=at_work)
+        self.capabilities = ScorerCapabilities(concurrent=True, at_work=at_work, samples=samples)
 
     async def extend(self, events: Sequence[Growth]) -> None:
         """Read nothing."""

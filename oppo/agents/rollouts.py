@@ -7,53 +7,52 @@
     agent  -> the messages behind it    -> tokens after the turn -> the policy
     agent  -> a number, at its end                               -> the reward of the response      Agents.reward
 
+A frozen role is played by another model: what is said in it is no rollout, and a :class:`Player` answers.
+
 An API key identifies an agent and its conversations. Its messages after a turn are tokenized by
 :meth:`oppo.hf.chat.ChatFormat.answer`; earlier messages are not rendered again. A request that continues none of
-its conversations begins another one, a branch: a further response of the rollout's unit, with the same reward.
+its conversations begins another one, a branch: a further response of the rollout's unit, with the reward of its role.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-import secrets
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-import anyio
 import numpy as np
-from anyio.abc import TaskGroup
 
-from oppo.agents.conversation import Conversation, Session
+from oppo.agents.conversation import Conversation, Earned, Session
+from oppo.agents.players import Player
 from oppo.agents.requests import ChatRequests, Refusal, Request
-from oppo.agents.server import PATHS, AgentServer
+from oppo.agents.running import CalledAgent, RunningAgents, evaluation, key_of
+from oppo.agents.server import PATHS
 from oppo.declared import require_real
-from oppo.environments.functions import EnvironmentFailure, is_finite
-from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, running_loop, shown
+from oppo.environments.functions import EnvironmentFailure
+from oppo.errors import ConfigError, DataError, OppoError, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
 from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
-from oppo.models import SamplingSettings, Scorer, Shared
-from oppo.observe import WorkContext, work_context
+from oppo.models import Policy, SamplingSettings, Scorer
 from oppo.returns import TokenRewards
 from oppo.rewards.function import ByTurn
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Branching, Turn, turns_of
-from oppo.user_code import CheckedFunction, UserFunction
+from oppo.user_code import UserFunction
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
     from oppo.hf.tokenizer import HfTokenizer
 
 AgentFunction: TypeAlias = Callable[[dict[str, object], str, str], object]
-"""``f(row, base_url, api_key)``: returns the reward of its conversation, or a ``ByTurn`` or a ``Drop``."""
+"""``f(row, base_url, api_key)``: returns the reward of its conversation, or a ``ByTurn`` or a ``Drop``.
+
+One with roles returns these by role.
+"""
 
 AHEAD: Final = 16  # agents that are started before their prompts are asked for, so that they start side by side
 FAILURES: Final = 100  # rows in a row that give no prompt, after which the run ends
@@ -65,198 +64,6 @@ class _Astray(EnvironmentFailure):
     """An agent did otherwise than it did before: its rollout is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    row: Mapping[str, object]
-    url: str
-    key: str
-
-
-@dataclass(frozen=True)
-class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
-    kind: ClassVar[str] = "agent"
-    error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
-
-    def made(self, given: _Visit) -> object:
-        return self.user.function(copy.deepcopy({**given.row}), given.url, given.key)
-
-    def checked(self, result: object, where: str) -> float | Drop:
-        if isinstance(result, Drop | ByTurn):
-            return result
-        if not is_finite(result):
-            words = f"must return a finite number, the reward, or a ByTurn or a Drop; got {shown(result)}"
-            raise self.failure(words, where)
-        return float(result)
-
-
-class RunningAgents(Shared):
-    # The agents that run, by the rollouts that they are for.
-    def __init__(
-        self,
-        agent: CalledAgent,
-        requests: ChatRequests,
-        timeout: float | None,
-        *,
-        host: str,
-        port: int,
-        public_url: str,
-    ) -> None:
-        self.longest = math.inf
-        self._agent = agent
-        self._requests = requests
-        self._timeout = timeout
-        self._tasks: TaskGroup | None = None
-        self._waiting = 0
-        self._sessions: dict[tuple[int, int], Session] = {}
-        self._keys: dict[str, Session] = {}
-        self._expected = defaultdict[tuple[int, int], set[int]](set)
-        self._begun = anyio.Event()
-        self._single: dict[bool, str] = {}
-        self._said = False
-        self._samples = defaultdict[WorkContext | None, dict[str, list[float]]](dict)
-        self._server = AgentServer(
-            host, port, public_url, sessions=lambda: self._keys, asked=self._notify, noted=self._noted
-        )
-
-    @property
-    def at_work(self) -> str:
-        return self._agent.title if self._waiting else ""
-
-    @property
-    def single(self) -> str:
-        """Why agents hold one conversation only: by the graph that is open, training's or an evaluation's."""
-        return self._single.get(is_evaluated(), "no graph decodes others")
-
-    @single.setter
-    def single(self, why: str) -> None:
-        self._single[is_evaluated()] = why
-
-    def samples(self) -> Mapping[str, Sequence[float]]:
-        # Whether each request since the last call was refused, and was sent again; an evaluation's apart. What comes
-        # after an evaluation was measured counts for none.
-        asking = evaluation()
-        found = self._samples.pop(asking, {})
-        if asking is not None:
-            for late in self._samples.keys() - {None}:
-                del self._samples[late]
-        return found
-
-    async def _open(self, stack: AsyncExitStack) -> None:
-        listening = None if getattr(running_loop(), "virtual", False) else self._server.listening()
-        self._tasks = await anyio.create_task_group().__aenter__()
-        if listening is not None:
-            self._server.serve(listening, self._tasks)
-        stack.push_async_callback(self._close)
-
-    async def _close(self) -> None:
-        if self._tasks is None:
-            return
-        tasks, self._tasks = self._tasks, None
-        for key in list(self._sessions):
-            self._end(key)
-        self._server.stop()
-        tasks.cancel_scope.cancel()
-        await tasks.__aexit__(None, None, None)
-
-    @property
-    def app(self) -> ASGIApp:
-        return self._server.app
-
-    def start(self, prompt: Prompt) -> Session:
-        # Replaces the agent of the rollout, if there is one.
-        if self._tasks is None:
-            raise ProtocolError("agents run in a run only: open the graph first")
-        key = key_of(prompt)
-        self._end(key)
-        where = f"rollout {prompt.admission}.{prompt.sample}"
-        session = Session(
-            where,
-            prompt.columns,
-            self._requests,
-            partial(self._agent.failure, where=where),
-            self._timeout,
-            single=self.single,
-            expected=self._expected[key],
-            longest=self.longest,
-            evaluation=evaluation(),
-        )
-        visit = _Visit(prompt.columns, self._server.url, f"oppo-{secrets.token_hex(16)}")
-        self._sessions[key] = self._keys[visit.key] = session
-        self._tasks.start_soon(self._run, visit, session, where, name=f"agent of {where}")
-        return session
-
-    async def _run(self, visit: _Visit, session: Session, where: str) -> None:
-        with session.scope:
-            try:
-                outcome: float | Drop | OppoError = await self._agent.run(visit, where)
-            except EnvironmentFailure as failure:
-                outcome = failure
-            session.end(outcome)
-
-    def close(self, prompt: Prompt) -> None:
-        """End a response; with the last one of its agent, end that, if there is one."""
-        session = self._sessions.get(key_of(prompt))
-        if session is not None:
-            session.open.discard(prompt.branch)
-            if not session.open:
-                self._end(key_of(prompt))
-
-    def _end(self, key: tuple[int, int]) -> None:
-        if (session := self._sessions.pop(key, None)) is not None:
-            self._keys = {name: each for name, each in self._keys.items() if each is not session}
-            self._expected.pop(key, None)
-            self._note_conversations(session)
-            session.close()
-            session.scope.cancel()
-
-    def _note_conversations(self, session: Session) -> None:
-        if not session.first.told:  # it was begun ahead
-            return
-        conversations, changed = float(len(session.conversations)), float(session.changes)
-        self._noted(session.evaluation, {"agents/conversations": conversations, "agents/history_changed": changed})
-        if session.changes and not self._said:
-            self._said = True
-            logger.warning(
-                f"the agent of {session.rollout} began another conversation, or was refused, since its history had "
-                f"changed: {session.change}; send messages back as they came and as they were sent, so that one "
-                "conversation stays one response (agents/history_changed counts such requests; this is said once)"
-            )
-
-    def _session(self, prompt: Prompt, told: float) -> Session:
-        session = self._sessions.get(key_of(prompt))
-        anew = session is not None and not prompt.branch and session.first.told > told
-        return self.start(replace(prompt, branch=0)) if session is None or anew else session
-
-    async def heard(self, session: Session, talk: Conversation) -> Request | None:
-        self._waiting += 1
-        try:
-            return await session.heard(talk)
-        finally:
-            self._waiting -= 1
-
-    def _notify(self) -> None:
-        self._begun.set()
-        self._begun = anyio.Event()
-
-    def _noted(self, of: WorkContext | None, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._samples[of].setdefault(name, []).append(value)
-
-
-def key_of(prompt: Prompt) -> tuple[int, int]:
-    return prompt.admission, prompt.sample
-
-
-def evaluation() -> WorkContext | None:
-    """The evaluation that the current task works for; ``None`` for training."""
-    context = work_context()
-    return context if context.role == "evaluate" else None
-
-
-def is_evaluated() -> bool:
-    return evaluation() is not None
-
-
 class Agents(RunningAgents, Branching):
     """A function that is an agent, as the prompts, the environment and the reward of rollouts.
 
@@ -266,9 +73,9 @@ class Agents(RunningAgents, Branching):
 
     Args:
         run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of its conversation with the
-            server at this URL, or an :class:`oppo.rewards.ByTurn` of its first conversation's turns, or
-            :meth:`oppo.Drop.because` of a reason. An async function runs on the event loop, and
-            must not block it; a sync one in a thread of its own.
+            server at this URL, or an :class:`oppo.rewards.ByTurn` of its first conversation's turns, with ``roles`` a
+            mapping of these by role, or :meth:`oppo.Drop.because` of a reason. An async function runs on the event
+            loop, and must not block it; a sync one in a thread of its own.
         tokenizer: the policy's, with its chat template.
         sampling: of the run: a request for another is refused.
         on_failure: of an agent that raises, hangs, or sends no request: ``fail`` ends the run, ``drop`` drops the
@@ -278,6 +85,9 @@ class Agents(RunningAgents, Branching):
         host: where the server listens; agents on other machines cannot reach the default.
         port: likewise; 0: any that is free.
         public_url: the URL of the API that agents get where another address than the host leads to this port.
+        roles: names that requests give as their ``model``, each with who plays it: ``"policy"``, that of the run; or a
+            policy of its own, whose tokens are given, never trained; ``None``: :meth:`seat` says whose. Empty: agents
+            have no roles.
 
     Attributes:
         drops: whether failures drop rollouts.
@@ -299,6 +109,7 @@ class Agents(RunningAgents, Branching):
         host: str = "127.0.0.1",
         port: int = 0,
         public_url: str = "",
+        roles: Mapping[str, Policy | Literal["policy"] | None] | None = None,
     ) -> None:
         for module in ("starlette", "uvicorn"):
             require("agents", "an agent", module=module)
@@ -310,18 +121,27 @@ class Agents(RunningAgents, Branching):
         except TypeError as error:
             raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
         self.name = user.name
-        requests = ChatRequests(tokenizer, sampling or SamplingSettings())
+        played = roles or {}
+        if played and "policy" not in played.values():
+            raise ConfigError(f"the policy plays none of the roles {', '.join(map(repr, played))}: leave one to it")
+        requests = ChatRequests(tokenizer, sampling or SamplingSettings(), list(played))
         try:
             _, chat = requests.format([])
         except Refusal as refusal:
             raise ConfigError(str(refusal)) from refusal
         self.ends = chat.ends
         self.drops = on_failure == "drop"
-        super().__init__(CalledAgent(user), requests, timeout, host=host, port=port, public_url=public_url)
+        agent = CalledAgent(user, list(played))
+        frozen = {role: player for role, player in played.items() if player != "policy"}
+        super().__init__(agent, requests, timeout, frozen, host=host, port=port, public_url=public_url)
 
     @property
     def reward(self) -> Scorer[float | Drop]:
-        return WholeScorer(self.earned, lambda: self.at_work)
+        return WholeScorer(self.earned, lambda: self.at_work, self._by_role)
+
+    def seat(self, role: str, policy: Policy) -> None:
+        """Have a policy play a role, before the run begins: frozen, as it is."""
+        self.players[role] = Player(policy)
 
     async def asked(self, session: Session) -> Request:
         """Return the first request of an agent.
@@ -342,8 +162,8 @@ class Agents(RunningAgents, Branching):
                     talk = session.unopened.pop(0)
                     assert talk.request is not None  # noqa: S101 - its first
                     asked = talk.request
-                    columns, branch = session.columns, talk.branch
-                    return Prompt(0, admission, asked.tokens, sample, columns=columns, branch=branch, limit=asked.limit)
+                    more: dict[str, Any] = {"columns": session.columns, "limit": asked.limit, "role": talk.role}
+                    return Prompt(0, admission, asked.tokens, sample, branch=talk.branch, **more)
             await begun.wait()
 
     def refuse(self, branch: Prompt) -> None:
@@ -400,6 +220,11 @@ class Agents(RunningAgents, Branching):
             raise _Astray(
                 f"the agent of rollout {prompt.rollout} began with another limit of its turn, {request.limit}, than "
                 f"{prompt.limit}: expected the same of each response to a row, and after a resume"
+            )
+        if not talk.told and talk.role != prompt.role:
+            raise _Astray(
+                f"the agent of rollout {prompt.rollout} began in role {talk.role!r} in place of {prompt.role!r}: "
+                "expected the same for each response to a row, and after a resume"
             )
         if not talk.told and not np.array_equal(request.tokens, prompt.tokens):
             raise _Astray(
@@ -501,14 +326,23 @@ class Agents(RunningAgents, Branching):
             return self._dropped(session, prompt, failure)
         self.close(prompt)
         outcome = session.outcome
-        assert isinstance(outcome, float | Drop)  # noqa: S101 - a failure was raised
-        if isinstance(outcome, ByTurn) and not prompt.branch:
+        assert isinstance(outcome, float | Mapping | Drop)  # noqa: S101 - a failure was raised
+        if isinstance(outcome, Drop):
+            return replace(outcome, rollout=finish.rollout)
+        if isinstance(outcome, Mapping) and not prompt.branch:
+            for role, reward in outcome.items():
+                self._earned[evaluation()].setdefault(f"roles/{role}/reward", []).append(float(reward))
+        earned = outcome[prompt.role] if isinstance(outcome, Mapping) else outcome
+        if isinstance(earned, ByTurn) and (not prompt.branch or prompt.role != session.first.role):
             try:
-                return TokenRewards.by_turn(finish, outcome.rewards)
+                return TokenRewards.by_turn(finish, earned.rewards)
             except ValueError as error:
                 words = f"returned rewards that do not fit its first conversation: {error}"
                 return self._dropped(session, prompt, session.failure(words))
-        return replace(outcome, rollout=finish.rollout) if isinstance(outcome, Drop) else float(outcome)
+        return float(earned)
+
+    def _by_role(self) -> Mapping[str, Sequence[float]]:
+        return self._earned.pop(evaluation(), {})
 
     async def rehearse(self, prompt: Prompt, turn: Sequence[int], turns: int) -> Rehearsed:
         """Run the agent of a row outside of a run, with the same turn as each answer.
@@ -521,11 +355,11 @@ class Agents(RunningAgents, Branching):
         Raises:
             EnvironmentFailure: the agent failed, or sent no request.
         """
-        self.single, full = "", False  # it may hold several conversations
+        # It may hold several conversations, and the same turn answers frozen roles too.
+        self.single, full, self.rehearsing = "", False, True
         async with self:
             session = self.start(prompt)
             try:
-                await self.asked(session)
                 while asking := await session.asking():
                     for talk in asking:
                         if talk.told < turns:
@@ -533,9 +367,13 @@ class Agents(RunningAgents, Branching):
                         else:
                             full = True
                             talk.refuse(_FULL)
+                if not session.first.told:
+                    await self.asked(session)
             except EnvironmentFailure:
                 if not full:
                     raise
+            finally:
+                self.rehearsing = False
             told = sum(talk.told for talk in session.conversations.values())
             outcome = None if isinstance(session.outcome, OppoError) else session.outcome
             return Rehearsed(outcome, told, session.refused)
@@ -562,7 +400,7 @@ class Agents(RunningAgents, Branching):
 class Rehearsed:
     """An agent that was tried out: its result, ``None`` where it went on, its answered requests, and a refusal."""
 
-    outcome: float | Drop | None
+    outcome: Earned | None
     answered: int
     refused: str
 
@@ -630,7 +468,7 @@ class AgentPrompts(AsyncIterator[Prompt]):
             prompt, session, self._state = self._begun.popleft()
             tokens, limit, fault = await self._first(prompt, session)
             if not fault:
-                return replace(prompt, tokens=tokens, limit=limit)
+                return replace(prompt, tokens=tokens, limit=limit, role=session.first.role)
             self._agents.close(prompt)
             logger.warning(f"{fault}: the row is left out")
         raise EnvironmentFailure(f"{FAILURES} rows in a row gave no prompt; the last: {fault}")

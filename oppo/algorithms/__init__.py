@@ -9,6 +9,7 @@ from oppo.algorithms.base import Algorithm
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO, OnlineDPO
 from oppo.algorithms.ppo import PPO, ReinforcePP
+from oppo.algorithms.rae import RAE
 
 ALGORITHMS: Final[Mapping[str, type[Algorithm]]] = {
     "ppo": PPO,
@@ -19,5 +20,6 @@ ALGORITHMS: Final[Mapping[str, type[Algorithm]]] = {
     "dapo": DAPO,
     "gspo": GSPO,
     "online_dpo": OnlineDPO,
+    "rae": RAE,
     "distill": Distill,
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -93,6 +93,9 @@ class EnvironmentSection:
 
 _URL: Final = re.compile(r"^$|^https?://[^\s/]+(/\S*)?\Z")
 
+POLICY: Final = "policy"
+INITIAL: Final = "initial"
+
 _PROGRAM: Final = re.compile(f"^$|^{VERIFIERS}$|{SPEC.pattern}")
 
 
@@ -105,6 +108,14 @@ class AgentsSection:
         "`file.py:function` that is an agent: called with a row, the URL of a server that speaks OpenAI's and "
         "Anthropic's APIs and a key, it returns the reward of its conversation; `verifiers`: runs the tasks of the "
         "tasksets that are the prompts; empty: none",
+    )
+    roles: dict[Filled, Filled] = field(
+        default_factory=dict,
+        metadata={
+            "description": "the roles that its requests name as their `model`, and who plays each: `policy`, or, "
+            "frozen, the `initial` weights or a checkpoint: `{first = 'policy', second = 'initial'}`; it returns "
+            "rewards by role; empty: it has none"
+        },
     )
     on_failure: Literal["fail", "drop"] = setting(
         "fail",
@@ -127,6 +138,15 @@ class AgentsSection:
         "`host`",
         resume="free",
     )
+
+    @property
+    def trained(self) -> Sequence[str]:
+        return [role for role, player in self.roles.items() if player == POLICY]
+
+    @property
+    def frozen(self) -> Mapping[str, str]:
+        """Who plays the roles that are not trained."""
+        return {role: player for role, player in self.roles.items() if player != POLICY}
 
     @property
     def files(self) -> dict[str, Path]:

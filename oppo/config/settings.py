@@ -372,6 +372,17 @@ def _unknown_scorer(scorers: Iterable[str], known: Sequence[str]) -> tuple[str, 
     return None
 
 
+def _single(s: Settings) -> tuple[str, str] | None:
+    single = {
+        "run.deterministic = true decodes one of an agent, since others come when timing has it": s.run.deterministic,
+        "step.admission = 'tail-batched', which begins late rollouts anew, decodes one": (
+            s.step.admission == "tail-batched"
+        ),
+        "step.algorithm = 'online_dpo' compares two responses to a prompt": s.step.algorithm == "online_dpo",
+    }
+    return next(((" and ".join(map(repr, s.agents.trained)), why) for why, holds in single.items() if holds), None)
+
+
 def _by_timing(s: Settings) -> str:
     rewards = [key for key, each in s.reward_tables.items() if isinstance(each, VllmRewardSection)]
     step, batched = s.step, next(iter([*rewards, *(f"scorers.{name}" for name in s.on_vllm)]), "")
@@ -528,6 +539,13 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "agents.{found[0]} is of an agent, and agents.program names none: leave it out": (
         lambda s: not s.agents.program and sorted(changed(s.agents, {each.name for each in fields(s.agents)}))
     ),
+    "agents.roles = {s.agents.roles} has no role that the policy plays, so nothing would be trained: set one of them "
+    "to 'policy'": lambda s: s.agents.roles and not s.agents.trained,
+    "agents.roles names roles of an agent, and the tasks of agents.program = 'verifiers' know none: leave them out": (
+        lambda s: s.agents.roles and s.agents.program == VERIFIERS
+    ),
+    "the policy plays {found[0]} in agents.roles, each in a conversation of its own, and {found[1]}: freeze all roles "
+    "but one, or change that": lambda s: len(s.agents.trained) > 1 and _single(s),
     "agents.public_url = {s.agents.public_url!r} leads to a port, and agents.port = 0 is any that is free: set it": (
         lambda s: s.agents.public_url and not s.agents.port
     ),

@@ -32,6 +32,7 @@ from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, merged, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
 from oppo.hf.model_parts import end_ids, passes_at, vocabulary
+from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
     AveragedTeacher,
     ProximalLogprobs,
@@ -268,6 +269,8 @@ def _assembled(
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
+    options = {"sampling": sampling, "decode": tokenizer.decode, "deterministic": deterministic}
+    _seat(deployment, code, load, places, options)
     teacher = _served_teacher(
         deployment,
         sampling,
@@ -349,6 +352,13 @@ def _reference(
     place = _scoring(places, "reference")
     deterministic = deployment.settings.run.deterministic
     return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
+
+
+def _seat(deployment: Deployment, code: UserCode, load: RoleLoader, places: DeviceLayout, options: Any) -> None:
+    for name, player in deployment.settings.agents.frozen.items():
+        role, model = load.player(name, player)
+        place = ModelPlace(places.place_of(role.name), role.name, SERVING)
+        cast("Agents", code.environment).seat(name, HfPolicy(model, place=place, **options))
 
 
 def _check_teacher_columns(column: str, taught: PrivilegedPrompt | None, known: Collection[str]) -> None:

@@ -357,6 +357,7 @@ class RolloutSnapshot:
             "group": prompt.group,
             "branch": prompt.branch,
             "limit": asdict(prompt.limit),
+            "role": prompt.role,
             "prompt": prompt.tokens,
             "columns": dict(prompt.columns),
             "tokens": response.tokens,
@@ -379,6 +380,7 @@ class RolloutSnapshot:
             columns=state["columns"],
             branch=state["branch"],
             limit=TurnLimit(**state["limit"]),
+            role=state["role"],
         )
         columns = {name: state[name] for name in ("tokens", "logprobs", "versions", "sampled")}
         extra = TokenColumns(*(COLUMN_KINDS[name](**column) for name, column in state["extra"].items()))

@@ -121,7 +121,7 @@ def _read(batch: Batch, row: int) -> int:
 
 
 def shares(batch: Batch) -> FloatArray:
-    """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
+    """Return the share of each row in the sampled tokens of its trajectory, float32 [N]: 1 if it is the only one."""
     sampled = np.array([len(row) for row in batch.sampled_rows()], np.float64)
     whole = np.ones(len(batch))
     for rows in batch.conversations():
