@@ -112,13 +112,13 @@ BUDGETS = {
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 201,  # what can be read of a run, the server that follows one, the rehearsal, credit, an agent's APIs
+    "modules": 203,  # what can be read of a run, its server, the rehearsal, credit, an agent's APIs, its roles
     "files in the root": 22,
     "protocols": 49,
     "functions that only require": 70,
     "functions given all settings": 23,
     "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn
-    "modules that name deterministic": 21,
+    "modules that name deterministic": 22,  # the roles of an agent, of which such decoding trains one
     "modules that name lookahead": 23,
     "modules that name restarts": 13,
     "modules that name remote": 10,

@@ -95,7 +95,6 @@ class Conversation:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens before the next turn."""
         return [*self._read, *([] if self.request is None else self.request.tokens.tolist())]
 
     @property
@@ -223,7 +222,6 @@ class Conversation:
         return self.request is not None and self.request.wanted.stream
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Show what a turn has said so far to the request, which streams it."""
         if self.request is not None and self._format is not None:
             request, (_, chat) = self.request, self._format
             request.show(*chat.so_far(tokens, self._requests.stops, calls=request.wanted.calls))
@@ -345,7 +343,6 @@ class Session:
 
     @property
     def trained(self) -> int:
-        """The number of conversations with the policy."""
         return sum(branch >= 0 for branch in self.conversations)
 
     @property
@@ -456,7 +453,6 @@ class Session:
         return self.conversations.get(branch)
 
     async def heard(self, talk: Conversation) -> Request | None:
-        """Return the agent's next request in a conversation; ``None`` once it has ended."""
         await self._wait(lambda: talk.request is not None)
         if self.outcome is not None and talk.request is not None:
             raise self.failure("returned while its request was unanswered: expected it to await each answer")

@@ -148,7 +148,6 @@ class Request:
         self.news = anyio.Event()
 
     async def result(self) -> Said | None:
-        """Wait for the answer, or the first of one that is streamed."""
         self.waiting += 1
         try:
             while self.reply is None and not self.deltas:
@@ -327,7 +326,6 @@ def quoted(value: object) -> str:
 
 
 def text_of(content: object, where: str) -> str:
-    """Return the text of the content of a message: a text, or a list of parts that have one."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content if isinstance(content, list) else ():

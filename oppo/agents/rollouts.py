@@ -18,27 +18,31 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import deque
+import secrets
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+import anyio
 import numpy as np
+from anyio.abc import TaskGroup
 
 from oppo.agents.conversation import Conversation, Earned, Session
-from oppo.agents.players import Player
+from oppo.agents.players import CalledAgent, Player, Visit
 from oppo.agents.requests import ChatRequests, Refusal, Request
-from oppo.agents.running import CalledAgent, RunningAgents, evaluation, key_of
-from oppo.agents.server import PATHS
+from oppo.agents.server import PATHS, AgentServer
 from oppo.declared import require_real
 from oppo.environments.functions import EnvironmentFailure
-from oppo.errors import ConfigError, DataError, OppoError, shown
+from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, running_loop, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
 from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
-from oppo.models import Policy, SamplingSettings, Scorer
+from oppo.models import Policy, SamplingSettings, Scorer, Shared, entered
+from oppo.observe import WorkContext, work_context
 from oppo.returns import TokenRewards
 from oppo.rewards.function import ByTurn
 from oppo.scorers import WholeScorer
@@ -46,6 +50,8 @@ from oppo.turns import Answer, Branching, Turn, turns_of
 from oppo.user_code import UserFunction
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from oppo.hf.tokenizer import HfTokenizer
 
 AgentFunction: TypeAlias = Callable[[dict[str, object], str, str], object]
@@ -62,6 +68,204 @@ _Said: TypeAlias = Callable[[], Awaitable[Sequence[Chunk]]]
 
 class _Astray(EnvironmentFailure):
     """An agent did otherwise than it did before: its rollout is dropped."""
+
+
+class RunningAgents(Shared):
+    # The agents that run, by the rollouts that they are for.
+    def __init__(
+        self,
+        agent: CalledAgent,
+        requests: ChatRequests,
+        timeout: float | None,
+        frozen: Mapping[str, Policy | None],
+        *,
+        host: str,
+        port: int,
+        public_url: str,
+    ) -> None:
+        self.players = {role: None if policy is None else Player(policy) for role, policy in frozen.items()}
+        self.rehearsing = False  # all is answered there
+        self.longest = math.inf
+        self._agent = agent
+        self._requests = requests
+        self._timeout = timeout
+        self._tasks: TaskGroup | None = None
+        self._waiting = 0
+        self._sessions: dict[tuple[int, int], Session] = {}
+        self._keys: dict[str, Session] = {}
+        self._expected = defaultdict[tuple[int, int], set[int]](set)
+        self._begun = anyio.Event()
+        self._single: dict[bool, str] = {}
+        self._said = False
+        self._samples = defaultdict[WorkContext | None, dict[str, list[float]]](dict)
+        self._earned = defaultdict[WorkContext | None, dict[str, list[float]]](dict)
+        self._server = AgentServer(
+            host, port, public_url, sessions=lambda: self._keys, asked=self._notify, noted=self._noted
+        )
+
+    @property
+    def at_work(self) -> str:
+        return self._agent.title if self._waiting else ""
+
+    @property
+    def single(self) -> str:
+        """Why agents hold one conversation only: by the graph that is open, training's or an evaluation's."""
+        return self._single.get(is_evaluated(), "no graph decodes others")
+
+    @single.setter
+    def single(self, why: str) -> None:
+        self._single[is_evaluated()] = why
+
+    def samples(self) -> Mapping[str, Sequence[float]]:
+        # Whether each request since the last call was refused, and was sent again; an evaluation's apart. What comes
+        # after an evaluation was measured counts for none.
+        asking = evaluation()
+        found = self._samples.pop(asking, {})
+        if asking is not None:
+            for late in self._samples.keys() - {None}:
+                del self._samples[late]
+        return found
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        listening = None if getattr(running_loop(), "virtual", False) else self._server.listening()
+        players = [each for each in self.players.values() if each is not None]
+        await stack.enter_async_context(await entered([each.policy for each in players]))
+        self._tasks = await anyio.create_task_group().__aenter__()
+        if listening is not None:
+            self._server.serve(listening, self._tasks)
+        for each in players:
+            self._tasks.start_soon(each.serve, name="a player")
+        stack.push_async_callback(self._close)
+
+    async def _close(self) -> None:
+        if self._tasks is None:
+            return
+        tasks, self._tasks = self._tasks, None
+        for key in list(self._sessions):
+            self._end(key)
+        self._server.stop()
+        tasks.cancel_scope.cancel()
+        await tasks.__aexit__(None, None, None)
+
+    @property
+    def app(self) -> ASGIApp:
+        return self._server.app
+
+    def start(self, prompt: Prompt) -> Session:
+        # Replaces the agent of the rollout, if there is one.
+        if self._tasks is None:
+            raise ProtocolError("agents run in a run only: open the graph first")
+        key = key_of(prompt)
+        self._end(key)
+        where = f"rollout {prompt.admission}.{prompt.sample}"
+        session = Session(
+            where,
+            prompt.columns,
+            self._requests,
+            partial(self._agent.failure, where=where),
+            self._timeout,
+            single=self.single,
+            expected=self._expected[key],
+            longest=self.longest,
+            evaluation=evaluation(),
+            frozen=self.players,
+            play=partial(self._plays, prompt),
+        )
+        visit = Visit(prompt.columns, self._server.url, f"oppo-{secrets.token_hex(16)}")
+        self._sessions[key] = self._keys[visit.key] = session
+        self._tasks.start_soon(self._run, visit, session, where, name=f"agent of {where}")
+        return session
+
+    async def _run(self, visit: Visit, session: Session, where: str) -> None:
+        with session.scope:
+            try:
+                outcome: Earned | OppoError = await self._agent.run(visit, where)
+                if isinstance(outcome, Mapping):
+                    self._check_spoken(session, outcome)
+            except EnvironmentFailure as failure:
+                outcome = failure
+            session.end(outcome)
+
+    def _check_spoken(self, session: Session, rewards: Mapping[str, float]) -> None:
+        spoken = Counter(each.role for each in session.conversations.values() if each.begun)
+        if silent := sorted(rewards.keys() - spoken):
+            raise session.failure(f"returned a reward for {silent[0]!r}, which has no conversation: leave it out")
+        if unpaid := sorted(spoken.keys() - rewards - self.players.keys()):
+            raise session.failure(f"returned no reward for {unpaid[0]!r}, which has a conversation: give it one")
+        for role, reward in rewards.items():
+            if isinstance(reward, ByTurn) and role != session.first.role and spoken[role] > 1:
+                raise session.failure(
+                    f"returned rewards by turn for {role!r}, which has {spoken[role]} conversations: give it a number"
+                )
+
+    def _plays(self, prompt: Prompt, session: Session, talk: Conversation) -> None:
+        if self.rehearsing or self._tasks is None:
+            return
+        if (player := self.players[talk.role]) is None:
+            raise Refusal(f"no policy plays role {talk.role!r}: give Agents one, or seat() it")
+        self._tasks.start_soon(player.play, prompt, session, talk, name=f"a turn of {talk.role!r}")
+
+    def close(self, prompt: Prompt) -> None:
+        session = self._sessions.get(key_of(prompt))
+        if session is not None:
+            session.open.discard(prompt.branch)
+            if not session.open:
+                self._end(key_of(prompt))
+
+    def _end(self, key: tuple[int, int]) -> None:
+        if (session := self._sessions.pop(key, None)) is not None:
+            self._keys = {name: each for name, each in self._keys.items() if each is not session}
+            self._expected.pop(key, None)
+            self._note_conversations(session)
+            session.close()
+            session.scope.cancel()
+
+    def _note_conversations(self, session: Session) -> None:
+        if not session.first.told:  # it was begun ahead
+            return
+        conversations, changed = float(session.trained), float(session.changes)
+        self._noted(session.evaluation, {"agents/conversations": conversations, "agents/history_changed": changed})
+        if session.changes and not self._said:
+            self._said = True
+            logger.warning(
+                f"the agent of {session.rollout} began another conversation, or was refused, since its history had "
+                f"changed: {session.change}; send messages back as they came and as they were sent, so that one "
+                "conversation stays one response (agents/history_changed counts such requests; this is said once)"
+            )
+
+    def _session(self, prompt: Prompt, told: float) -> Session:
+        session = self._sessions.get(key_of(prompt))
+        anew = session is not None and not prompt.branch and session.first.told > told
+        return self.start(replace(prompt, branch=0)) if session is None or anew else session
+
+    async def heard(self, session: Session, talk: Conversation) -> Request | None:
+        self._waiting += 1
+        try:
+            return await session.heard(talk)
+        finally:
+            self._waiting -= 1
+
+    def _notify(self) -> None:
+        self._begun.set()
+        self._begun = anyio.Event()
+
+    def _noted(self, of: WorkContext | None, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._samples[of].setdefault(name, []).append(value)
+
+
+def key_of(prompt: Prompt) -> tuple[int, int]:
+    return prompt.admission, prompt.sample
+
+
+def evaluation() -> WorkContext | None:
+    """The evaluation that the current task works for; ``None`` for training."""
+    context = work_context()
+    return context if context.role == "evaluate" else None
+
+
+def is_evaluated() -> bool:
+    return evaluation() is not None
 
 
 class Agents(RunningAgents, Branching):
@@ -144,11 +348,6 @@ class Agents(RunningAgents, Branching):
         self.players[role] = Player(policy)
 
     async def asked(self, session: Session) -> Request:
-        """Return the first request of an agent.
-
-        Raises:
-            EnvironmentFailure: there is none.
-        """
         request = await self.heard(session, session.first)
         if request is None:
             raise session.failure(f"returned {shown(session.outcome)} without a request: {_WANTED}")
@@ -167,7 +366,6 @@ class Agents(RunningAgents, Branching):
             await begun.wait()
 
     def refuse(self, branch: Prompt) -> None:
-        """Refuse a conversation whose unit is complete."""
         self._sessions[key_of(branch)].conversations[branch.branch].refuse(_FULL)
         self.close(branch)
 
@@ -246,11 +444,6 @@ class Agents(RunningAgents, Branching):
         self._notify()
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return the agent's messages after a turn, ``None`` once it has returned, or a ``Drop``.
-
-        Raises:
-            EnvironmentFailure: the agent failed, and failures are not dropped.
-        """
         state: Any = turn.state or {"given": ""}
         session = self._session(turn.prompt, turn.number)
         try:
@@ -277,7 +470,6 @@ class Agents(RunningAgents, Branching):
         return replace(session.outcome, rollout=turn.prompt.rollout)
 
     def follow(self, prompt: Prompt, number: int, turn: Callable[[], Sequence[int]]) -> None:
-        """Show the tokens of a rollout's turn of this number, so far, to a request that streams them."""
         session = self._sessions.get(key_of(prompt))
         talk = None if session is None else session.conversations.get(prompt.branch)
         if talk is not None and talk.told == number and talk.streams:
@@ -305,11 +497,6 @@ class Agents(RunningAgents, Branching):
         return talk
 
     async def earned(self, finish: Finish) -> float | Drop:
-        """Return the result of the agent of a complete response, once it was told the end of it.
-
-        Raises:
-            EnvironmentFailure: the agent failed, and failures are not dropped.
-        """
         prompt = finish.response.prompt
         session = self._session(prompt, math.inf)
         session.fill(_FULL)  # its unit is complete
@@ -331,7 +518,7 @@ class Agents(RunningAgents, Branching):
             return replace(outcome, rollout=finish.rollout)
         if isinstance(outcome, Mapping) and not prompt.branch:
             for role, reward in outcome.items():
-                self._earned[evaluation()].setdefault(f"roles/{role}/reward", []).append(float(reward))
+                self._earned[evaluation()].setdefault(f"rewards/{role}/mean", []).append(float(reward))
         earned = outcome[prompt.role] if isinstance(outcome, Mapping) else outcome
         if isinstance(earned, ByTurn) and (not prompt.branch or prompt.role != session.first.role):
             try:
@@ -345,16 +532,7 @@ class Agents(RunningAgents, Branching):
         return self._earned.pop(evaluation(), {})
 
     async def rehearse(self, prompt: Prompt, turn: Sequence[int], turns: int) -> Rehearsed:
-        """Run the agent of a row outside of a run, with the same turn as each answer.
-
-        Args:
-            prompt: its tokens are not read.
-            turn: tokens, the one that ends it included.
-            turns: of each conversation; the response has no room for more.
-
-        Raises:
-            EnvironmentFailure: the agent failed, or sent no request.
-        """
+        """Run the agent of a row outside of a run, with the same turn as each answer."""
         # It may hold several conversations, and the same turn answers frozen roles too.
         self.single, full, self.rehearsing = "", False, True
         async with self:
@@ -438,7 +616,6 @@ class AgentPrompts(AsyncIterator[Prompt]):
 
     @property
     def columns(self) -> Callable[[int], Mapping[str, object]] | None:
-        """Returns the columns of the prompt with an admission number, where the source can."""
         found: Callable[[int], Mapping[str, object]] | None = getattr(self._source, "columns", None)
         return found
 

@@ -7,9 +7,8 @@ from typing import Final
 
 from oppo.algorithms.base import Algorithm
 from oppo.algorithms.distill import Distill
-from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO, OnlineDPO
+from oppo.algorithms.group import DAPO, GRPO, GSPO, RAE, RLOO, DrGRPO, OnlineDPO
 from oppo.algorithms.ppo import PPO, ReinforcePP
-from oppo.algorithms.rae import RAE
 
 ALGORITHMS: Final[Mapping[str, type[Algorithm]]] = {
     "ppo": PPO,

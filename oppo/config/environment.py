@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 
 from annotated_types import Ge, Le
 
-from oppo.config.sections import VERIFIERS, placed
+from oppo.config.sections import VERIFIERS, RunSection, StepSection, placed
 from oppo.declared import Filled, FromList, OneOf, Positive, PositiveCount, setting
 from oppo.user_code import SPEC
 
@@ -147,6 +147,16 @@ class AgentsSection:
     def frozen(self) -> Mapping[str, str]:
         """Who plays the roles that are not trained."""
         return {role: player for role, player in self.roles.items() if player != POLICY}
+
+    def single(self, run: RunSection, step: StepSection) -> tuple[str, str] | None:
+        late = step.admission == "tail-batched"
+        single = {
+            "run.deterministic = true decodes one of an agent, since others come when timing has it": run.deterministic,
+            "step.admission = 'tail-batched', which begins late rollouts anew, decodes one": late,
+            "step.algorithm = 'online_dpo' compares two responses to a prompt": step.algorithm == "online_dpo",
+        }
+        why = next((why for why, holds in single.items() if holds and len(self.trained) > 1), None)
+        return None if why is None else (" and ".join(map(repr, self.trained)), why)
 
     @property
     def files(self) -> dict[str, Path]:

@@ -234,7 +234,6 @@ class Settings(BaseModel):
 
     @property
     def files(self) -> dict[str, Path]:
-        """Files and directories that the run reads besides its models, by the settings that name them."""
         code = {
             **{f"agents.program of {name}": each.taskset for name, each in self.sources.items()},
             **{f"{key}.source": reward.source for key, reward in self.reward_tables.items()},
@@ -253,7 +252,6 @@ class Settings(BaseModel):
         return keys_of(type(self.algorithm), {name: getattr(self.step, name) for name in OWN})
 
     def tables(self) -> dict[str, dict[str, object]]:
-        """Return all settings by section and key, ``None`` for an absent key; rewards are ``rewards.0`` and so on."""
         found = {
             name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys} for name, keys in self.keys.items()
         }
@@ -266,14 +264,12 @@ class Settings(BaseModel):
         return self.model_copy(update={"run": run, "trainer": replace(self.trainer, total_steps=steps)})
 
     def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Self:
-        """Return these settings with ``changes`` by section and key; a list of rewards replaces all of them."""
         document = self.document()
         for name, keys in changes.items():
             document[name] = {**document.get(name, {}), **keys} if isinstance(keys, Mapping) else keys
         return type(self).of(document)
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved file, parsed: resolved in any folder, it gives these settings again."""
         found: dict[str, Any] = {
             name: {key: value for key, value in keys.items() if value is not None}
             for name, keys in self.tables().items()
@@ -370,17 +366,6 @@ def _unknown_scorer(scorers: Iterable[str], known: Sequence[str]) -> tuple[str, 
         remedy = f"name one in models.{role}" if role in {"reference", "teacher"} else "correct its name"
         return json.dumps(name) if "." in name else name, expected, remedy
     return None
-
-
-def _single(s: Settings) -> tuple[str, str] | None:
-    single = {
-        "run.deterministic = true decodes one of an agent, since others come when timing has it": s.run.deterministic,
-        "step.admission = 'tail-batched', which begins late rollouts anew, decodes one": (
-            s.step.admission == "tail-batched"
-        ),
-        "step.algorithm = 'online_dpo' compares two responses to a prompt": s.step.algorithm == "online_dpo",
-    }
-    return next(((" and ".join(map(repr, s.agents.trained)), why) for why, holds in single.items() if holds), None)
 
 
 def _by_timing(s: Settings) -> str:
@@ -545,7 +530,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
         lambda s: s.agents.roles and s.agents.program == VERIFIERS
     ),
     "the policy plays {found[0]} in agents.roles, each in a conversation of its own, and {found[1]}: freeze all roles "
-    "but one, or change that": lambda s: len(s.agents.trained) > 1 and _single(s),
+    "but one, or change that": lambda s: s.agents.single(s.run, s.step),
     "agents.public_url = {s.agents.public_url!r} leads to a port, and agents.port = 0 is any that is free: set it": (
         lambda s: s.agents.public_url and not s.agents.port
     ),

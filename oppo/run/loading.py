@@ -307,12 +307,7 @@ class ServedRewardModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardModels:
-    """Loads and serves the reward models of a run.
-
-    Attributes:
-        tokenizer: the policy's.
-        prompt_column: the column of the data with the prompt.
-    """
+    """Loads and serves the reward models of a run."""
 
     tokenizer: HfTokenizer
     load: RoleLoader

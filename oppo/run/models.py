@@ -222,6 +222,7 @@ def assemble(
         assembly = _assembled(
             deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm, taught=taught
         )
+        _seat(deployment, load, assembly)
         stack.pop_all()
     return assembly
 
@@ -269,8 +270,6 @@ def _assembled(
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
-    options = {"sampling": sampling, "decode": tokenizer.decode, "deterministic": deterministic}
-    _seat(deployment, code, load, places, options)
     teacher = _served_teacher(
         deployment,
         sampling,
@@ -354,11 +353,13 @@ def _reference(
     return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
 
 
-def _seat(deployment: Deployment, code: UserCode, load: RoleLoader, places: DeviceLayout, options: Any) -> None:
+def _seat(deployment: Deployment, load: RoleLoader, assembly: Assembly) -> None:
+    options: dict[str, Any] = {"sampling": assembly.sampling, "decode": assembly.tokenizer.decode}
     for name, player in deployment.settings.agents.frozen.items():
         role, model = load.player(name, player)
-        place = ModelPlace(places.place_of(role.name), role.name, SERVING)
-        cast("Agents", code.environment).seat(name, HfPolicy(model, place=place, **options))
+        place = ModelPlace(assembly.places.place_of(role.name), role.name, SERVING)
+        policy = HfPolicy(model, place=place, deterministic=deployment.settings.run.deterministic, **options)
+        cast("Agents", assembly.environment).seat(name, policy)
 
 
 def _check_teacher_columns(column: str, taught: PrivilegedPrompt | None, known: Collection[str]) -> None:

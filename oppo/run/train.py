@@ -560,11 +560,7 @@ class Reasons:
 
 @dataclass(slots=True)
 class EmptySteps:
-    """Counts consecutive steps that train nothing.
-
-    Attributes:
-        limit: this many in a row end the run; 0: no limit.
-    """
+    """Counts consecutive steps that train nothing."""
 
     limit: int
     _in_a_row: int = 0

@@ -638,8 +638,8 @@ class InParts:
                 f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be "
                 "trained before: expected a GroupRelative, as in RLOO, GRPO and Dr. GRPO"
             )
-        if self.estimator.advantage in {"batch_standardised", "each_reward"}:
-            raise ConfigError("scores divided by the deviation of the batch cannot come in parts: divide by a group's")
+        if self.estimator.advantage in {"batch_standardised", "each_reward"} or hasattr(self.estimator, "baselines"):
+            raise ConfigError("scores compared over the batch cannot come in parts: compare them in a group")
         if self.estimator.shaping.norm:
             raise ConfigError("scores normalised by the moments of all cannot come in parts: leave norm out")
         if not isinstance(self.estimator.control, FixedKL):

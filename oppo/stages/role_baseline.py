@@ -2,67 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsFloat
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from oppo.declared import Fraction, NonNegative, validated
+from oppo.declared import Fraction, validated
 from oppo.errors import ConfigError
-from oppo.events import Batch
-from oppo.returns import KLEstimator, ScoreShaping
-from oppo.stages.advantage import AdaptiveObjective, KLControl, controlled
+from oppo.events import Batch, Drop, FloatArray
+from oppo.stages.advantage import AdaptiveObjective, GroupRelative
 
 
 @dataclass(eq=False)
 @validated(ConfigError)
-class RoleBaseline(AdaptiveObjective):
-    """Joins the results of the scorers and compares a return with the running mean of its role.
+class RoleBaseline(GroupRelative):
+    """Compares each return with the running mean of its role, in place of the others of its group.
 
     ``A = R - b``, then ``b = decay b + (1 - decay) R``, from 0 on, with a ``b`` for each role, in the order of
-    rollouts, whenever they ended (role-conditioned advantage estimation: Liu et al. 2025, arXiv 2506.24119). The
-    return ``R`` of an agent in a role, or of a response without one, is its shaped score minus ``kl`` times its KL to
-    the reference; all its sampled tokens have its advantage. It has the named inputs of
-    :class:`~oppo.stages.batch.BatchStage`.
+    rollouts, whenever they ended (role-conditioned advantage estimation: Liu et al. 2025, arXiv 2506.24119). A response
+    alone in its group is trained too, and ``advantage`` has no effect.
 
     Attributes:
         decay: of the mean, in [0, 1].
-        kl, kl_estimator, shaping, mask_truncated, distill: as of :class:`~oppo.stages.GroupRelative`.
-        baselines: the mean of each role so far; a checkpoint holds them.
-
-    Raises:
-        ConfigError: a value is out of range.
+        baselines: the mean of each role so far, without a role ``""``; a checkpoint holds them.
     """
 
-    decay: Fraction = 0.95
-    kl: SupportsFloat | KLControl = 0.0
-    kl_estimator: KLEstimator = "k1"
-    shaping: ScoreShaping = field(default_factory=ScoreShaping)
-    mask_truncated: bool = False
-    distill: NonNegative = 0.0
+    decay: Fraction = field(default=0.95, kw_only=True)
     baselines: dict[str, float] = field(default_factory=dict, init=False)
-    control: KLControl = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        self.control = controlled(self.kl)
+    def unfit(self, batch: Batch) -> Sequence[Drop]:
+        return AdaptiveObjective.unfit(self, batch)
 
     def estimated(self, batch: Batch) -> Batch:
-        """Return the batch with rewards and advantages, and update the baselines and the KL controller from it."""
-        objective = self.objective(batch)
-        rewards, at = objective.rewards(batch), batch.sampled_rows()
-        advantages = np.zeros(len(batch.tokens), np.float32)
-        prompts = [response.prompt for response in batch.responses]
-        for first, *further in sorted(batch.conversations(), key=lambda rows: prompts[rows[0]].first):
-            kl = sum(float(objective.kl[at[row]].sum(dtype=np.float64)) for row in further)
-            earned = float(rewards[at[first]].sum(dtype=np.float64)) - objective.coefficient * kl
-            role = prompts[first].role
+        found = super().estimated(batch)
+        means = {f"objective/baseline/{role}": mean for role, mean in sorted(self.baselines.items()) if role}
+        return replace(found, metrics={**found.metrics, **means})
+
+    def _relative(
+        self, batch: Batch, earned: Mapping[int, FloatArray], groups: Sequence[NDArray[np.int64]]
+    ) -> Mapping[int, FloatArray]:
+        del groups
+        relative, prompts = dict[int, FloatArray](), [response.prompt for response in batch.responses]
+        for row in sorted(earned, key=lambda row: prompts[row].first):
+            role, total = prompts[row].role, float(earned[row].sum(dtype=np.float64))
             baseline = self.baselines.get(role, 0.0)
-            for row in (first, *further):
-                advantages[at[row]] = earned - baseline
-            self.baselines[role] = self.decay * baseline + (1.0 - self.decay) * earned
-        means = {f"roles/{role}/baseline": mean for role, mean in sorted(self.baselines.items()) if role}
-        return replace(batch, rewards=rewards, advantages=advantages, metrics={**objective.metrics(batch), **means})
+            relative[row] = np.full(len(earned[row]), total - baseline, np.float32)
+            self.baselines[role] = self.decay * baseline + (1.0 - self.decay) * total
+        return relative
 
     def state_dict(self) -> Mapping[str, Any]:
         return {**super().state_dict(), "baselines": dict(self.baselines)}

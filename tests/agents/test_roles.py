@@ -56,7 +56,7 @@ def test_a_role_is_compared_with_the_mean_of_its_returns_so_far() -> None:
     assert [found[each.rollout] for each in others] == pytest.approx([-each for each in wanted])
     assert found[again.rollout] == found[first[1].rollout]
     assert stage.baselines == pytest.approx({"a": 0.042625, "b": -0.042625})
-    assert batch.metrics["roles/a/baseline"] == pytest.approx(0.042625)
+    assert batch.metrics["objective/baseline/a"] == pytest.approx(0.042625)
     restored = RoleBaseline(decay=0.95)
     restored.load_state_dict(stage.state_dict())
     assert advantages(restored.batch([first[0]])) == advantages(stage.batch([first[0]])) == {0: pytest.approx(0.957375)}
@@ -196,7 +196,7 @@ def test_each_role_has_its_reward_and_what_is_frozen_is_read_and_never_trained(o
     umpire = [tokens for role, tokens in duel.said if role == "umpire"]
     assert umpire
     assert {*map(tuple, umpire)}.isdisjoint(map(tuple, trained))
-    assert all(each["roles/umpire/reward"] > 0 and each["roles/two/reward"] > 0 for each in metrics)
+    assert all(each["rewards/umpire/mean"] > 0 and each["rewards/two/mean"] > 0 for each in metrics)
     assert {reply["model"] for reply in duel.answers if "model" in reply} == {"one", "two", "umpire"}
 
 

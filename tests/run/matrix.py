@@ -275,6 +275,9 @@ OF_THE_TURNS = {
 }
 
 
+RAE = "step.algorithm=rae"
+
+
 def in_roles(row: Row) -> list[str]:
     """Return what makes agents of some rows play two roles, of which the second is frozen where one may be held."""
     if row["dialogue"] == "agent" and row["sampling"] in ("default", "cool", "top-k"):
@@ -283,7 +286,7 @@ def in_roles(row: Row) -> list[str]:
         second = "policy"
     else:
         return []
-    rae = ["step.algorithm=rae"] * (row["algorithm"] == "reinforce_pp")
+    rae = [RAE] * (row["algorithm"] == "reinforce_pp")
     return ["agents.program=code.py:duel", f'agents.roles={{one="policy",two="{second}"}}', *rae]
 
 
@@ -301,7 +304,8 @@ def own_teacher(row: Row) -> list[str]:
 def overrides(row: Row) -> list[str]:
     """Return what a row sets, ``section.key=value`` each."""
     dialogue, given = row["dialogue"], dict(row)
-    credit = CREDIT.get(row["algorithm"], {}).get(dialogue)
+    roles = in_roles(row)
+    credit = None if RAE in roles else CREDIT.get(row["algorithm"], {}).get(dialogue)
     more = [] if credit is None else [credit]
     if dialogue in ("agent", "branches"):
         del given["rewards"]
@@ -309,7 +313,7 @@ def overrides(row: Row) -> list[str]:
         more.append(OF_THE_TURNS[given.pop("rewards")])
     muon = ["trainer.optimizer=muon"] * (row["update"] == "cosine" and row["adapters"] == "no")
     chosen = [each for axis, value in given.items() for each in AXES[axis][value]]
-    return [*chosen, *more, *in_roles(row), *own_teacher(row), *muon]
+    return [*chosen, *more, *roles, *own_teacher(row), *muon]
 
 
 class Killer(Observer):
