@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,34 +62,14 @@ def test_a_role_is_compared_with_the_mean_of_its_returns_so_far() -> None:
     assert advantages(restored.batch([first[0]])) == advantages(stage.batch([first[0]])) == {0: pytest.approx(0.957375)}
 
 
-def test_responses_of_equal_zero_sum_games_are_compared_by_role() -> None:
-    games = [
-        scored(0, at, role, reward * sign, branch)
-        for at, reward in enumerate((1.0, 0.0, 1.0, 0.0))
-        for role, sign, branch in (("a", 1, 0), ("b", -1, 5))
-    ]
-    found = advantages(GroupRelative("centred").batch(sorted(games, key=lambda each: each.rollout)))
-    assert [found[each.rollout] for each in games] == [0.5, -0.5, -0.5, 0.5] * 2
+EPISODE = st.dictionaries(st.sampled_from("abc"), st.tuples(st.floats(0, 4, width=16), st.integers(1, 3)), min_size=1)
+GROUPS = st.lists(st.lists(EPISODE, min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-Episode = Mapping[str, tuple[float, int]]
-
-
-@given(
-    st.lists(
-        st.lists(
-            st.dictionaries(
-                st.sampled_from("abc"), st.tuples(st.floats(0, 4, width=16), st.integers(1, 3)), min_size=1
-            ),
-            min_size=1,
-            max_size=4,
-        ),
-        min_size=1,
-        max_size=4,
-    ),
-    st.sampled_from(["leave_one_out", "standardised", "centred", "max_rl"]),
-)
-def test_roles_are_compared_as_if_each_were_alone(groups: Sequence[Sequence[Episode]], how: GroupAdvantage) -> None:
+@given(GROUPS, st.sampled_from(["leave_one_out", "standardised", "centred", "max_rl"]))
+def test_roles_are_compared_as_if_each_were_alone(
+    groups: Sequence[Sequence[Mapping[str, tuple[float, int]]]], how: GroupAdvantage
+) -> None:
     rows, branches = list[ScoredRollout](), iter(range(1, 1000))
     for admission, group in enumerate(groups):
         for sample, episode in enumerate(group):
@@ -97,16 +77,12 @@ def test_roles_are_compared_as_if_each_were_alone(groups: Sequence[Sequence[Epis
                 for at in range(count):
                     rows.append(scored(admission, sample, role, score, next(branches) if number or at else 0))
     rows.sort(key=lambda each: each.rollout)
-    together = GroupRelative(how).batch(rows)
-    alone = [GroupRelative(how).batch([each for each in rows if role_of(each) == role]) for role in "abc"]
+    together, by_role = GroupRelative(how).batch(rows), defaultdict[str, list[ScoredRollout]](list)
+    for each in rows:
+        by_role[each.finish.response.prompt.role].append(each)
+    alone = [GroupRelative(how).batch(each) for each in by_role.values()]
     assert advantages(together) == {key: value for batch in alone for key, value in advantages(batch).items()}
-    assert sorted(drop.rollout for drop in together.dropped) == sorted(
-        drop.rollout for batch in alone for drop in batch.dropped
-    )
-
-
-def role_of(each: ScoredRollout) -> str:
-    return each.finish.response.prompt.role
+    assert {*together.dropped} == {drop for batch in alone for drop in batch.dropped}
 
 
 @dataclass
@@ -128,16 +104,14 @@ class Duel:
     answers: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.umpire = FakePolicy(length=lambda prompt: 2 + prompt.stream % 5)
-        roles: dict[str, Any] = {"one": "policy", "two": "policy", "umpire": self.umpire}
+        umpire = FakePolicy(length=lambda prompt: 2 + prompt.stream % 5)
+        roles: dict[str, Any] = {"one": "policy", "two": "policy", "umpire": umpire}
         self.agents = Agents(self.run, tokenizer(), on_failure="drop", roles=roles)
 
     async def run(self, row: dict[str, Any], base_url: str, key: str) -> object:
         number, lengths = row["number"], defaultdict[str, int](int)
-        transport = httpx2.ASGITransport(self.agents.app)
-        async with httpx2.AsyncClient(
-            transport=transport, base_url=base_url, headers={"Authorization": f"Bearer {key}"}
-        ) as to:
+        options: dict[str, Any] = {"base_url": base_url, "headers": {"Authorization": f"Bearer {key}"}}
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(self.agents.app), **options) as to:
 
             async def ask(at: int, role: str, messages: list[dict[str, str]]) -> str:
                 await anyio.sleep(self.seconds.get((number, at), 0.01))
@@ -164,20 +138,18 @@ def say(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": str(number)}]
 
 
-def played(duel: Duel, steps: int = 3, overcommit: int = 0, **options: Any) -> tuple[list[Batch], list[Any], list[str]]:
+def played(duel: Duel, steps: int = 3, overcommit: int = 0) -> tuple[list[Batch], list[Any], list[str]]:
     trainer = FakeTrainer()
-    graph = graph_of(duel.agents, policy(**options), trainer, Overcommit(batch=4, overcommit=overcommit))
+    graph = graph_of(duel.agents, policy(), trainer, Overcommit(batch=4, overcommit=overcommit))
     return trainer.batches, *stepped(graph, duel.agents.prompts(Rows()), steps)
 
 
 def by_rollout(batches: Sequence[Batch]) -> dict[int, tuple[str, float, float, list[int]]]:
-    found: dict[int, tuple[str, float, float, list[int]]] = {}
-    for batch in batches:
-        for row, response in enumerate(batch.responses):
-            words = [*response.prompt.tokens.tolist(), *response.tokens.tolist()]
-            advantage = advantages(replace(batch, advantages=batch.advantages))[response.prompt.rollout]
-            found[response.prompt.rollout] = response.prompt.role, float(batch.scores[row]), advantage, words
-    return found
+    return {
+        each.prompt.rollout: (each.prompt.role, float(score), advantage, [*each.prompt.tokens, *each.tokens])
+        for batch in batches
+        for each, score, advantage in zip(batch.responses, batch.scores, advantages(batch).values(), strict=True)
+    }
 
 
 @pytest.mark.parametrize("opening", [False, True])
@@ -186,12 +158,8 @@ def test_each_role_has_its_reward_and_what_is_frozen_is_read_and_never_trained(o
     batches, metrics, reasons = played(duel)
     assert reasons == []
     for batch in batches:
-        assert len(batch.responses) == 2 * 4 * 2
-        for response, score in zip(batch.responses, batch.scores, strict=True):
-            assert score == response.sampled.sum()
-        for role in ("one", "two"):
-            mine = [float(s) for r, s in zip(batch.responses, batch.scores, strict=True) if r.prompt.role == role]
-            assert len(mine) == 8
+        assert batch.scores.tolist() == [each.sampled.sum() for each in batch.responses]
+        assert Counter(each.prompt.role for each in batch.responses) == {"one": 8, "two": 8}
     trained = [each.tokens[each.sampled].tolist() for batch in batches for each in batch.responses]
     umpire = [tokens for role, tokens in duel.said if role == "umpire"]
     assert umpire
@@ -212,46 +180,39 @@ def test_games_that_are_deferred_are_trained_as_in_serial_steps_and_so_are_resum
         assert all(serial[rollout] == found[rollout] for rollout in serial.keys() & found.keys())
 
 
+ROLES = "the roles 'one', 'two', 'umpire'"
+SILENT: dict[str, Any] = {"models": {"two": "one"}, "returns": {"one": 1.0, "two": -1.0}}
+
+
 @pytest.mark.parametrize(
-    ("returns", "words"),
+    ("given", "words"),
     [
-        (1.0, "must return a mapping of the roles 'one', 'two', 'umpire' to rewards, or a Drop; got 1.0"),
-        ({"one": 1.0, "three": 1.0}, "returned a reward for 'three', and the roles are 'one', 'two', 'umpire'"),
-        ({"one": 1.0}, "returned no reward for 'two', which has a conversation: give it one"),
-        ({"one": 1.0, "two": float("nan")}, "must return a finite number or a ByTurn for 'two'; got nan"),
-        ({"one": 1.0, "two": ByTurn([0, 0, 5])}, "no turn 1 in a response of 1 turns"),
-        (Drop.because("a draw"), "a draw"),
+        ({"returns": 1.0}, f"must return a mapping of {ROLES} to rewards, or a Drop; got 1.0"),
+        ({"returns": {"one": 1.0, "three": 1.0}}, "returned a reward for 'three', and the roles are 'one', 'two'"),
+        ({"returns": {"one": 1.0}}, "returned no reward for 'two', which has a conversation: give it one"),
+        ({"returns": {"two": float("nan")}}, "must return a finite number or a ByTurn for 'two'; got nan"),
+        ({"returns": {"one": 1.0, "two": ByTurn([0, 5])}}, "no turn 1 in a response of 1 turns"),
+        ({"returns": Drop.because("a draw")}, "a draw"),
+        (SILENT, "returned a reward for 'two', which has no conversation: leave it out"),
+        ({"models": {"two": "gpt"}}, "model = 'gpt' names no role: expected 'one' or 'two' or 'umpire'"),
+        ({"unseated": True}, "no policy plays role 'umpire': give Agents one, or seat() it"),
     ],
 )
-def test_rewards_that_fit_no_roles_drop_the_game_with_the_reason(returns: object, words: str) -> None:
-    batches, _, reasons = played(Duel(returns=returns), 2)
-    assert reasons
+def test_what_fits_no_roles_drops_the_game_with_the_reason(given: dict[str, Any], words: str) -> None:
+    duel = Duel(**{key: value for key, value in given.items() if key != "unseated"})
+    if "unseated" in given:
+        duel.agents.players["umpire"] = None
+    batches, _, reasons = played(duel, 2)
+    assert any(words in reason for reason in reasons)
     assert all(words in reason or reason == "left alone in its group" for reason in reasons)
-    kept = {each.prompt.role for batch in batches for each in batch.responses}
-    assert kept == ({"one"} if "no turn" in words else set())
+    assert {each.prompt.role for batch in batches for each in batch.responses} == (
+        {"one"} if "no turn" in words else set()
+    )
 
 
-def test_a_role_without_a_conversation_has_no_reward() -> None:
-    duel = Duel(models={"two": "one"}, returns={"one": 1.0, "two": -1.0})
-    _, _, reasons = played(duel, 2)
-    assert reasons
-    assert all("returned a reward for 'two', which has no conversation: leave it out" in each for each in reasons)
-
-
-def test_a_name_of_no_role_is_refused_by_the_endpoint() -> None:
-    duel = Duel(models={"two": "gpt"})
-    _, _, reasons = played(duel, 1)
-    assert all("names no role: expected 'one' or 'two' or 'umpire'" in each for each in reasons)
-    assert {each["error"]["code"] for each in duel.answers if "error" in each} >= {"model_not_found"}
-
-
-def test_agents_say_who_plays_what_before_they_run() -> None:
+def test_the_policy_plays_one_role_at_least() -> None:
     async def run(row: object, url: str, key: str) -> float:
         raise NotImplementedError
 
     with pytest.raises(ConfigError, match="the policy plays none of the roles 'one': leave one to it"):
         Agents(run, tokenizer(), roles={"one": FakePolicy()})
-    duel = Duel()
-    duel.agents.players["umpire"] = None
-    _, _, reasons = played(duel, 1)
-    assert all("no policy plays role 'umpire': give Agents one, or seat() it" in each for each in reasons)
