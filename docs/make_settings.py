@@ -139,6 +139,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "data.max_prompt_tokens": ("maximum prompt length", ""),
     "data.over_long": ("truncation, filtering", ""),
     "data.epochs": ("passes over the data", "num_train_epochs"),
+    "data.images": ("multimodal data", ""),
     "data.drop_last": ("batches that are not full", "dataloader_drop_last"),
     "data.seed": ("data seed", "seed"),
     "sampling.max_new_tokens": ("response length", "response_length"),

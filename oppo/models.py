@@ -118,10 +118,12 @@ class Sampling(SamplingSettings):
         vocabulary: the ids below it are sampled, and log-probs, entropies and KL are over these alone: a model's table
             may be padded with ids that the tokenizer does not have, and a reference's or a teacher's further than the
             policy's. 0: each model's whole table.
+        barred: ids that are never sampled, such as those that stand for an image.
     """
 
     stop: tuple[int, ...] = ()
     vocabulary: Count = 0
+    barred: tuple[int, ...] = ()
 
     @property
     def varies(self) -> bool:

@@ -31,7 +31,7 @@ from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
 from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, merged, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
-from oppo.hf.model_parts import end_ids, passes_at, vocabulary
+from oppo.hf.model_parts import end_ids, pads_of, passes_at, vocabulary
 from oppo.hf.serve.scorers import (
     AveragedTeacher,
     ProximalLogprobs,
@@ -52,6 +52,7 @@ from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.fit import fitted
+from oppo.run.images import check_sight
 from oppo.run.loading import (
     RewardModels,
     RoleLoader,
@@ -189,12 +190,14 @@ def assemble(
     columns: Iterable[Collection[str]],
     engine_log: Path | None,
     environment: AnyEnvironment | None,
+    images: bool = False,
 ) -> Assembly:
     """Return the models of a run, loaded and probed, the policy on its engine.
 
     Args:
         columns: of the data, of each kind of prompts; they are checked before a model is loaded.
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
+        images: prompts may show some.
     """
     settings = deployment.settings
     deployment = fitted(deployment)
@@ -219,7 +222,7 @@ def assemble(
         on_vllm = ScorersOnVllm(deployment, load, engine_log)
         stack.callback(on_vllm.close)
         assembly = _assembled(
-            deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm, taught=taught
+            deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm, taught=taught, images=images
         )
         stack.pop_all()
     return assembly
@@ -235,6 +238,7 @@ def _assembled(
     serve: Callable[[ServeRequest], Serving],
     on_vllm: ScorersOnVllm,
     taught: PrivilegedPrompt | None,
+    images: bool,
 ) -> Assembly:
     settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
     deterministic = settings.run.deterministic
@@ -250,7 +254,9 @@ def _assembled(
         "critic": [critic.trained],
     }
     read = [positions_of(model) for loaded in models.values() for model in loaded if model is not None]
-    sampling = _sampling(settings.sampling, tokenizer, actor)
+    if images:
+        check_sight(deployment, models, rewards, reads_text=any(reader for _, reader in teachers.values()))
+    sampling = _sampling(settings.sampling, tokenizer, actor, barred=pads_of(actor.config) if images else ())
     _check_ends(code.environment, sampling, tokenizer)
     if settings.step.most_overcommit and not sampling.varies:
         logger.warning(
@@ -267,7 +273,6 @@ def _assembled(
     value = None
     if critic.served is not None:
         value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
-
     teacher = _served_teacher(
         deployment,
         sampling,
@@ -561,12 +566,14 @@ def _proximal(
     )
 
 
-def _sampling(section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel) -> Sampling:
+def _sampling(
+    section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel, *, barred: tuple[int, ...]
+) -> Sampling:
     settings = {name: getattr(section, name) for name in declared(SamplingSettings)}
     settings["stop_strings"] = tokenizer.stop_strings(section.stop_strings)
     stop = tokenizer.stop(section.stop, end_ids(actor), eos=section.eos)
     # given even where the policy's table is not padded: a reference's or a teacher's may be
-    return Sampling(**settings, stop=stop, vocabulary=min(tokenizer.size, vocabulary(actor)))
+    return Sampling(**settings, stop=stop, vocabulary=min(tokenizer.size, vocabulary(actor)), barred=barred)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
