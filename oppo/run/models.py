@@ -241,7 +241,6 @@ def _assembled(
     images: bool,
 ) -> Assembly:
     settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
-    deterministic = settings.run.deterministic
     actor, reference, start = _actor_and_reference(deployment, load)
     teachers = load.teachers(actor, start or reference)
     rewards = _reward_models(deployment, tokenizer, places, load, on_vllm)
@@ -270,9 +269,6 @@ def _assembled(
     trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
     served = load.actor_recipe(devices.policy) if "policy" in devices.apart else actor
     serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places))
-    value = None
-    if critic.served is not None:
-        value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
     teacher = _served_teacher(
         deployment,
         sampling,
@@ -290,7 +286,7 @@ def _assembled(
         reference=_reference(deployment, reference, sampling, places, on_vllm),
         teacher=teacher,
         reward=code.reward({key: reward.scorer for key, reward in rewards.items()}),
-        critic=value,
+        critic=_served_critic(critic, places, deterministic=settings.run.deterministic),
         proximal=_proximal(deployment, actor, sampling, places) if settings.algorithm.corrects else None,
         environment=code.environment,
         trainer=trainer,
@@ -612,6 +608,12 @@ def load_critic(
             f"which starts from {'the policy' if source == models.policy else source} instead"
         )
     return Critic(*load.critic(source), source)
+
+
+def _served_critic(critic: Critic, places: DeviceLayout, *, deterministic: bool) -> ValueModel | None:
+    if critic.served is None:
+        return None
+    return ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
 
 class Saving:
