@@ -123,7 +123,7 @@ class OwnHead:
         chunks = [slice(at, min(at + self.chunk, len(hidden))) for at in range(0, len(hidden), self.chunk)]
 
         def of_chunk(hidden: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
-            return measure(self(hidden[None])[0], at, again)
+            return measure(self(hidden[None]).squeeze(0), at, again)  # a selected row has a gradient of all
 
         if len(chunks) == 1:
             return of_chunk(hidden, chunks[0], False)
