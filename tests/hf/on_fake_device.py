@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen2Config
 
 from oppo.events import Batch, Chunk, Prompt, Support, TokenColumns
-from oppo.hf import head, measures
+from oppo.hf import head
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, ModuleT, WithoutData, longest_batch
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
@@ -68,7 +68,7 @@ def bare(make: Make) -> PreTrainedModel:
 
 
 class TritonKernels(ModuleType):
-    """In place of :mod:`oppo.hf.serve.kernels`, whose launches are counted where it is interpreted."""
+    """In place of :mod:`oppo.hf.kernels`, whose launches are counted where it is interpreted."""
 
     @staticmethod
     def draw(logits: Tensor, *given: Tensor, **options: object) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def _chunk(rollout: int, start: int, count: int) -> Chunk:
 
 
 class HeadKernels(ModuleType):
-    """In place of :mod:`oppo.hf.head_kernels`: reads and writes what they do, by one operation each way."""
+    """In place of :mod:`oppo.hf.kernels`: reads and writes what they do, by one operation each way."""
 
     @staticmethod
     def measured(logits: Tensor, *given: Tensor, **options: object) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ class _Once(torch.autograd.Function):
 
 def of_logits(kernels: ModuleType | None = None) -> Counts:
     """An update, with logits of 16 tokens at a time."""
-    head.LOGITS_BYTES, head.WIDE, measures.kernels_on = 16 * VOCABULARY * 4, frozenset({"gpu"}), lambda device: kernels
+    head.LOGITS_BYTES, head.WIDE, head.kernels_on = 16 * VOCABULARY * 4, frozenset({"gpu"}), lambda device: kernels
     return update(lambda: ActorCritic(bare(partial(sized, vocab_size=VOCABULARY)), head_apart=True))
 
 

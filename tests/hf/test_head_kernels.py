@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from oppo.events import Support
-from oppo.hf import measures
+from oppo.hf import head
 from oppo.hf.devices import CPU, triton_kernels
 from oppo.hf.memory import Load, longest_batch
 from oppo.hf.train.actor_critic import ActorCritic
@@ -40,7 +40,7 @@ BOUND = 2e-6
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     assert os.environ.get("TRITON_INTERPRET") == "1", "expected by Triton's modules when they are imported"
-    return importlib.import_module("oppo.hf.head_kernels")
+    return importlib.import_module("oppo.hf.kernels")
 
 
 def exactly(logits: Tensor, tokens: Tensor, barred: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -89,8 +89,8 @@ def test_they_give_numbers_and_slopes_within_rounding(
 
     def measured(by: ModuleType | None) -> list[Tensor]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measures, "kernels_on", lambda device: by)
-            found = measures.token_measures(logits, tokens, support, sampling, entropy=True, learnt=True)
+            patch.setattr(head, "kernels_on", lambda device: by)
+            found = head.token_measures(logits, tokens, support, sampling, entropy=True, learnt=True)
         return differentiated([found["logprobs"], found["entropies"]], logits, slopes)
 
     wanted = differentiated(exactly(exact[:, :vocabulary], tokens, barred, temperature), exact, slopes)
@@ -120,7 +120,7 @@ def test_an_update_by_them_is_that_of_operations(
     monkeypatch.setattr("oppo.hf.head.CPU_LOGITS_BYTES", 4 * tiny.VOCABULARY * 5)  # several chunks
     sampling, found = Sampling(max_new_tokens=16, temperature=0.7), list[list[Tensor]]()
     for each in (None, kernels):
-        monkeypatch.setattr(measures, "kernels_on", lambda device, each=each: each)
+        monkeypatch.setattr(head, "kernels_on", lambda device, each=each: each)
         core = HfTrainerCore(
             ActorCritic(tiny.causal(seed=1)),
             sampling,
@@ -148,7 +148,7 @@ def test_they_compile_for_gpus(kernels: ModuleType, monkeypatch: pytest.MonkeyPa
         kernels.__name__,
         *("_measure", "_differentiate"),
         kinds=kinds,
-        constants={"bars": True, "block": kernels.BLOCK},
+        constants={"bars": True, "block": kernels.WIDE_BLOCK},
         options={"num_warps": 16},
     )
     assert all(cubin for cubin, _ in made.values()), made
@@ -161,12 +161,12 @@ def test_kernels_that_differ_or_do_not_run_are_left_out_and_the_log_says_why(ker
             logprobs, found = kernels.measured(*given, **options)
             return logprobs + 0.01, found
 
-    assert measures._agree(CPU, kernels)
-    assert not measures._agree(CPU, Skewed("skewed"))
+    assert head._agree(CPU, kernels)
+    assert not head._agree(CPU, Skewed("skewed"))
     messages = list[str]()
     with routed(messages.append):
         assert triton_kernels(kernels.__name__, CPU, lambda kernels: False, "work is done") is None
-        assert measures.kernels_on.__wrapped__(torch.device("cuda", 7)) is None
+        assert head.kernels_on.__wrapped__(torch.device("cuda", 7)) is None
     differs, fails = messages
     assert differs.startswith("work is done operation by operation on cpu: ")
     assert "something else than a CPU" in differs

@@ -50,7 +50,7 @@ class Drawn(NamedTuple):
 
 
 class Drawing:
-    """Draws the next token of rows; on a GPU with Triton in two launches (:mod:`oppo.hf.serve.kernels`)."""
+    """Draws the next token of rows; on a GPU with Triton in two launches (:mod:`oppo.hf.kernels`)."""
 
     def __init__(self, sampling: Sampling, device: torch.device, kernels: ModuleType | None = None) -> None:
         self._sampling = sampling
@@ -88,7 +88,7 @@ def _kernels_on(device: torch.device) -> ModuleType | None:
         tokens, _ = kernels.draw(*given, temperature=sampling.temperature, ends=ends.to(device), least=0)
         return torch.equal(tokens.cpu(), expected)
 
-    return triton_kernels("oppo.hf.serve.kernels", device, agrees, "tokens are drawn")
+    return triton_kernels("oppo.hf.kernels", device, agrees, "tokens are drawn")
 
 
 def draw(

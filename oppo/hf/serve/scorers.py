@@ -39,11 +39,10 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.hf.devices import synchronised
-from oppo.hf.head import Measure, OwnHead, separable_head, widen_head
+from oppo.hf.head import Measure, OwnHead, separable_head, token_measures, widen_head
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import Loadable, ModelRecipe, worker_maker
-from oppo.hf.measures import token_measures
 from oppo.hf.model_parts import backbone, score_head, token_head, vocabulary
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
 from oppo.losses import Input, top_logprobs

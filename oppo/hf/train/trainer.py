@@ -31,8 +31,8 @@ from oppo.durable import writing
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Batch
 from oppo.hf.devices import use_stream
+from oppo.hf.head import token_measures
 from oppo.hf.lora import adapter_matrices, has_adapters, merged
-from oppo.hf.measures import token_measures
 from oppo.hf.model_files import quiet
 from oppo.hf.model_parts import vocabulary
 from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_routes

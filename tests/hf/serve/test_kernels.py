@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     assert os.environ.get("TRITON_INTERPRET") == "1", "expected by Triton's modules when they are imported"
-    return importlib.import_module("oppo.hf.serve.kernels")
+    return importlib.import_module("oppo.hf.kernels")
 
 
 samplings = st.builds(
