@@ -96,7 +96,7 @@ BUDGETS = {
     "environments": 1_359,
     "evaluation": 535,
     "graph": 2_231,
-    "hf": 12_271,
+    "hf": 12_485,
     "liveness": 611,
     "losses": 1_065,
     "oppo": 6_296,
