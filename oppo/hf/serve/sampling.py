@@ -61,8 +61,6 @@ class Drawing:
     def __call__(self, logits: Tensor, rows: Sequence[tuple[int, int]], positions: Sequence[int]) -> Drawn:
         """Return the token at a position of each row (admission number, sample), sampled from ``logits`` [n, V]."""
         sampling, vocabulary, table = self._sampling, logits.shape[-1], self._noise.table
-        if sampling.barred and self._kernels is not None and not _truncates(sampling, vocabulary):
-            logits = _without(logits, range(len(logits)), sampling.barred)
         too_short = [at for at, position in enumerate(positions) if position < sampling.min_new_tokens]
         if _truncates(sampling, vocabulary):
             keys = self._noise(rows, positions)
@@ -70,8 +68,9 @@ class Drawing:
         if self._kernels is None:
             noise = self._noise(rows, positions, vocabulary) if sampling.temperature > 0 else None
             return draw(logits, noise, sampling, too_short)
+        allowed = _without(logits, range(len(logits)), sampling.barred) if sampling.barred else logits
         tokens, logprobs = self._kernels.draw(
-            *(logits, self._noise(rows, positions), table),
+            *(allowed, self._noise(rows, positions), table),
             temperature=sampling.temperature,
             ends=self._ends if too_short else self._ends[:0],
             least=sampling.min_new_tokens,
