@@ -104,6 +104,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "teacher.threshold": ("success threshold", "`success_reward_threshold` of SDPO"),
     "environment.source": ("environment, tool calls, multi-turn rollouts", ""),
     "environment.tools": ("tools, function calling", "`tools` of GRPO"),
+    "environment.tools_column": ("per-sample tools", "verl: `extra_info.tool_selection`"),
     "environment.factory": ("environment classes, gyms", "`environment_factory` of GRPO"),
     "environment.on_failure": ("tool error policy", ""),
     "environment.max_turns": ("maximum tool turns", "`max_tool_calling_iterations` of GRPO"),

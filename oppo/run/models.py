@@ -21,7 +21,7 @@ from oppo.config.sections import DataSection, ModelsSection, SamplingSection
 from oppo.data.prompts import PrivilegedPrompt
 from oppo.declared import declared
 from oppo.durable import nearby, whole, writing
-from oppo.environments import EnvironmentClass, Environments, FunctionEnvironment, Tools
+from oppo.environments import Environments, FunctionEnvironment, Tools
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
 from oppo.graph.stage import Gauge
@@ -368,8 +368,7 @@ def _teacher_prompts(
         return None
 
     def of_row(row: Mapping[str, object]) -> HfTokenizer:
-        one = environment.of(row) if isinstance(environment, Environments) else environment
-        return one.chat.tokenizer if isinstance(one, EnvironmentClass) else tokenizer
+        return environment.of(row).chat.tokenizer if isinstance(environment, Tools | Environments) else tokenizer
 
     return PrivilegedPrompt(
         tokenizer=of_row,

@@ -234,7 +234,8 @@ def environment_of(
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
     calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:
-        return Tools(section.tools, ChatFormat(tokenizer, ("tool",)), process=section.process, **calling)
+        chat = ChatFormat(tokenizer, ("tool",))
+        return Tools(section.tools, chat, process=section.process, column=section.tools_column, **calling)
     if isinstance(section.factory, dict):
         return Environments(
             {
@@ -285,19 +286,18 @@ def _class_of(key: str, spec: str, tokenizer: HfTokenizer, options: Mapping[str,
 
 
 def _conversation(environment: AnyEnvironment | None) -> Callable[[Finish], Sequence[ChatMessage]] | None:
-    if isinstance(environment, Environments):
-        return lambda finish: environment.of(finish.response.prompt.columns).chat.conversation(finish)
-    return environment.chat.conversation if isinstance(environment, Tools) else None
+    if not isinstance(environment, Tools | Environments):
+        return None
+    return lambda finish: environment.of(finish.response.prompt.columns).chat.conversation(finish)
 
 
 def begin_of(environment: AnyEnvironment | None) -> Begin | None:
-    if not isinstance(environment, EnvironmentClass | Environments):
+    if not isinstance(environment, Tools | Environments) or (type(environment) is Tools and not environment.column):
         return None
-    narrowed = environment
 
     def begin(row: Mapping[str, object], column: str) -> tuple[Mapping[str, object], HfTokenizer]:
-        one = narrowed.of(row) if isinstance(narrowed, Environments) else narrowed
-        return one.begun(row, column), one.chat.tokenizer
+        one = environment.of(row)
+        return one.begun(row, column) if isinstance(one, EnvironmentClass) else row, one.chat.tokenizer
 
     return begin
 

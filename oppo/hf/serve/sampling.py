@@ -19,12 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.errors import one_line
 from oppo.events import Support
-from oppo.hf.devices import CPU
+from oppo.hf.devices import CPU, triton_kernels
 from oppo.hf.kv.cache import runs
 from oppo.hf.serve.noise import Noise, keys_at, noise_of, table_on
-from oppo.log import logger
 from oppo.models import Sampling
 
 _NUCLEUS = 1024  # tokens among which the nucleus of `top_p` is searched first: sorting a whole vocabulary is slow
@@ -52,7 +50,7 @@ class Drawn(NamedTuple):
 
 
 class Drawing:
-    """Draws the next token of rows; on a GPU with Triton in two launches (:mod:`oppo.hf.serve.kernels`)."""
+    """Draws the next token of rows; on a GPU with Triton in two launches (:mod:`oppo.hf.kernels`)."""
 
     def __init__(self, sampling: Sampling, device: torch.device, kernels: ModuleType | None = None) -> None:
         self._sampling = sampling
@@ -81,23 +79,16 @@ class Drawing:
 
 @cache
 def _kernels_on(device: torch.device) -> ModuleType | None:
-    # None: they do not run here, or give other tokens than a CPU.
     sampling, keys, table = Sampling(temperature=0.7), keys_at(0, torch.arange(12).view(4, 3)), table_on(CPU)
     logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
     expected = draw(logits, noise_of(keys, torch.arange(5000), table), sampling).tokens
-    ends = torch.empty(0, dtype=torch.int32)
-    try:
-        from oppo.hf.serve import kernels  # noqa: PLC0415 - Triton is not installed everywhere
 
-        given = (each.to(device) for each in (logits, keys, table))
+    def agrees(kernels: ModuleType) -> bool:
+        given, ends = (each.to(device) for each in (logits, keys, table)), torch.empty(0, dtype=torch.int32)
         tokens, _ = kernels.draw(*given, temperature=sampling.temperature, ends=ends.to(device), least=0)
-        if torch.equal(tokens.cpu(), expected):
-            return kernels
-        why = "its tokens are others than a CPU's"
-    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way
-        why = one_line(error)
-    logger.info(f"tokens are drawn operation by operation on {device}: the kernel of Triton cannot be used ({why})")
-    return None
+        return torch.equal(tokens.cpu(), expected)
+
+    return triton_kernels("oppo.hf.kernels", device, agrees, "tokens are drawn")
 
 
 def draw(

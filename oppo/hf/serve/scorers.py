@@ -39,13 +39,13 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.hf.devices import synchronised
-from oppo.hf.head import Measure, OwnHead, separable_head, widen_head
+from oppo.hf.head import Measure, OwnHead, separable_head, token_measures, widen_head
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import Loadable, ModelRecipe, worker_maker
 from oppo.hf.model_parts import backbone, score_head, token_head, vocabulary
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
-from oppo.losses import Input, SupportIndex, token_logprobs, top_logprobs
+from oppo.losses import Input, top_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Make
 from oppo.returns import TokenRewards, TopLogprobs
@@ -199,15 +199,14 @@ class LogprobWorker(ScorerWorker[T]):
         def measure(logits: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
             del again
             given = support.slice(at.start, at.stop)
-            return {"logprobs": self._measured(logits[:, self._sampling.ids], targets[at], given)}
+            return {"logprobs": self._measured(logits, targets[at], given)}
 
         return self._measured_by(outputs, measure)
 
 
 class ReferenceWorker(LogprobWorker[FloatArray]):
     def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
-        index = SupportIndex.of(support, logits.device)
-        return token_logprobs(logits, targets, self._sampling.temperature, index)
+        return token_measures(logits, targets, support, self._sampling)["logprobs"]
 
     def finish(self, lengths: Mapping[int, int]) -> list[FloatArray]:
         return read_back(self.reader.finish(lengths))
@@ -225,10 +224,10 @@ class TeacherWorker(LogprobWorker[TopLogprobs]):
         super().__init__(model, deterministic, sampling)
 
     def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
-        index, temperature = SupportIndex.of(support, logits.device), self._sampling.temperature
+        logprobs = token_measures(logits, targets, support, self._sampling)["logprobs"]
+        logits = logits[:, self._sampling.ids]
         ids = logits.topk(self._top_k).indices
-        logprobs = token_logprobs(logits, targets, temperature, index)
-        floats = torch.cat((logprobs[:, None], top_logprobs(logits, ids, temperature)), 1)
+        floats = torch.cat((logprobs[:, None], top_logprobs(logits, ids, self._sampling.temperature)), 1)
         return torch.cat((floats.view(torch.int32), ids.int()), 1)  # one tensor of bits [t, 2 k + 2]: one transfer
 
     def finish(self, lengths: Mapping[int, int]) -> list[TopLogprobs]:

@@ -31,6 +31,7 @@ from oppo.durable import writing
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Batch
 from oppo.hf.devices import use_stream
+from oppo.hf.head import token_measures
 from oppo.hf.lora import adapter_matrices, has_adapters, merged
 from oppo.hf.model_files import quiet
 from oppo.hf.model_parts import vocabulary
@@ -47,11 +48,8 @@ from oppo.losses import (
     Inputs,
     Loss,
     LossValue,
-    SupportIndex,
     Whole,
     default_loss,
-    entropies,
-    token_logprobs,
     top_logprobs,
 )
 from oppo.losses.base import evaluated, require_inputs, require_loss
@@ -401,14 +399,12 @@ class HfTrainerCore:
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         def measure(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:
-            temperature, logits = self._sampling.temperature, logits[..., self._sampling.ids]
-            support = SupportIndex.of(part.support.slice(at.start, at.stop), logits.device)
-            found: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, part.tokens[at], temperature, support)}
-            if "entropies" in (self.loss.reads if again else self._inputs):
-                source = logits if "entropies" in self.loss.reads else logits.detach()
-                found["entropies"] = entropies(source, temperature, support)
-            if part.top_ids is not None and "top_logprobs" in (self.loss.reads if again else self._inputs):
-                found["top_logprobs"] = top_logprobs(logits, part.top_ids[at], temperature)
+            wanted, learnt = self.loss.reads if again else self._inputs, "entropies" in self.loss.reads
+            given, sampling = (logits, part.tokens[at], part.support.slice(at.start, at.stop)), self._sampling
+            found = {**token_measures(*given, sampling, entropy="entropies" in wanted, learnt=learnt)}
+            if part.top_ids is not None and "top_logprobs" in wanted:
+                likeliest = part.top_ids[at]
+                found["top_logprobs"] = top_logprobs(logits[..., sampling.ids], likeliest, sampling.temperature)
             return found
 
         learns = self.counts.version >= self.settings.critic_warmup
