@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -252,14 +252,12 @@ def compare_schedules(settings: Settings) -> Digests:
         "step": {"batch": BATCH, "overcommit": 0, "admission": "overcommit"},
     }
     exact = settings.changed(changes)
-    return Digests(serial=tokens_digest(exact, held), streamed=tokens_digest(exact, lambda graph: graph))
-
-
-def tokens_digest(settings: Settings, schedule: Callable[[Graph[StepReport]], Graph[StepReport]]) -> str:
-    tokens = Tokens()
-    with prepare(settings) as session:
-        anyio.run(make_steps, session, schedule(session.graph), STEPS, tokens)
-    return tokens.digest.hexdigest()
+    serial, streamed = Tokens(), Tokens()
+    for tokens in (serial, streamed):
+        with prepare(exact) as session:
+            graph = held(session.graph) if tokens is serial else session.graph
+            anyio.run(make_steps, session, graph, STEPS, tokens)
+    return Digests(serial.digest.hexdigest(), streamed.digest.hexdigest())
 
 
 class Tokens(Observer):
