@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from oppo.declared import require_metrics
 from oppo.errors import ProtocolError, shown
+from oppo.images import ImageRef
 from oppo.limits import UNLIMITED, TurnLimit
 
 T_co = TypeVar("T_co", covariant=True)
@@ -222,6 +223,7 @@ class Prompt:
         branch: 0, but for a further conversation of the same sample, as of a subagent: then a number below 2**20.
         limit: of the first turn.
         role: of its conversation, where agents have several: responses of one role are compared with one another.
+        images: that it shows, in the order of their tokens.
 
     Example:
         >>> Prompt(rollout=7, admission=7, tokens=np.array([1, 2], np.int32)).tokens.tolist()
@@ -237,6 +239,7 @@ class Prompt:
     branch: int = 0
     limit: TurnLimit = UNLIMITED
     role: str = ""
+    images: tuple[ImageRef, ...] = ()
 
     def samples(self, count: int) -> tuple[Prompt, ...]:
         """Return ``count`` rollouts to be generated for this prompt, as one group."""

@@ -93,7 +93,7 @@ class Player:
         session.drawn[same] += 1
         # The responses to a row begin alike, so what is drawn before them is the same for all.
         branch, sample = (same + session.drawn[same]) % BRANCHES, prompt.sample if session.first.begun else 0
-        asked = replace(prompt, tokens=tokens, sample=sample, branch=branch, limit=limit, role=talk.role)
+        asked = replace(prompt, tokens=tokens, sample=sample, branch=branch, limit=limit, role=talk.role, images=())
         try:
             turn = await self.turn(asked)
         except Refusal as refusal:
