@@ -116,7 +116,7 @@ RATCHETS = {
     "files in the root": 22,
     "protocols": 49,
     "functions that only require": 70,
-    "functions given all settings": 23,
+    "functions given all settings": 22,
     "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn
     "modules that name deterministic": 21,
     "modules that name lookahead": 23,
