@@ -116,7 +116,7 @@ RATCHETS = {
     "files in the root": 23,  # the images of a prompt, which events, data and models know
     "protocols": 50,  # what makes pixels
     "functions that only require": 70,
-    "functions given all settings": 23,
+    "functions given all settings": 22,
     "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn
     "modules that name deterministic": 22,  # the roles of an agent, of which such decoding trains one
     "modules that name lookahead": 23,
