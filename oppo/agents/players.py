@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar
 from zlib import crc32
@@ -70,21 +69,26 @@ class Player:
         self.policy = policy
         self._joins = policy.capabilities.adds_while_decoding
         self._engine: Decoding | None = None
+        self._failure: Exception | None = None
         self._live = 0
         self._alone = anyio.Lock()
         self._news = anyio.Event()
 
     async def serve(self) -> None:
         """Decode as long as something is asked for: an engine keeps what it has decoded."""
-        while self._joins:
+        while self._joins and self._failure is None:
             await self._until(lambda: self._live > 0)
-            with suppress(Exception):  # those that read raise it
+            try:
                 async with self.policy.decoding([], _uncut) as engine:
                     self._engine = engine
                     self._notify()
                     await self._until(lambda: not self._live)
                     self._engine = None  # those that come while it closes wait for the next
-            self._engine = None
+            except Exception as error:  # noqa: BLE001 - those that ask raise it
+                self._failure = error
+            finally:
+                self._engine = None
+                self._notify()
 
     async def play(self, prompt: Prompt, session: Session, talk: Conversation) -> None:
         assert talk.request is not None  # noqa: S101 - it has just come
@@ -120,8 +124,9 @@ class Player:
             if not self._joins:
                 async with self._alone, self.policy.decoding([decode], _uncut):
                     return await _read(decode, prompt)
-            await self._until(lambda: self._engine is not None)
-            assert self._engine is not None  # noqa: S101 - that was waited for
+            await self._until(lambda: self._engine is not None or self._failure is not None)
+            if self._engine is None:
+                raise ModelError(f"the model of role {prompt.role!r} has failed") from self._failure
             await self._engine.add([decode])
             return await _read(decode, prompt)
         finally:

@@ -336,7 +336,7 @@ class Agents(RunningAgents, Branching):
         self.ends = chat.ends
         self.drops = on_failure == "drop"
         agent = CalledAgent(user, list(played))
-        frozen = {role: player for role, player in played.items() if player != "policy"}
+        frozen = {role: player for role, player in played.items() if not isinstance(player, str)}
         super().__init__(agent, requests, timeout, frozen, host=host, port=port, public_url=public_url)
 
     @property

@@ -68,6 +68,7 @@ ROLES: Final[Mapping[str, str]] = {
     "critic": "values of the tokens, as they are written",
     "teacher": "log-probs that the policy learns",
     "teacher, average": "the average of the policy's weights in float32, which the teacher serves",
+    "role": "answers agents in a role that is frozen",
     "trainer": "makes the updates: gradients, optimizer states, float32 copies of what it trains",
     "trainer, whole weights": "all weights, gathered from the ranks for weight sync and checkpoints",
 }

@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from torch import nn
 from transformers import PreTrainedModel
 
+from oppo.config.environment import INITIAL
 from oppo.config.scorers import ModelRewardSection, OnVllm, VllmRewardSection
 from oppo.config.sections import SamplingSection
 from oppo.declared import declared
@@ -298,6 +299,8 @@ def _needs(deployment: Deployment, load: Load | None, known: Known) -> list[Expe
         for number, device in enumerate(devices.policies):
             needs.append(Expected(deployment.policy_name(number), device, policy, remote))
     needs += _of_scorers(deployment, made, load)
+    for role, player in settings.agents.frozen.items():
+        needs.append(Expected(f"role {role!r}", devices.actor, _player(made, f"agents.roles.{role}", player, load)))
     unshared = None
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}
@@ -474,6 +477,17 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
     mine = replace(share(deployment.load(1) if load is None else load), chunk=1)
     chosen = settings.sampling.temperature > 0, settings.sampling.top_k, settings.sampling.top_p
     return made.counted("policy", ("policy", deployment.models.policy, made.adapter, mine, load is None, chosen), count)
+
+
+def _player(made: Outlines, key: str, player: str, load: Load | None) -> Bytes:
+    # Of a frozen role, which at most all rollouts ask at a time.
+    models, sampling = made.deployment.models, _sampling(made.deployment.settings.sampling)
+    path = models.policy if player == INITIAL else player
+    make = partial(made._made, key, CAUSAL, path)  # noqa: SLF001 - of this module
+    if load is None:
+        return Bytes(at_rest(make).weights)
+    count = partial(of_policy, make, load, sampling, prefill_tokens=PREFILL_TOKENS)
+    return made.counted(key, ("player", path, load), count)
 
 
 def _served(made: Outlines, model: str, load: Load | None, device: torch.device) -> Bytes:

@@ -230,8 +230,13 @@ def environment_of(
     if agents.program:
         served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port", "public_url")}
         run = TaskAgent() if agents.program == VERIFIERS else agents.program
-        roles = {role: POLICY if role in agents.trained else None for role in agents.roles}
-        return Agents(run, tokenizer, sampling, roles=roles, **served)
+        return Agents(
+            run,
+            tokenizer,
+            sampling,
+            roles={role: POLICY if role in agents.trained else None for role in agents.roles},
+            **served,
+        )
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
     calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,8 +17,9 @@ from hypothesis import given, strategies as st
 
 from oppo import Drop, GroupRelative, Overcommit, Prompt
 from oppo.agents import Agents
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, ModelError, ModelLost
 from oppo.events import Batch, Finish, Response
+from oppo.models import Capabilities, Cut, Decode, Decoding
 from oppo.returns import GroupAdvantage
 from oppo.rewards import ByTurn
 from oppo.stages import RoleBaseline, ScoredRollout
@@ -94,18 +97,19 @@ class Duel:
         opening: the umpire speaks first.
         returns: in place of the rewards.
         models: in place of the roles.
+        umpire: who plays the frozen role.
     """
 
     seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
     opening: bool = False
     returns: object = None
     models: Mapping[str, str] = field(default_factory=dict)
+    umpire: FakePolicy = field(default_factory=partial(FakePolicy, length=lambda prompt: 2 + prompt.stream % 5))
     said: list[tuple[str, list[int]]] = field(default_factory=list)
     answers: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        umpire = FakePolicy(length=lambda prompt: 2 + prompt.stream % 5)
-        roles: dict[str, Any] = {"one": "policy", "two": "policy", "umpire": umpire}
+        roles: dict[str, Any] = {"one": "policy", "two": "policy", "umpire": self.umpire}
         self.agents = Agents(self.run, tokenizer(), on_failure="drop", roles=roles)
 
     async def run(self, row: dict[str, Any], base_url: str, key: str) -> object:
@@ -208,6 +212,24 @@ def test_what_fits_no_roles_drops_the_game_with_the_reason(given: dict[str, Any]
     assert {each.prompt.role for batch in batches for each in batch.responses} == (
         {"one"} if "no turn" in words else set()
     )
+
+
+class Lost(FakePolicy):
+    def decoding(self, live: Sequence[Decode], cut: Cut) -> AbstractAsyncContextManager[Decoding]:
+        raise ModelLost(f"{len(live)} rollouts")
+
+
+@pytest.mark.parametrize(("adds", "words"), [(True, "the model of role 'umpire' has failed"), (False, "1 rollouts")])
+def test_a_frozen_model_that_fails_ends_the_run_with_its_error(adds: bool, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        played(Duel(umpire=Lost(capabilities=Capabilities(adds_while_decoding=adds))))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_frozen_role_says_the_same_whether_its_engine_decodes_answers_side_by_side(adds: bool) -> None:
+    can = Capabilities(adds_while_decoding=adds)
+    umpire = FakePolicy(length=lambda prompt: 2 + prompt.stream % 5, capabilities=can, seconds=0.3)
+    assert by_rollout(played(Duel(umpire=umpire))[0]) == by_rollout(played(Duel())[0])
 
 
 def test_the_policy_plays_one_role_at_least() -> None:
