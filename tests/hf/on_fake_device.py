@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from oppo.events import Batch, Chunk, Prompt, Support, TokenColumns
 from oppo.hf import head
+from oppo.hf.kv.states import StateKey, StateSlots
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, ModuleT, WithoutData, longest_batch
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
@@ -145,6 +146,23 @@ def _chunk(rollout: int, start: int, count: int) -> Chunk:
     support = Support(np.tile(np.arange(4, dtype=np.int32), count), np.full(count, 4, np.int32))
     tokens = np.ones(count, np.int32)
     return Chunk(rollout, start, tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), TokenColumns(support))
+
+
+def resized(layers: int) -> Counts:
+    """Windows and recurrent states of rows that come and go."""
+    with watched() as watch:
+        slots = StateSlots()
+        slots.admit(range(4))
+        with slots.reading(range(4), None):
+            for layer in range(layers):
+                slots.keep(StateKey(layer, "window", 0), torch.zeros(4, 8, 4, device="gpu:0"))
+                slots.keep(StateKey(layer, "recurrent", 0), torch.zeros(4, 2, 8, 8, device="gpu:0"))
+        watch.taken()
+        slots.admit(range(4, 40))
+        found = {"grown": watch.taken()}
+        slots.dismiss(range(2, 40))
+        assert slots.capacity == 2
+        return found | {"shrunk": watch.taken()}
 
 
 class HeadKernels(ModuleType):
@@ -322,6 +340,8 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "adapters, merged": merge,
     "streamed update": streamed,
     "weight sync": sync,
+    "states of one layer": partial(resized, 1),
+    "states of 24 layers": partial(resized, 24),
     "the harness": refused,
     "update of logits": of_logits,
     "update of logits, by Triton": partial(of_logits, HeadKernels("kernels")),
