@@ -57,13 +57,12 @@ def test_a_peer_without_an_environment_is_left_out_by_name_unless_it_is_asked_fo
 
     monkeypatch.setattr(Peer, "interpreter", nowhere)
     monkeypatch.setattr("benchmarks.gpu_day.__main__.DEFAULT", ("peer", "agree"))
-    out = tmp_path / "day.json"
-    assert gpu_day(device="cpu", out=out) == 0
-    parts = json.loads(out.read_text())["parts"]
+    assert gpu_day(device="cpu", out=tmp_path / "day.json") == 0
+    parts = json.loads((tmp_path / "day.json").read_text())["parts"]
     assert parts["peer"] == {"not run": "`make bench-peer PEER=trl-grpo` makes it"}
     assert "mismatch/kl_current" in parts["agree"]
     with pytest.raises(ConfigError, match="makes it"):
-        gpu_day(device="cpu", parts="agree,peer", out=out)
+        gpu_day(device="cpu", parts="agree,peer")
 
 
 @pytest.mark.parametrize(

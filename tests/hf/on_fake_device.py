@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,27 +165,20 @@ def resized(layers: int) -> Counts:
         return found | {"shrunk": watch.taken()}
 
 
-class HeadKernels(ModuleType):
-    """In place of :mod:`oppo.hf.kernels`: reads and writes what they do, by one operation each way."""
+class Measured(torch.autograd.Function):
+    """In place of what :mod:`oppo.hf.kernels` reads and writes: one operation each way."""
 
     @staticmethod
-    def measured(logits: Tensor, *given: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-        found = _Once.apply(logits)  # type: ignore[no-untyped-call] # torch's
-        return found, found
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits)
-        return logits.sum(-1)
+        return logits.sum(-1), logits.new_empty(len(logits))
 
     @staticmethod
-    def backward(ctx: Any, of_rows: Tensor) -> Tensor:
+    def backward(ctx: Any, of_rows: Tensor, _: Tensor) -> Tensor:
         return ctx.saved_tensors[0] * of_rows[:, None]
 
 
-def of_logits(kernels: ModuleType | None = None) -> Counts:
+def of_logits(kernels: object = None) -> Counts:
     """An update, with logits of 16 tokens at a time."""
     head.LOGITS_BYTES, head.WIDE, head.kernels_on = 16 * VOCABULARY * 4, frozenset({"gpu"}), lambda device: kernels
     return update(lambda: ActorCritic(bare(partial(sized, vocab_size=VOCABULARY)), head_apart=True))
@@ -344,7 +337,9 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "states of 24 layers": partial(resized, 24),
     "the harness": refused,
     "update of logits": of_logits,
-    "update of logits, by Triton": partial(of_logits, HeadKernels("kernels")),
+    "update of logits, by Triton": partial(
+        of_logits, SimpleNamespace(measured=lambda logits, *_, **options: Measured.apply(logits))
+    ),
 }
 """By name; each returns what it did, by phase."""
 
