@@ -24,6 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
@@ -312,6 +316,8 @@ def scored(causal: type[PreTrainedModel]) -> type[PreTrainedModel]:
         attributes = {"_causal": causal, "config_class": causal.config_class, "__module__": __name__}
         made = type(f"{name}ForSequenceClassification", (_Scored, base), attributes)
         _scored[causal] = cast("type[PreTrainedModel]", made)
+        if (names := get_checkpoint_conversion_mapping(causal.__name__)) is not None:  # of its weights in files
+            register_checkpoint_conversion_mapping(made.__name__, names, overwrite=True)
     return _scored[causal]
 
 

@@ -45,6 +45,7 @@ from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import Loadable, ModelRecipe, worker_maker
 from oppo.hf.model_parts import backbone, score_head, token_head, vocabulary
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
+from oppo.images import ImageRef
 from oppo.losses import Input, top_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Make
@@ -66,8 +67,8 @@ class ScorerInput:
         return _unpacked, (packed,)
 
 
-_Packed: TypeAlias = tuple[type[Growth], int, int, Mapping[str, object], bytes, TokenColumns]
-"""Kind, rollout, start and columns of an event; its tokens, int32, and their further columns."""
+_Packed: TypeAlias = tuple[type[Growth], int, int, Mapping[str, object], bytes, TokenColumns, tuple[ImageRef, ...]]
+"""Kind, rollout, start and columns of an event; its tokens, int32, and their further columns; its images."""
 
 
 def _packed(event: Growth, extra: Sequence[type[TokenColumn]], columns: Sequence[str]) -> _Packed:
@@ -75,15 +76,16 @@ def _packed(event: Growth, extra: Sequence[type[TokenColumn]], columns: Sequence
     given = event.columns if isinstance(event, Prompt) else {}
     held = {name: given[name] for name in columns if name in given}
     further = event.extra.only(extra) if isinstance(event, Chunk) else NO_COLUMNS
-    return type(event), event.rollout, start, held, event.tokens.astype(np.int32, copy=False).tobytes(), further
+    tokens, images = event.tokens.astype(np.int32, copy=False).tobytes(), getattr(event, "images", ())
+    return type(event), event.rollout, start, held, tokens, further, images
 
 
 def _unpacked(packed: Sequence[_Packed]) -> ScorerInput:
     events: list[Growth] = []
-    for kind, rollout, start, columns, buffer, extra in packed:
+    for kind, rollout, start, columns, buffer, extra, images in packed:
         tokens = np.frombuffer(buffer, np.int32)
         if kind is Prompt:
-            events.append(Prompt(rollout, rollout, tokens, columns=columns))
+            events.append(Prompt(rollout, rollout, tokens, columns=columns, images=images))
         elif kind is ToolTokens:
             events.append(ToolTokens(rollout, start, tokens))
         else:

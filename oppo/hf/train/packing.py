@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.events import Batch, FloatArray, Support
+from oppo.events import Batch, FloatArray, Prompt, Support
 from oppo.hf.kv.attention import cheapest_groups, filled, pass_overhead
 from oppo.losses import Input, Unit
 
@@ -56,6 +56,7 @@ class MicroBatch:
     support: Support  # of the T tokens
     top_ids: Tensor | None = None  # int64 [T, k], the likeliest ids of a teacher, if the loss reads them
     routed_experts: Tensor | None = None  # int64 [layers, ids, k], see oppo.hf.routers.replaying; None: free
+    prompts: Sequence[Prompt] = ()  # of each row, where one shows images
 
     @property
     def padding(self) -> int:
@@ -130,12 +131,16 @@ def _read(batch: Batch, row: int) -> int:
 
 
 def shares(batch: Batch) -> FloatArray:
-    """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
+    """Return the share of each row in the sampled tokens of its trajectory, float32 [N]: 1 if it is the only one."""
     sampled = np.array([len(row) for row in batch.sampled_rows()], np.float64)
     whole = np.ones(len(batch))
     for rows in batch.conversations():
         whole[rows] = max(1.0, sampled[rows].sum())
     return (sampled / whole).astype(np.float32)
+
+
+def shows_images(batch: Batch, rows: Sequence[int] | None = None) -> bool:
+    return any(batch.responses[row].prompt.images for row in (range(len(batch)) if rows is None else rows))
 
 
 def pack(
@@ -203,6 +208,7 @@ def pack(
         shares=floats["shares"],
         given={name: floats[name] for name in given if name in inputs},
         support=batch.column(Support, rows),
+        prompts=[batch.responses[row].prompt for row in rows] if shows_images(batch, rows) else (),
         **whole,
     )
 
