@@ -41,7 +41,7 @@ from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, K
 from oppo.hf.model_parts import FAILURES
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
-from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
+from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS, most_gpu_tokens
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.deployment import Deployment, named_reward
@@ -284,7 +284,11 @@ def planned(deployment: Deployment, load: Load | None, known: Known) -> tuple[in
     given, on_cpu = deployment.trainer.micro_batch_tokens, deployment.devices.trainer[0].type == "cpu"
     tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)
     needs = _needs(_with_tokens(deployment, tokens), load, known)
-    for times in () if given or on_cpu or load is None else (8, 4, 2):
+    most = tokens
+    if not (given or on_cpu or load is None):
+        most = most_gpu_tokens(sum(each.numel() for each in Outlines(deployment, known).actor().parameters()))
+    while most > tokens:
+        times, most = most // tokens, most // 2
         larger = [need.with_activations(times) if is_of_training(need) else need for need in needs]
         if not crowded(larger, deployment.assumed, spread=deployment.settings.placement.spread):
             return times * tokens, larger

@@ -98,11 +98,11 @@ class Incremental:
         self._graphs: StepGraphs | None = None
         self.eyes: Eyes | None = None
         self._sights: dict[int, Sight] = {}
-        if self.device.type == "cuda" and self._states is None and not ordered:
+        if self.device.type == "cuda" and not ordered:
             self.capture_steps(Capture(self.device))
 
     def capture_steps(self, capture: Capture) -> None:
-        """Launch decode steps of one segment as graphs from now on; the model has no recurrent states."""
+        """Launch decode steps of one segment as graphs from now on, if the model can be captured."""
 
         def forward(view: KVView, ids: Tensor, positions: Tensor, rotary: Tensor | None) -> Tensor:
             return self._forward([view], (), ids, positions, keep=1, further=_turned(rotary))[:, 0]
@@ -178,7 +178,11 @@ class Incremental:
         batch.make_room()
         ids, picks = tokens.to(batch.positions.device), batch.picks
         ids = ids if picks is None else ids[picks]
-        out = None if self._graphs is None or self.routes is not None else self._graphs.step(batch, ids)
+        if self._graphs is not None and self._states is not None:
+            self._graphs.refuse("the model has recurrent states, whose slots change with the rows")
+        elif self._graphs is not None and self.routes is not None:
+            self._graphs.refuse("the experts of each token are recorded, which the host reads back")
+        out = None if self._graphs is None else self._graphs.step(batch, ids)
         if out is None:
             given = ids[:, None], batch.positions[:, None]
             out = self._forward(batch.views, batch.members, *given, keep=1, further=_turned(batch.rotary))[:, 0]
