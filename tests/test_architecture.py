@@ -96,7 +96,7 @@ BUDGETS = {
     "environments": 1_359,
     "evaluation": 535,
     "graph": 2_216,
-    "hf": 13_201,
+    "hf": 13_211,
     "liveness": 611,
     "losses": 1_065,
     "oppo": 6_450,
