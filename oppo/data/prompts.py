@@ -278,11 +278,7 @@ PROMPT: Final = "prompt"
 
 
 def template_fields(template: str) -> Collection[str]:
-    """Return the names in a template, ``{name}`` each; a brace of the text itself is doubled.
-
-    Raises:
-        ValueError: a brace is alone, or a field is no name.
-    """
+    """Return the names in a template, ``{name}`` each; a brace of the text itself is doubled."""
     fields: dict[str, None] = {}
     for _, name, form, conversion in Formatter().parse(template):
         if name is not None and (not name.isidentifier() or form or conversion):
