@@ -405,12 +405,14 @@ class Finish:
     Attributes:
         answered: its answered turns, in order. The one that ended the response is there only if the environment gave it
             a reward or a key, or its answer had no room.
+        segments: of its rollout, where compaction made several; all have the reason of the last one.
     """
 
     rollout: int
     response: Response
     reason: FinishReason
     answered: Sequence[AnsweredTurn] = ()
+    segments: int = 1
 
 
 @dataclass(frozen=True, slots=True)

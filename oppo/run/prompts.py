@@ -95,7 +95,7 @@ def supplied(
         if as_they_come
         else _stream(data, [*trained.values()], settings.step.batch)
     )
-    every = [prompt for pool in apart.values() for prompt in pool]
+    every, longer = [prompt for pool in apart.values() for prompt in pool], settings.environment.longer
     wanted = settings.run.steps
     steps = steps_of(wanted, data, settings.step.batch, stream)
     if as_they_come and (wanted == BY_DATA or data.drop_last):
@@ -111,7 +111,7 @@ def supplied(
         steps=steps,
         provenance=provenance.with_digests(unfiled),
         columns=[_columns(pools) for pools in (trained, apart) if pools],
-        most=data.max_prompt_tokens if settings.agents.program else 0,
+        most=data.max_prompt_tokens + longer if settings.agents.program or longer else 0,
     )
 
 

@@ -3,7 +3,7 @@
 A call to the core decodes the ready rows. It returns, its rows paused, when a turn was answered, a rollout joins or
 weights come, and the next call has the row too, or the new weights. Where every rollout waits for an answer there is
 no call, so the model's place is free. In deterministic mode decoding waits with each turn, weights wait for its end,
-and no rollout joins.
+and a rollout joins only while a turn is unanswered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Literal, TypeAlias
 
@@ -119,12 +119,13 @@ class HfPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """In deterministic mode, weights wait for the end of decoding, and no rollout joins others."""
+        """In deterministic mode, weights wait for the end of decoding, and rollouts join at unanswered turns only."""
         loads: Loads = "when decoding ends" if self._deterministic else "between decode steps"
         return Capabilities(
             adds_while_decoding=not self._deterministic,
             loads_while_decoding=loads,
             turns=True,
+            adds_while_held=True,
             varies_sampling=True,
             reports_progress=True,
         )
@@ -201,7 +202,7 @@ class HfPolicy:
                 self._calls = calls
                 tasks.start_soon(self._decode, calls, errors, name="decode")
             try:
-                yield FixedDecoding(self._name) if self._deterministic else calls
+                yield DecodingTogether(self._name, calls) if self._deterministic else calls
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
@@ -347,11 +348,14 @@ class DecodeCalls:
                 self._news = anyio.Event()
             await self._news.wait()
 
+    def waits(self) -> bool:
+        return any(decode.unanswered for decode in self._open())
+
     def _open(self) -> list[HfDecode]:
         return [decode for decode in self.decodes if decode.live and not decode.closed]
 
     def _holds(self) -> bool:
-        return self._deterministic and any(decode.unanswered for decode in self._open())
+        return self._deterministic and self.waits()
 
     async def _end_finished(self) -> None:
         ended = [each for each in self.decodes if each.ending and not each.closed]
@@ -383,3 +387,15 @@ class DecodeCalls:
             for decode in self.decodes:
                 decode.cutting = True
         return cutting
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingTogether(FixedDecoding):
+    """The rollouts of a deterministic decoding: others join at an unanswered turn, which all wait for."""
+
+    calls: DecodeCalls
+
+    async def add(self, decodes: Sequence[Decode]) -> None:
+        if not self.calls.waits():
+            await FixedDecoding.add(self, decodes)
+        await self.calls.add(decodes)
