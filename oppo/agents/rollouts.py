@@ -89,20 +89,82 @@ class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
         return float(result)
 
 
-class RunningAgents(Shared):
-    # The agents that run, by the rollouts that they are for.
+def key_of(prompt: Prompt) -> tuple[int, int]:
+    return prompt.admission, prompt.sample
+
+
+def evaluation() -> WorkContext | None:
+    """The evaluation that the current task works for; ``None`` for training."""
+    context = work_context()
+    return context if context.role == "evaluate" else None
+
+
+def is_evaluated() -> bool:
+    return evaluation() is not None
+
+
+class Agents(Shared, Branching):
+    """A function that is an agent, as the prompts, the environment and the reward of rollouts.
+
+    It runs once for each rollout. Its first request is the prompt, the policy's turns are its answers, and its result
+    is the reward. Responses to one row begin with the same messages. A resumed run runs its agents anew, and answers
+    them with the turns that the policy has written: one that then sends something else is dropped.
+
+    Args:
+        run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of its conversation with the
+            server at this URL, or an :class:`oppo.rewards.ByTurn` of its first conversation's turns, or
+            :meth:`oppo.Drop.because` of a reason. An async function runs on the event loop, and
+            must not block it; a sync one in a thread of its own.
+        tokenizer: the policy's, with its chat template.
+        sampling: of the run: a request for another is refused.
+        on_failure: of an agent that raises, hangs, or sends no request: ``fail`` ends the run, ``drop`` drops the
+            rollout, or leaves the row out.
+        timeout: seconds in which an agent sends a request or returns, after it was started or answered; ``None``: no
+            limit.
+        host: where the server listens; agents on other machines cannot reach the default.
+        port: likewise; 0: any that is free.
+        public_url: the URL of the API that agents get where another address than the host leads to this port.
+
+    Attributes:
+        drops: whether failures drop rollouts.
+
+    Raises:
+        ConfigError: the extra ``agents`` is not installed, the tokenizer has no chat template that can be used, or a
+            number is out of range.
+        EnvironmentFailure: there is no such file or function.
+    """
+
     def __init__(
         self,
-        agent: CalledAgent,
-        requests: ChatRequests,
-        timeout: float | None,
+        run: AgentFunction | str,
+        tokenizer: HfTokenizer,
+        sampling: SamplingSettings | None = None,
         *,
-        host: str,
-        port: int,
-        public_url: str,
+        on_failure: Literal["fail", "drop"] = "fail",
+        timeout: float | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public_url: str = "",
     ) -> None:
+        for module in ("starlette", "uvicorn"):
+            require("agents", "an agent", module=module)
+        if timeout is not None:
+            require_real("timeout", timeout, 0, error=ConfigError)
+        user = UserFunction.of(run, None, EnvironmentFailure)
+        try:
+            inspect.signature(user.function).bind({}, "url", "key")
+        except TypeError as error:
+            raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
+        self.name = user.name
+        requests = ChatRequests(tokenizer, sampling or SamplingSettings())
+        try:
+            _, chat = requests.format([])
+        except Refusal as refusal:
+            raise ConfigError(str(refusal)) from refusal
+        self.ends = chat.ends
+        self.drops = on_failure == "drop"
         self.longest = math.inf
-        self._agent = agent
+        self._agent = CalledAgent(user)
         self._requests = requests
         self._timeout = timeout
         self._tasks: TaskGroup | None = None
@@ -241,83 +303,6 @@ class RunningAgents(Shared):
     def _noted(self, of: WorkContext | None, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._samples[of].setdefault(name, []).append(value)
-
-
-def key_of(prompt: Prompt) -> tuple[int, int]:
-    return prompt.admission, prompt.sample
-
-
-def evaluation() -> WorkContext | None:
-    """The evaluation that the current task works for; ``None`` for training."""
-    context = work_context()
-    return context if context.role == "evaluate" else None
-
-
-def is_evaluated() -> bool:
-    return evaluation() is not None
-
-
-class Agents(RunningAgents, Branching):
-    """A function that is an agent, as the prompts, the environment and the reward of rollouts.
-
-    It runs once for each rollout. Its first request is the prompt, the policy's turns are its answers, and its result
-    is the reward. Responses to one row begin with the same messages. A resumed run runs its agents anew, and answers
-    them with the turns that the policy has written: one that then sends something else is dropped.
-
-    Args:
-        run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of its conversation with the
-            server at this URL, or an :class:`oppo.rewards.ByTurn` of its first conversation's turns, or
-            :meth:`oppo.Drop.because` of a reason. An async function runs on the event loop, and
-            must not block it; a sync one in a thread of its own.
-        tokenizer: the policy's, with its chat template.
-        sampling: of the run: a request for another is refused.
-        on_failure: of an agent that raises, hangs, or sends no request: ``fail`` ends the run, ``drop`` drops the
-            rollout, or leaves the row out.
-        timeout: seconds in which an agent sends a request or returns, after it was started or answered; ``None``: no
-            limit.
-        host: where the server listens; agents on other machines cannot reach the default.
-        port: likewise; 0: any that is free.
-        public_url: the URL of the API that agents get where another address than the host leads to this port.
-
-    Attributes:
-        drops: whether failures drop rollouts.
-
-    Raises:
-        ConfigError: the extra ``agents`` is not installed, the tokenizer has no chat template that can be used, or a
-            number is out of range.
-        EnvironmentFailure: there is no such file or function.
-    """
-
-    def __init__(
-        self,
-        run: AgentFunction | str,
-        tokenizer: HfTokenizer,
-        sampling: SamplingSettings | None = None,
-        *,
-        on_failure: Literal["fail", "drop"] = "fail",
-        timeout: float | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        public_url: str = "",
-    ) -> None:
-        for module in ("starlette", "uvicorn"):
-            require("agents", "an agent", module=module)
-        if timeout is not None:
-            require_real("timeout", timeout, 0, error=ConfigError)
-        user = UserFunction.of(run, None, EnvironmentFailure)
-        try:
-            inspect.signature(user.function).bind({}, "url", "key")
-        except TypeError as error:
-            raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
-        self.name = user.name
-        requests = ChatRequests(tokenizer, sampling or SamplingSettings())
-        try:
-            _, chat = requests.format([])
-        except Refusal as refusal:
-            raise ConfigError(str(refusal)) from refusal
-        self.ends = chat.ends
-        self.drops = on_failure == "drop"
-        super().__init__(CalledAgent(user), requests, timeout, host=host, port=port, public_url=public_url)
 
     @property
     def reward(self) -> Scorer[float | Drop]:
@@ -511,12 +496,7 @@ class Agents(RunningAgents, Branching):
         return replace(outcome, rollout=finish.rollout) if isinstance(outcome, Drop) else float(outcome)
 
     async def rehearse(self, prompt: Prompt, turn: Sequence[int], turns: int) -> Rehearsed:
-        """Run the agent of a row outside of a run, with the same turn as each answer.
-
-        Args:
-            prompt: its tokens are not read.
-            turn: tokens, the one that ends it included.
-            turns: of each conversation; the response has no room for more.
+        """Run the agent of a row outside of a run, with the same turn as each answer, up to so many of a conversation.
 
         Raises:
             EnvironmentFailure: the agent failed, or sent no request.

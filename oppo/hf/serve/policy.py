@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final, Literal, TypeAlias
 
@@ -202,11 +202,11 @@ class HfPolicy:
                 self._calls = calls
                 tasks.start_soon(self._decode, calls, errors, name="decode")
             try:
-                yield DecodingTogether(self._name, calls) if self._deterministic else calls
+                yield calls
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
-                calls.stop()
+                calls.end()
         raise_first(errors)
 
     async def _decode(self, calls: DecodeCalls, errors: list[Exception]) -> None:
@@ -279,6 +279,10 @@ class DecodeCalls:
             decode.begin()
 
     def stop(self) -> None:
+        if not self._deterministic:  # of which the cut alone decides
+            self.end()
+
+    def end(self) -> None:
         self._over = True
         self._interrupt()
         self._news.set()
@@ -289,7 +293,9 @@ class DecodeCalls:
         self._news.set()
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        # Those that come after the cut stay deferred.
+        # Those that come after the cut stay deferred. In deterministic mode all wait for an unanswered turn.
+        if self._deterministic and not self._holds():
+            await FixedDecoding(type(self._policy).__name__).add(decodes)
         joining = unfinished(decodes, self._policy)
         if live := [decode.prompt.rollout for decode in joining if decode.live]:
             raise ProtocolError(f"rollouts {live} are being decoded, so they cannot join")
@@ -348,14 +354,11 @@ class DecodeCalls:
                 self._news = anyio.Event()
             await self._news.wait()
 
-    def waits(self) -> bool:
-        return any(decode.unanswered for decode in self._open())
-
     def _open(self) -> list[HfDecode]:
         return [decode for decode in self.decodes if decode.live and not decode.closed]
 
     def _holds(self) -> bool:
-        return self._deterministic and self.waits()
+        return self._deterministic and any(decode.unanswered for decode in self._open())
 
     async def _end_finished(self) -> None:
         ended = [each for each in self.decodes if each.ending and not each.closed]
@@ -387,15 +390,3 @@ class DecodeCalls:
             for decode in self.decodes:
                 decode.cutting = True
         return cutting
-
-
-@dataclass(frozen=True, slots=True)
-class DecodingTogether(FixedDecoding):
-    """The rollouts of a deterministic decoding: others join at an unanswered turn, which all wait for."""
-
-    calls: DecodeCalls
-
-    async def add(self, decodes: Sequence[Decode]) -> None:
-        if not self.calls.waits():
-            await FixedDecoding.add(self, decodes)
-        await self.calls.add(decodes)
