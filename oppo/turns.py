@@ -275,6 +275,29 @@ class StopCriteria:
         return any(not any(before.startswith(stop, at) for before in earlier) for stop, at in found)
 
 
+class GrowingText:
+    """Decodes tokens that grow from call to call, of which it reads the newest and those of the call before.
+
+    A decoder looks at most at the token before, or goes on with an incomplete character. Where later tokens change what
+    earlier ones are, as bytes that are no character together, all are decoded anew.
+    """
+
+    def __init__(self, decode: Detokenize) -> None:
+        self._decode = decode
+        self._start = self._end = 0  # of the tokens that are read again, and whose text is known
+        self._text = self._again = ""
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, which begin with those of the call before."""
+        read = self._decode(tokens[self._start :])
+        grown = len(tokens) >= self._end and read.startswith(self._again)
+        text = self._text + read[len(self._again) :] if grown else self._decode(tokens)
+        if not text.endswith("\ufffd"):
+            self._start, self._end, self._text = min(self._end, len(tokens)), len(tokens), text
+            self._again = self._decode(tokens[self._start :])
+        return text
+
+
 def turn_ended(response: Response, stopping: StopCriteria, limit: int) -> FinishReason | None:
     """Return why a turn has ended with the last token of a response that may have turns; ``None`` if none has."""
     if not len(response) or not response.sampled[-1]:

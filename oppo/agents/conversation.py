@@ -29,6 +29,7 @@ from oppo.environments import EnvironmentFailure
 from oppo.errors import ConfigError, OppoError, one_line, shown
 from oppo.events import Drop
 from oppo.observe import WorkContext
+from oppo.turns import GrowingText
 
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
@@ -86,6 +87,7 @@ class Conversation:
         self.messages: list[Json] = []
         self._names: dict[str, tuple[str, str]] = {}
         self._turn: list[int] = []
+        self._text: GrowingText | None = None  # of a turn that is streamed
         self._read: list[int] = []
 
     @property
@@ -216,7 +218,9 @@ class Conversation:
         """Show what a turn has said so far to the request, which streams it."""
         if self.request is not None and self._format is not None:
             request, (_, chat) = self.request, self._format
-            request.show(*chat.so_far(tokens, self._requests.stops, calls=request.wanted.calls))
+            if self._text is None:
+                self._text = GrowingText(chat.tokenizer.decode_whole)
+            request.show(*chat.so_far(tokens, self._requests.stops, calls=request.wanted.calls, decode=self._text))
 
     def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, cut: bool = False) -> None:
         # `cut`: the response had no room for more.
@@ -224,7 +228,7 @@ class Conversation:
         assert request is not None  # noqa: S101 - the caller has received it
         assert self._format is not None  # noqa: S101 - of the first request
         tokenizer, chat = self._format
-        self._turn = list(turn)
+        self._turn, self._text = list(turn), None
         parsed = chat.parse(self._turn)
         content, reasoning, calls = parsed.content, parsed.reasoning, list[Call]()
         if parsed.malformed or not request.wanted.calls:

@@ -183,8 +183,8 @@ class Conversations:
             memory = self._memories.get(rollout.prompt.rollout, _Memory())
 
             def turn() -> list[int]:
-                tokens: list[int] = rollout.response().tokens[memory.length :].tolist()
-                return tokens
+                pieces = (each.tokens for each in rollout.pieces if each.start >= memory.length)
+                return [token for tokens in pieces for token in tokens.tolist()]
 
             self._follow(rollout.prompt, memory.answered, turn)
 
