@@ -21,7 +21,6 @@ from oppo.agents.requests import (
     Said,
     Wanted,
     apart,
-    called,
     digest_of,
     quoted,
 )
@@ -243,7 +242,7 @@ class Conversation:
             calls.append(Call(key, call.name, dict(call.arguments)))
         message: Json = {"role": "assistant", "content": content}
         if calls:
-            message["tool_calls"] = [called(*call, "the answer") for call in calls]
+            message["tool_calls"] = [Api.called(*call, "the answer") for call in calls]
         self.messages = [*request.messages, message]
         self.said |= {essence(message)} - {""}
         self._read += request.tokens.tolist()

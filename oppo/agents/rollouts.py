@@ -309,11 +309,6 @@ class Agents(Shared, Branching):
         return WholeScorer(self.earned, lambda: self.at_work)
 
     async def asked(self, session: Session) -> Request:
-        """Return the first request of an agent.
-
-        Raises:
-            EnvironmentFailure: there is none.
-        """
         request = await self.heard(session, session.first)
         if request is None:
             raise session.failure(f"returned {shown(session.outcome)} without a request: {_WANTED}")
@@ -406,11 +401,7 @@ class Agents(Shared, Branching):
         self._notify()
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return the agent's messages after a turn, ``None`` once it has returned, or a ``Drop``.
-
-        Raises:
-            EnvironmentFailure: the agent failed, and failures are not dropped.
-        """
+        """Return the agent's messages after a turn, ``None`` once it has returned, or a ``Drop``."""
         state: Any = turn.state or {"given": ""}
         session = self._session(turn.prompt, turn.number)
         try:
@@ -465,11 +456,7 @@ class Agents(Shared, Branching):
         return talk
 
     async def earned(self, finish: Finish) -> float | Drop:
-        """Return the result of the agent of a complete response, once it was told the end of it.
-
-        Raises:
-            EnvironmentFailure: the agent failed, and failures are not dropped.
-        """
+        """Return the result of the agent of a complete response, once it was told the end of it."""
         prompt = finish.response.prompt
         session = self._session(prompt, math.inf)
         session.fill(_FULL)  # its unit is complete

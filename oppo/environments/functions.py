@@ -166,11 +166,7 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         return self._calls.at_work
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return the function's answer as tokens, ``None`` where it ends the response, or a ``Drop``.
-
-        Raises:
-            EnvironmentFailure: the function failed, and failures are not dropped.
-        """
+        """Return the function's answer as tokens, ``None`` where it ends the response, or a ``Drop``."""
         where = f"turn {turn.number} of rollout {turn.prompt.rollout}"
         try:
             said = await self._calls.make(self._as_text(turn), where)
@@ -298,10 +294,9 @@ _TEMPLATE: Final = "{prompt}\n\nYour summary of the work so far:\n{summary}"
 class Compaction:
     """When tools have the policy summarise its work, and the prompt behind which it goes on.
 
-    Where a response has ``after`` tokens with the answer to its last calls, a request for a summary follows that. The
-    summary is the policy's next turn, and is trained; the response ends with it. The rollout's next segment is a
-    response to its prompt with the summary behind the last message of a user. An answer of tools that leaves no room
-    for a summary is left out, which the policy is told.
+    Behind the answer with which a response has ``after`` tokens, a user asks for a summary. That is the policy's next
+    turn, is trained, and ends the response. The rollout's next segment is a response to its prompt with the summary
+    behind it. An answer that leaves no room for a summary is left out, which the policy is told.
 
     Attributes:
         after: tokens of a response.
@@ -332,11 +327,6 @@ class Compaction:
             )
 
     def behind(self, prompt: Prompt, summary: str, tokenizer: HfTokenizer) -> IntArray:
-        """Return the tokens of a segment's prompt, int32 [P].
-
-        Raises:
-            DataError: the row has no prompt with a message of a user.
-        """
         make = PrivilegedPrompt(
             tokenizer=tokenizer, decode=tokenizer.decode, template=_TEMPLATE, prompt_column=self.prompt_column
         )

@@ -42,18 +42,13 @@ _ANSWERED: Final[ChatMessage] = {"role": "assistant", "content": _SAID}
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A turn as a message.
-
-    Attributes:
-        malformed: what is wrong with the first call that cannot be read, or empty.
-        text: all behind the reasoning, with calls as they were written.
-    """
+    """A turn as a message."""
 
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    malformed: str = ""
-    text: str = field(default="", compare=False)
+    malformed: str = ""  # what is wrong with the first call that cannot be read
+    text: str = field(default="", compare=False)  # all behind the reasoning, calls as written
 
     @property
     def message(self) -> ChatMessage:

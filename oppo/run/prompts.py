@@ -47,20 +47,14 @@ NOTHING: Final = ProgramRows()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Supplied:
-    """The prompts of a run.
-
-    Attributes:
-        steps: ``run.steps``, or as many as the prompts last for.
-        columns: of all prompts that are trained on, and of all that are held out, as far as they are known.
-        most: tokens that a prompt may have whose length is known only when it is asked for.
-    """
+    """The prompts of a run."""
 
     stream: Supply
     held_out: Sequence[Prompt]
-    steps: int
+    steps: int  # run.steps, or as many as the prompts last for
     provenance: Provenance
-    columns: Sequence[frozenset[str]]
-    most: int = 0
+    columns: Sequence[frozenset[str]]  # of all prompts that are trained on, and of all that are held out, if known
+    most: int = 0  # tokens that a prompt may have whose length is known only when it is asked for
 
     @property
     def longest(self) -> int:
