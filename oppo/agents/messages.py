@@ -24,9 +24,8 @@ class Messages(Api):
         found = requests.fields(body, _READ.split(), _SAMPLING, messages="messages")
         if not isinstance(found["messages"], list) or "max_tokens" not in found:
             raise Refusal("expected a JSON object with a list of messages, and max_tokens: of the turn, 1 or more")
-        system = (
-            [{"role": "system", "content": Api.text_of(found.get("system"), "system")}] if found.get("system") else []
-        )
+        said = Api.text_of(found.get("system"), "system")
+        system = [{"role": "system", "content": said}] if found.get("system") else []
         tools = [_tool(each) for each in found.get("tools") or ()]
         return Wanted(
             self.path,

@@ -212,15 +212,15 @@ class Api(ABC):
 
     @staticmethod
     def with_calls(choice: object, tools: Sequence[Json], *, same: Collection[object] = ("auto",)) -> bool:
-        """Return whether calls of tools are answered as calls; ``same`` ask for nothing else than the policy's choice."""
+        """Return whether calls are answered as calls; ``same`` ask for nothing else than the policy's choice."""
         if choice is None or not tools or choice in same:
             return True
         if choice in ("none", {"type": "none"}):
             return False
         raise Refusal(
-            f"tool_choice = {quoted(choice)}: a call that is forced is sampled from other probabilities than the policy's, "
-            "of which the engine tells none, so it cannot be trained: leave tool_choice out, or ask for the call in a "
-            "message; 'none' has calls answered as text",
+            f"tool_choice = {quoted(choice)}: a call that is forced is sampled from other probabilities than the "
+            "policy's, of which the engine tells none, so it cannot be trained: leave tool_choice out, or ask for the "
+            "call in a message; 'none' has calls answered as text",
             code="unsupported_value",
         )
 
