@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from oppo.agents.requests import MODEL, Api, ChatRequests, Json, Kind, Refusal, Request, Said, Stream, Wanted
+from oppo.agents.requests import Api, ChatRequests, Json, Kind, Refusal, Request, Said, Stream, Wanted
 from oppo.errors import shown
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -40,6 +40,7 @@ class ChatCompletions(Api):
             thinking=requests.most("thinking_token_budget", found.get("thinking_token_budget")),
             calls=Api.with_calls(found.get("tool_choice"), tools),
             stream=bool(found.get("stream")),
+            role=requests.role(found.get("model")),
             shows_ids=bool(found.get("return_token_ids")),
             shows_logprobs=bool(found.get("logprobs")),
             options={"usage": isinstance(options, dict) and bool(options.get("include_usage"))},
@@ -94,7 +95,7 @@ def _event(data: Json) -> str:
 
 
 def _common(request: Request, kind: str) -> Json:
-    return {"id": f"chatcmpl-{request.id}", "object": kind, "created": 0, "model": MODEL}
+    return {"id": f"chatcmpl-{request.id}", "object": kind, "created": 0, "model": request.wanted.model}
 
 
 def _calls(said: Said) -> list[Json]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from oppo.agents.requests import MODEL, Api, ChatRequests, Json, Kind, Refusal, Request, Said, Stream, Wanted
+from oppo.agents.requests import Api, ChatRequests, Json, Kind, Refusal, Request, Said, Stream, Wanted
 from oppo.errors import shown
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -40,6 +40,7 @@ class Responses(Api):
             thinking=requests.most("thinking_token_budget", found.get("thinking_token_budget")),
             calls=Api.with_calls(found.get("tool_choice"), tools),
             stream=bool(found.get("stream")),
+            role=requests.role(found.get("model")),
             shows_ids=bool(found.get("return_token_ids")),
             previous=str(found.get("previous_response_id") or "").removeprefix("resp_"),
             options={
@@ -166,7 +167,7 @@ def _response(request: Request, status: str, output: Sequence[Json], usage: Json
         "id": f"resp_{request.id}",
         "object": "response",
         "created_at": 0,
-        "model": MODEL,
+        "model": request.wanted.model,
         "status": status,
         "output": output,
         "parallel_tool_calls": True,
