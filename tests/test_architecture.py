@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_683,
     "report": 3_155,
     "rewards": 1_792,
-    "run": 5_903,
+    "run": 5_864,
     "simulate": 2_473,
     "stages": 4_125,
     "testing": 2_504,
