@@ -24,8 +24,8 @@ from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, ValueModel
 from oppo.hf.train.trainer import HfTrainer
 from oppo.hf.weights import weights_digest
-from oppo.models import Sampling, Scorer, Weights
-from oppo.placement import Hosting, Place, Thread
+from oppo.models import Sampling, Weights
+from oppo.placement import Place, Thread
 from oppo.placement.ray import Cluster, RayPlace
 from oppo.scheduling import Preemptible
 from oppo.testing import check_scorer
@@ -37,8 +37,6 @@ from tests.placement.ray.machines import Machine, Machines
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 SAMPLING = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
-
-Made = Callable[[Hosting], Scorer[object]]
 
 
 @pytest.fixture(scope="module")
