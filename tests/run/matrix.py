@@ -313,7 +313,21 @@ def overrides(row: Row) -> list[str]:
         more.append(OF_THE_TURNS[given.pop("rewards")])
     muon = ["trainer.optimizer=muon"] * (row["update"] == "cosine" and row["adapters"] == "no")
     chosen = [each for axis, value in given.items() for each in AXES[axis][value]]
-    return [*chosen, *more, *roles, *own_teacher(row), *muon]
+    return [*chosen, *more, *roles, *own_teacher(row), *muon, *(COMPACT if compacts(row) else ())]
+
+
+COMPACT = (
+    "environment.compact=40",
+    "environment.summary_tokens=6",
+    "environment.max_segments=3",
+    "environment.summary_request=Sum.",
+)
+
+
+def compacts(row: Row) -> bool:
+    """Return whether tools of a row go on behind summaries, as they may; no axis."""
+    alone = row["admission"] == "tail-batched" or row["algorithm"] == "online_dpo" or bool(own_teacher(row))
+    return row["dialogue"] == "tools" and not alone
 
 
 class Killer(Observer):
