@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -175,12 +175,18 @@ class Measured(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_rows: Tensor, _: Tensor) -> Tensor:
-        return ctx.saved_tensors[0] * of_rows[:, None]
+        (logits,) = ctx.saved_tensors
+        return cast("Tensor", logits * of_rows[:, None])
 
 
 def of_logits(kernels: object = None) -> Counts:
     """An update, with logits of 16 tokens at a time."""
-    head.LOGITS_BYTES, head.WIDE, head.kernels_on = 16 * VOCABULARY * 4, frozenset({"gpu"}), lambda device: kernels
+    for name, value in (
+        ("LOGITS_BYTES", 16 * VOCABULARY * 4),
+        ("WIDE", frozenset({"gpu"})),
+        ("kernels_on", lambda device: kernels),
+    ):
+        setattr(head, name, value)
     return update(lambda: ActorCritic(bare(partial(sized, vocab_size=VOCABULARY)), head_apart=True))
 
 
@@ -338,7 +344,8 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "the harness": refused,
     "update of logits": of_logits,
     "update of logits, by Triton": partial(
-        of_logits, SimpleNamespace(measured=lambda logits, *_, **options: Measured.apply(logits))
+        of_logits,
+        SimpleNamespace(measured=lambda logits, *_, **options: Measured.apply(logits)),  # type: ignore[no-untyped-call] # torch's
     ),
 }
 """By name; each returns what it did, by phase."""
