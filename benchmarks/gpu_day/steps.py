@@ -34,16 +34,7 @@ from oppo.errors import ConfigError
 from oppo.events import StepReport
 from oppo.graph import Run
 from oppo.hf.devices import DeviceThread, free, use_cores
-from oppo.hf.memory import (
-    Load,
-    longest_batch,
-    of_critic,
-    of_policy,
-    of_reference,
-    of_reward,
-    of_trainer,
-    planned_on,
-)
+from oppo.hf.memory import Load, longest_batch, of_critic, of_policy, of_reference, of_reward, of_trainer, planned_on
 from oppo.hf.serve.decoder import Counters
 from oppo.hf.serve.policy import PREFILL_TOKENS, HfPolicy
 from oppo.hf.train.actor_critic import ActorCritic
@@ -176,10 +167,8 @@ async def _ladder(steps: Steps, day: Day) -> Found:
         records: dict[str, list[list[StepRecord]]] = {mode: [] for mode in steps.modes}
         for number, mode in turns(steps.modes, steps.rounds):
             wanted = steps.each if number else steps.before(mode)
-            if not wanted:
-                continue
             with day.peak(peaks):
-                taken = await climbs[mode](wanted)
+                taken = await climbs[mode](wanted) if wanted else []
             if number:
                 records[mode].append(taken)
             if number and len({len(rounds) for rounds in records.values()}) == 1:

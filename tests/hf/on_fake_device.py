@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -168,6 +168,11 @@ def resized(layers: int) -> Counts:
 class Measured(torch.autograd.Function):
     """In place of what :mod:`oppo.hf.kernels` reads and writes: one operation each way."""
 
+    @classmethod
+    def once(cls, logits: Tensor, *given: object, **options: object) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = cls.apply(logits)  # type: ignore[no-untyped-call] # torch's
+        return found
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits)
@@ -175,17 +180,13 @@ class Measured(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_rows: Tensor, _: Tensor) -> Tensor:
-        (logits,) = ctx.saved_tensors
-        return cast("Tensor", logits * of_rows[:, None])
+        return ctx.saved_tensors[0] * of_rows[:, None]
 
 
 def of_logits(kernels: object = None) -> Counts:
     """An update, with logits of 16 tokens at a time."""
-    for name, value in (
-        ("LOGITS_BYTES", 16 * VOCABULARY * 4),
-        ("WIDE", frozenset({"gpu"})),
-        ("kernels_on", lambda device: kernels),
-    ):
+    changed = {"LOGITS_BYTES": 16 * VOCABULARY * 4, "WIDE": {"gpu"}, "kernels_on": lambda device: kernels}
+    for name, value in changed.items():
         setattr(head, name, value)
     return update(lambda: ActorCritic(bare(partial(sized, vocab_size=VOCABULARY)), head_apart=True))
 
@@ -343,10 +344,7 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "states of 24 layers": partial(resized, 24),
     "the harness": refused,
     "update of logits": of_logits,
-    "update of logits, by Triton": partial(
-        of_logits,
-        SimpleNamespace(measured=lambda logits, *_, **options: Measured.apply(logits)),  # type: ignore[no-untyped-call] # torch's
-    ),
+    "update of logits, by Triton": partial(of_logits, SimpleNamespace(measured=Measured.once)),
 }
 """By name; each returns what it did, by phase."""
 
