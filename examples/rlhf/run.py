@@ -46,12 +46,15 @@ def commands(base: Path, folder: Path, *, short: bool) -> Iterator[tuple[str, li
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the commands; return 0, or the code of the one that failed."""
+    """Run the commands; return 0, the code of the one that failed, or 2 if a run is there already."""
     parser = argparse.ArgumentParser(description="Make every step from base model to aligned model.")
     parser.add_argument("--base", type=Path, default=HERE.parent / "smollm2" / "model", help="(default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=HERE, help="for all results (default: %(default)s)")
     parser.add_argument("--short", action="store_true", help="a few rows and two steps of each: does it run?")
     options = parser.parse_args(arguments)
+    if (done := options.folder / "runs" / "ppo").exists():
+        print(f"run: {done} is there already: remove it, or choose another --folder", file=sys.stderr)
+        return 2
     seconds: dict[str, dict[str, float]] = {}
     for name, command in commands(options.base, options.folder, short=options.short):
         print("$", *command, flush=True)

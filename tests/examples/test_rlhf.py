@@ -119,6 +119,12 @@ def test_the_settings_for_a_gpu_run_dry_here_and_fit_a_card_of_24_gb(base: Path,
     assert command(["doctor", file, *sets, "--assume", "1x24GB"]) == 0
 
 
+def test_a_run_that_is_there_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "ppo").mkdir(parents=True)
+    assert run.main(["--folder", str(tmp_path)]) == 2
+    assert "is there already: remove it, or choose another --folder" in capsys.readouterr().err
+
+
 # The steps themselves, with TRL: a minute.
 
 

@@ -175,7 +175,11 @@ def test_segments_that_nothing_decodes_are_refused(admission: Admission, can: Ca
 
 def test_calls_for_segments_may_overlap_and_earlier_ones_get_a_plain_sum() -> None:
     parts = {"a": (1.0, 0.25)}
-    scores = {8: TokenRewards([0.25, 0.0], parts), 9: TokenRewards([1.0, 2.0]), 7: Drop(7, "no")}
+    scores: dict[int, float | Drop] = {
+        8: TokenRewards([0.25, 0.0], parts),
+        9: TokenRewards([1.0, 2.0]),
+        7: Drop(7, "no"),
+    }
 
     async def slow(finish: Finish) -> float | Drop:
         await anyio.sleep(1)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelRefused
 from oppo.events import Batch, Prompt, Response
+from oppo.hf.kv.reader import Incremental
 from oppo.hf.loading import _freeze_beside_text
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput, ValueWorker
@@ -104,6 +105,7 @@ def test_scorers_see_and_look_once_for_a_group(name: str, deterministic: bool) -
     for row, logprobs in zip(rows, found, strict=True):
         with torch.no_grad():
             assert np.allclose(logprobs, _alone(model, row).numpy(), atol=1e-4)
+    assert isinstance(worker.reader._reader, Incremental)
     looked = worker.reader._reader.eyes
     assert looked is not None
     assert looked.looks == 2
