@@ -562,6 +562,13 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
             and next(iter(changed(cast("Any", s.algorithm), {"credit", "over"}).items()), None)
         )
     ),
+    "algorithm.credit = 'state' compares turns in equal states, and {found} says of none in which state it is: set "
+    "credit = 'turns', or give an environment.factory or environment.source that does": (
+        lambda s: (
+            getattr(s.algorithm, "credit", "") == "state"
+            and ("agents.program" if s.agents.program else s.environment.tools and "environment.tools")
+        )
+    ),
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "
     "out, or make it a setting of yours in [loss]": lambda s: s.step.loss and _idle_of_loss(s.algorithm),
     "{found}": lambda s: teacher_fault(

@@ -139,8 +139,10 @@ class PreparedRun(Closing):
     async def _sync_weights(self) -> None:
         await self.assembly.trainer.sync_weights(*self.graph.stage("update", Update).synced)
 
-    async def keep(self, running: Run[StepReport], report: StepReport) -> None:
+    async def keep(self, running: Run[StepReport], report: StepReport, directory: RunDirectory) -> None:
+        """Write a checkpoint; the records of all steps are on the disk before it is."""
         state = {
+            "records": await anyio.to_thread.run_sync(directory.flush),
             "run": running.state_dict(),
             "prompts": self.prompts.state_dict(),
             "trainer": kind_of(self.assembly.trainer),
@@ -328,6 +330,7 @@ def directory_of(session: PreparedRun) -> RunDirectory:
         trace=None if settings.run.trace == "all" else settings.run.trace,
         resumed_at=None if session.lock is None else session.done,
         lock=session.lock,
+        flushed=None if session.checkpoint is None else session.checkpoint.state().get("records"),
     )
 
 
@@ -337,8 +340,7 @@ async def make_steps(
     """Make the remaining steps; write a checkpoint every ``run.checkpoint_every``, after the last and after a signal.
 
     No step is in flight at a checkpoint. A signal lets those end that are, and the journal says which is the last: the
-    next step begins from another state than it would have. The records of all steps are on the disk before their
-    checkpoint is, so a resumed run has them.
+    next step begins from another state than it would have.
     """
     chosen = session.settings.run
     empty, last, draining = EmptySteps(chosen.max_empty), None, False
@@ -355,16 +357,14 @@ async def make_steps(
             directory.drained(running.alive[-1])
             running.drain()
         if not running.alive and (ends or session.is_checkpointed(report.index)):
-            await anyio.to_thread.run_sync(directory.flush)
-            await session.keep(running, report)
+            await session.keep(running, report, directory)
             ends = interrupt.by if goes_on else None  # it may have come meanwhile
         if ends and not running.alive:
             raise Stopped(ends)
         empty.after(report)
         last = report
     if last is not None and chosen.checkpoint_every and not session.is_checkpointed(last.index):
-        await anyio.to_thread.run_sync(directory.flush)  # the prompts ended earlier than could be known
-        await session.keep(running, last)
+        await session.keep(running, last, directory)  # the prompts ended earlier than could be known
     empty.require_trained(directory.trained, session.steps)
 
 
