@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from oppo.declared import require_metrics
 from oppo.errors import ProtocolError, shown
+from oppo.images import ImageRef
 from oppo.limits import UNLIMITED, TurnLimit
 
 T_co = TypeVar("T_co", covariant=True)
@@ -221,6 +222,7 @@ class Prompt:
         columns: the other columns of the prompt's row, for reward functions.
         branch: 0, but for a further conversation of the same sample, as of a subagent: then a number below 2**20.
         limit: of the first turn.
+        images: that it shows, in the order of their tokens.
 
     Example:
         >>> Prompt(rollout=7, admission=7, tokens=np.array([1, 2], np.int32)).tokens.tolist()
@@ -235,6 +237,7 @@ class Prompt:
     columns: Mapping[str, object] = field(default_factory=dict)
     branch: int = 0
     limit: TurnLimit = UNLIMITED
+    images: tuple[ImageRef, ...] = ()
 
     def samples(self, count: int) -> tuple[Prompt, ...]:
         """Return ``count`` rollouts to be generated for this prompt, as one group."""

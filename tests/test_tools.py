@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
+from oppo.data import read_prompts
 from oppo.environments import EnvironmentFailure, FunctionEnvironment, TextTurn, Tools
-from oppo.errors import ConfigError
+from oppo.errors import ConfigError, DataError
 from oppo.events import Drop, Prompt
 from oppo.hf.chat import ChatFormat, chatting
+from oppo.run.rewards import begin_of
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf.spot_tokenizers import byte_tokenizer
@@ -84,6 +88,35 @@ def said(answer: Answer | Drop | None) -> list[str]:
 
 def answered(text: str, **options: Any) -> Answer | Drop | None:
     return run_virtual(lambda: Tools(EVERY, chat(), **options).answer(turn(text)))
+
+
+@given(st.lists(st.sampled_from([each.__name__ for each in EVERY]), unique=True))
+def test_a_row_is_shown_the_tools_that_it_names_and_calls_no_others(names: list[str]) -> None:
+    tools = Tools(EVERY, chat(), column="for")
+    asked = turn(call("pid") + call("add", left=2))
+    prompt, row = asked.prompt, {"for": names}
+    view = tools.of(row)
+    rendered = view.chat.tokenizer.rendered([{"role": "user", "content": "Hello."}], answered=False).text
+    assert [each.__name__ for each in EVERY if f'"name": "{each.__name__}"' in rendered] == view.names
+    assert view.names == [name for name in tools.names if name in names]
+    answer = run_virtual(tools.answer, replace(asked, prompt=replace(prompt, columns=row)))
+    if not names:  # without tools there are no calls
+        assert answer is None
+        return
+    found = {"pid": str(os.getpid()), "add": "3"}
+    no = "Error: there is no tool {!r}; the tools are " + ", ".join(view.names)
+    assert said(answer) == [text if name in names else no.format(name) for name, text in found.items()]
+    assert tools.of({"for": None}) is tools.of({}) is tools
+
+
+@pytest.mark.parametrize("named", [["add", "sub"], "add", [3], {"add": 1}, [["add"]]])
+def test_a_row_that_names_an_unknown_tool_is_refused_when_it_is_read(named: object) -> None:
+    begin = begin_of(Tools([add, pid], chat(), column="for"))
+    rows = [{"prompt": "Add.", "for": ["add"]}, {"prompt": "Add.", "for": named}]
+    words = r"expected a list of some of add, pid in the column 'for', got .*: correct the data, or give"
+    with pytest.raises(DataError, match=words) as caught:
+        read_prompts(rows, chat().tokenizer, begin=begin)
+    assert caught.value.__notes__ == ["while reading row 2"]
 
 
 def test_calls_of_a_turn_overlap_and_are_answered_in_their_order() -> None:

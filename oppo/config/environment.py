@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from annotated_types import Ge, Le
 
-from oppo.config.sections import VERIFIERS, placed
+from oppo.config.sections import OPENENV, VERIFIERS, DataSection, placed
 from oppo.declared import Filled, FromList, OneOf, Positive, PositiveCount, setting
+from oppo.errors import in_toml
 from oppo.user_code import SPEC
 
 
@@ -28,6 +30,11 @@ class EnvironmentSection:
         (),
         "functions that the policy calls by its chat template, each as `file.py:function`, with type hints and a "
         "docstring in Google's style, of which the template shows it their schemas; empty: none",
+    )
+    tools_column: str = setting(
+        "",
+        "column of the data with a list of names, of those `tools` that a row shows the policy, and lets it call; a "
+        "row without it has all; empty: none",
     )
     factory: str | dict[str, Filled] = setting(
         "",
@@ -89,6 +96,40 @@ class EnvironmentSection:
             else {name: placed(spec, folder) for name, spec in made.items()}
         )
         return replace(self, source=placed(self.source, folder), tools=tools, factory=factory)
+
+
+def environment_fault(given: EnvironmentSection, data: DataSection) -> str:
+    does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
+    answering = [key for key in does if getattr(given, key)]
+    served = (OPENENV + "http://", OPENENV + "https://")
+    odd = [each for each in given.factories.items() if not (SPEC.match(each[1]) or each[1].startswith(served))]
+    key, spec = (odd or [("", "")])[0]
+    calls = bool(given.tools or given.factory)
+    idle: dict[str, tuple[object, str]] = {
+        "on_failure": (not calls and given.on_failure == "answer", "tools"),
+        "max_turns": (not calls and given.max_turns, "tools"),
+        "keep_special_tokens": (
+            calls and given.keep_special_tokens,
+            "text of a function; tools answer by the chat template",
+        ),
+        "tools_column": (not given.tools and given.tools_column, "environment.tools"),
+    }
+    words = dict[str, object]()
+    for first, other in pairwise(answering):
+        both = f"{in_toml(getattr(given, first))} {does[first]}, and environment.{other} {does[other]}"
+        words[f"environment.{first} = {both}: leave one of them out"] = True
+    words |= {
+        f"{key}: expected file.py:name, or openenv:URL, such as openenv:http://localhost:8000, got {spec!r}": odd,
+        f"data.tools = {data.tools!r} shows tools that nothing calls, and environment.{given.answering} shows its own: "
+        "leave data.tools out": data.tools and calls,
+        "environment.process = true calls functions in other processes, and the instances of environment.factory are "
+        "objects of this one: leave process out": given.factory and given.process,
+    }
+    words |= {
+        f"environment.{name} = {in_toml(getattr(given, name))} is for {of}: leave it out": is_given
+        for name, (is_given, of) in idle.items()
+    }
+    return next((text for text, holds in words.items() if holds), "")
 
 
 _URL: Final = re.compile(r"^$|^https?://[^\s/]+(/\S*)?\Z")

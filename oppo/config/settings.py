@@ -22,7 +22,7 @@ from oppo.admission import Admission
 from oppo.algorithms.base import OF_THE_LOSS, Algorithm
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO, ReinforcePP
-from oppo.config.environment import AgentsSection, EnvironmentSection
+from oppo.config.environment import AgentsSection, EnvironmentSection, environment_fault
 from oppo.config.extensions import NAMED, OWN, algorithm_of, checked, extension, loss_of, made, table_of
 from oppo.config.scorers import (
     ENVIRONMENT,
@@ -37,7 +37,6 @@ from oppo.config.scorers import (
     teacher_fault,
 )
 from oppo.config.sections import (
-    OPENENV,
     ROWS,
     VERIFIERS,
     DataSection,
@@ -53,7 +52,7 @@ from oppo.config.sections import (
 from oppo.declared import MOST, STRICT, Declared, Resume, Table, adapter, changed, declared, table_in
 from oppo.errors import in_toml
 from oppo.training import OF_THE_CRITIC, TrainerSettings
-from oppo.user_code import SPEC, is_of_a_file
+from oppo.user_code import is_of_a_file
 
 if TYPE_CHECKING:
     from oppo.losses import Loss
@@ -321,30 +320,6 @@ def _those(faults: Mapping[str, object]) -> str:
 Sources: TypeAlias = Mapping[str, PromptSource]
 
 
-def _two_answers(environment: EnvironmentSection) -> str:
-    does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
-    first, *others = [key for key in does if getattr(environment, key)] or [""]
-    if not others:
-        return ""
-    given = in_toml(getattr(environment, first))
-    return f"environment.{first} = {given} {does[first]}, and environment.{others[0]} {does[others[0]]}"
-
-
-def _odd_factory(environment: EnvironmentSection) -> tuple[str, str] | None:
-    served = (OPENENV + "http://", OPENENV + "https://")
-    odd = (each for each in environment.factories.items() if not (SPEC.match(each[1]) or each[1].startswith(served)))
-    return next(odd, None)
-
-
-def _idle_of_environment(given: EnvironmentSection) -> tuple[str, str, str] | None:
-    calls = bool(given.tools or given.factory)
-    idle: dict[str, object] = {"on_failure": given.on_failure == "answer", "max_turns": given.max_turns}
-    if calls:
-        idle = {"keep_special_tokens": given.keep_special_tokens}
-    of = "text of a function; tools answer by the chat template" if calls else "tools"
-    return next(((key, in_toml(getattr(given, key)), of) for key, is_given in idle.items() if is_given), None)
-
-
 def _first_source(sources: Sources, holds: Callable[[PromptSource], object]) -> tuple[str, PromptSource] | None:
     return next((each for each in sources.items() if holds(each[1])), None)
 
@@ -501,17 +476,6 @@ def _uneven(batch: int, responses: int, minibatches: int, loss: Callable[[], Los
 
 
 RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
-    "{found}: leave one of them out": lambda s: _two_answers(s.environment),
-    "{found[0]}: expected file.py:name, or openenv:URL, such as openenv:http://localhost:8000, got {found[1]!r}": (
-        lambda s: _odd_factory(s.environment)
-    ),
-    "data.tools = {s.data.tools!r} shows tools that nothing calls, and environment.{s.environment.answering} shows "
-    "its own: leave data.tools out": lambda s: s.data.tools and (s.environment.tools or s.environment.factory),
-    "environment.process = true calls functions in other processes, and the instances of environment.factory are "
-    "objects of this one: leave process out": lambda s: s.environment.factory and s.environment.process,
-    "environment.{found[0]} = {found[1]} is for {found[2]}: leave it out": lambda s: _idle_of_environment(
-        s.environment
-    ),
     "{found[0]} = {found[1].path!r} is a taskset, and agents.program does not run its tasks: set agents.program = "
     "'verifiers'": lambda s: s.agents.program != VERIFIERS and _first_source(s.sources, lambda source: source.taskset),
     "agents.program = 'verifiers' runs tasks of tasksets, and {found[0]} = {found[1].path!r} is none: name one as "
@@ -571,14 +535,17 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     ),
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "
     "out, or make it a setting of yours in [loss]": lambda s: s.step.loss and _idle_of_loss(s.algorithm),
-    "{found}": lambda s: teacher_fault(
-        s.teacher,
-        s.models,
-        s.placement,
-        s.step,
-        s.algorithm,
-        program=s.agents.program,
-        scored=bool(s.rewards or s.agents.program),
+    "{found}": lambda s: (
+        environment_fault(s.environment, s.data)
+        or teacher_fault(
+            s.teacher,
+            s.models,
+            s.placement,
+            s.step,
+            s.algorithm,
+            program=s.agents.program,
+            scored=bool(s.rewards or s.agents.program),
+        )
     ),
     "[scorers.{found[0]}] serves no model of this run: {found[1]}; {found[2]}, or leave the table out": (
         lambda s: _unknown_scorer(s.scorers, [*(["reference"] if s.has_reference else []), *s.models.teachers])

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, SupportsFloat, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, SupportsFloat, TypeAlias, TypeGuard, TypeVar
 
 import anyio
 import numpy as np
 
-from oppo.errors import ConfigError, OppoError, one_line, shortened, shown
+from oppo.errors import ConfigError, DataError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, Finish, IntArray, Prompt
 from oppo.models import Scorer, Shared, entered
 from oppo.returns import TokenRewards
@@ -294,6 +294,8 @@ class Tools(Shared):
             wrongly.
         timeout, concurrency, process: of each tool, as of :class:`FunctionEnvironment`.
         max_turns: after this many answers a turn that calls a tool ends the response; ``None``: no limit.
+        column: of a row, with a list of the names of those that it shows the policy, and lets it call; without it, or
+            ``None`` in it, all.
 
     Raises:
         ConfigError: the policy is not shown a tool, two have one name, or a number is out of range.
@@ -310,6 +312,7 @@ class Tools(Shared):
         concurrency: int | None = None,
         process: bool = False,
         max_turns: int | None = None,
+        column: str = "",
     ) -> None:
         users = [UserFunction.of(tool, None, EnvironmentFailure) for tool in tools]
         self.names = [user.name for user in users]
@@ -321,7 +324,7 @@ class Tools(Shared):
             )
         if len(set(self.names)) < len(self.names) or not self.names:
             raise ConfigError(f"tools need names of their own, and there must be one; got {self.names}")
-        self._signatures = {user.name: inspect.signature(user.function) for user in users}
+        self.signatures = {user.name: inspect.signature(user.function) for user in users}
         for name in self.names:
             wrong, properties = ToolResult(name), chat.tools[name].get("properties")
             if properties is not None and not self._understood(name, properties, wrong):
@@ -333,6 +336,30 @@ class Tools(Shared):
         self.chat = chat
         self._on_failure = on_failure
         self._max_turns = max_turns
+        self.column = column
+        self._views: dict[tuple[str, ...], Self] = {}
+
+    def of(self, columns: Mapping[str, object]) -> Self:
+        """Return those tools that a row shows the policy, with a chat format that shows these.
+
+        Raises:
+            DataError: the column holds no list of their names.
+        """
+        named = columns.get(self.column) if self.column else None
+        if named is None:
+            return self
+        if not isinstance(named, list | tuple) or any(each not in self.names for each in named):
+            raise DataError(
+                f"expected a list of some of {', '.join(self.names)} in the column {self.column!r}, got "
+                f"{shown(named)}: correct the data, or give the environment that tool"
+            )
+        names = tuple(name for name in self.names if name in named)
+        if (known := self._views.get(names)) is not None:
+            return known
+        view = self._views[names] = copy.copy(self)
+        view.names, view.column, view.chat = [*names], "", self.chat.showing(names)
+        view.signatures = {name: self.signatures[name] for name in names}
+        return view
 
     @property
     def at_work(self) -> str:
@@ -352,7 +379,8 @@ class Tools(Shared):
         Raises:
             EnvironmentFailure: a tool failed, and failures are raised; or its answer cannot be rendered.
         """
-        return await self._answered(turn)
+        view = self.of(turn.prompt.columns)
+        return await (self._answered(turn) if view is self else view.answer(turn))
 
     async def _answered(
         self, turn: Turn, owner: object = None, made: list[ToolCall] | None = None
@@ -392,7 +420,7 @@ class Tools(Shared):
         return Answer(np.array(tokens, np.int32), calls=len(results), failures=failures, seconds=seconds, said=said)
 
     def _understood(self, name: str, arguments: Mapping[str, object], result: ToolResult) -> bool:
-        if (signature := self._signatures.get(name)) is None:
+        if (signature := self.signatures.get(name)) is None:
             result.failure = f"there is no tool {shortened(repr(name), 80)}; the tools are {', '.join(self.names)}"
             return False
         try:

@@ -154,6 +154,12 @@ class ChatFormat:
         """The policy's, which shows the tools."""
         return self._tokenizer
 
+    def showing(self, tools: Collection[str]) -> ChatFormat:
+        """Return the same with these of its tools, by name, and no others."""
+        schemas = [each for each in self._tokenizer.tools if not parameters_by_tool([each]).keys().isdisjoint(tools)]
+        shown = chatting(self._tokenizer, tools=schemas, variables=self._tokenizer.variables)
+        return ChatFormat(shown, self.roles if tools else {*self.roles, "user"} - {"tool"})
+
     def parse(self, tokens: Sequence[int]) -> ParsedTurn:
         """Return a turn as a message; a call that cannot be read is reported, never raised.
 

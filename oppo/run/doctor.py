@@ -31,6 +31,7 @@ from oppo.log import logger, routed
 from oppo.run.checkpoint import Provenance
 from oppo.run.deployment import Deployment
 from oppo.run.fit import REMEDIES, Changes, Fit, advice, altered, first_fit, merged
+from oppo.run.images import reader_of_images
 from oppo.run.memory import (
     RANK,
     SHARE,
@@ -117,7 +118,8 @@ def examine(deployment: Deployment) -> Diagnosis:
     with routed():
         tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
-        supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment))
+        images = reader_of_images(deployment, tokenizer)
+        supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment), images=images)
         load = deployment.load(supply.longest)
     if settings.teacher.note:
         logger.info(settings.teacher.note)

@@ -30,7 +30,7 @@ from oppo.config.sections import (
     sources,
 )
 from oppo.config.settings import Settings
-from oppo.data.prompts import Begin, Encoding, rows_of
+from oppo.data.prompts import Begin, Encoding, ReadImages, rows_of
 from oppo.data.rows import check_file
 from oppo.durable import read_text
 from oppo.environments import (
@@ -234,7 +234,8 @@ def environment_of(
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
     calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:
-        return Tools(section.tools, ChatFormat(tokenizer, ("tool",)), process=section.process, **calling)
+        chat = ChatFormat(tokenizer, ("tool",))
+        return Tools(section.tools, chat, process=section.process, column=section.tools_column, **calling)
     if isinstance(section.factory, dict):
         return Environments(
             {
@@ -285,19 +286,18 @@ def _class_of(key: str, spec: str, tokenizer: HfTokenizer, options: Mapping[str,
 
 
 def _conversation(environment: AnyEnvironment | None) -> Callable[[Finish], Sequence[ChatMessage]] | None:
-    if isinstance(environment, Environments):
-        return lambda finish: environment.of(finish.response.prompt.columns).chat.conversation(finish)
-    return environment.chat.conversation if isinstance(environment, Tools) else None
+    if not isinstance(environment, Tools | Environments):
+        return None
+    return lambda finish: environment.of(finish.response.prompt.columns).chat.conversation(finish)
 
 
 def begin_of(environment: AnyEnvironment | None) -> Begin | None:
-    if not isinstance(environment, EnvironmentClass | Environments):
+    if not isinstance(environment, Tools | Environments) or (type(environment) is Tools and not environment.column):
         return None
-    narrowed = environment
 
     def begin(row: Mapping[str, object], column: str) -> tuple[Mapping[str, object], HfTokenizer]:
-        one = narrowed.of(row) if isinstance(narrowed, Environments) else narrowed
-        return one.begun(row, column), one.chat.tokenizer
+        one = environment.of(row)
+        return one.begun(row, column) if isinstance(one, EnvironmentClass) else row, one.chat.tokenizer
 
     return begin
 
@@ -336,7 +336,9 @@ def first_look(settings: Settings) -> FirstLook | None:
     }
     code = UserCode.of(functions, tokenizer, None, environment, run=settings.run, data=data)
     given = encoding_of(data, read_by=settings.agents.program) | {"over_long": "truncate"}
-    encoding, prompts, whole = Encoding(tokenizer=tokenizer, begin=begin_of(environment), **given), list[Prompt](), True
+    unseen: ReadImages = lambda row, column, place: (row, [0], ())  # noqa: E731 - the images are read later
+    encoding = Encoding(tokenizer=tokenizer, begin=begin_of(environment), images=unseen, **given)
+    prompts, whole = list[Prompt](), True
     for source in chosen:
         found, ended_there = _looked_at(source, encoding)
         prompts, whole = [*prompts, *found], whole and ended_there
@@ -352,8 +354,8 @@ def _looked_at(source: PromptSource, encoding: Encoding) -> tuple[list[Prompt], 
         encoding = replace(encoding, column=source.column)
     rows, prompts = iter(rows_of(source.file)[1]), list[Prompt]()
     for place, row in islice(rows, LOOKED if encoding.begin is None else 1):  # an environment may ask a server for each
-        begun, tokens = encoding.read(place, row)
-        prompts.append(Prompt(len(prompts), len(prompts), tokens, columns=dict(begun)))
+        begun, tokens, images = encoding.read(place, row)
+        prompts.append(Prompt(len(prompts), len(prompts), tokens, columns=dict(begun), images=images))
     return prompts, next(rows, None) is None
 
 

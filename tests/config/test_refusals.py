@@ -179,6 +179,7 @@ environment.tools=["a.py:b"] data.tools=t.json | data.tools = 't.json' shows too
     environment.tools
 environment.factory=a.py:B environment.process=true | environment.process = true | leave process out
 environment.max_turns=3 | environment.max_turns = 3 is for tools
+environment.factory=a.py:B environment.tools_column=t | environment.tools_column = 't' is for environment.tools |
 environment.source=a.py:b environment.on_failure=answer | environment.on_failure = 'answer' is for tools
 environment.tools=["a.py:b"] environment.keep_special_tokens=true |
     environment.keep_special_tokens = true is for text of a function; tools answer by the chat template

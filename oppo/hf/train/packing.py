@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.events import Batch, FloatArray, Support
+from oppo.events import Batch, FloatArray, Prompt, Support
 from oppo.hf.kv.attention import cheapest_groups, filled, pass_overhead
 from oppo.losses import Input, Unit
 
@@ -47,6 +47,7 @@ class MicroBatch:
     support: Support  # of the T tokens
     top_ids: Tensor | None = None  # int64 [T, k], the likeliest ids of a teacher, if the loss reads them
     routed_experts: Tensor | None = None  # int64 [layers, ids, k], see oppo.hf.routers.replaying; None: free
+    prompts: Sequence[Prompt] = ()  # of each row, where one shows images
 
     @property
     def padding(self) -> int:
@@ -129,6 +130,10 @@ def shares(batch: Batch) -> FloatArray:
     return (sampled / whole).astype(np.float32)
 
 
+def shows_images(batch: Batch, rows: Sequence[int] | None = None) -> bool:
+    return any(batch.responses[row].prompt.images for row in (range(len(batch)) if rows is None else rows))
+
+
 def pack(
     batch: Batch, rows: Sequence[int], device: torch.device, inputs: Collection[Input] = (), *, packed: bool = False
 ) -> MicroBatch:
@@ -194,6 +199,7 @@ def pack(
         shares=floats["shares"],
         given={name: floats[name] for name in given if name in inputs},
         support=batch.column(Support, rows),
+        prompts=[batch.responses[row].prompt for row in rows] if shows_images(batch, rows) else (),
         **whole,
     )
 

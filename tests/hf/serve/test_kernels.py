@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from oppo.hf.serve.sampling import Drawing
 from oppo.models import Sampling
-from tests.kit.forked import Program
+from tests.hf.compiled import compiled, launches
 
 pytestmark = pytest.mark.triton
 CPU = torch.device("cpu")
@@ -24,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     assert os.environ.get("TRITON_INTERPRET") == "1", "expected by Triton's modules when they are imported"
-    return importlib.import_module("oppo.hf.serve.kernels")
+    return importlib.import_module("oppo.hf.kernels")
 
 
 samplings = st.builds(
@@ -68,49 +66,22 @@ def test_tokens_are_a_cpu_s_to_the_bit_and_log_probs_but_for_rounding(
 
 
 def test_a_token_is_drawn_in_two_launches(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, interpreter = list[tuple[int, ...]](), importlib.import_module("triton.runtime.interpreter")
-    execute = interpreter.GridExecutor.__call__
-
-    def launch(run: Any, *given: object, **named: object) -> None:
-        launched.append(run.grid)
-        execute(run, *given, **named)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    launched = launches(monkeypatch)
     for vocabulary in (100, 20_000):
         Drawing(Sampling(), CPU, kernels)(torch.zeros(3, vocabulary), [(at, 0) for at in range(3)], [0, 0, 0])
     assert launched == [(3, 1), (3,), (3, 10), (3,)]
 
 
-COMPILE = """
-import json
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from oppo.hf.serve import kernels
-
-numbers = {"vocabulary": "i32", "stride": "i32", "parts": "i32", "least": "i32", "temperature": "fp32"}
-constants = {"block": kernels.BLOCK, "barred": 2, "sampled": True, "width": 128}
-integers = {"keys": "*i32", "ends": "*i32", "ids": "*i32", "tokens": "*i64"}
-found = {}
-for capability in (80, 90):
-    for kernel in (kernels._draw_parts, kernels._join_parts):
-        for logits in ("*fp32", "*bf16"):
-            kinds = numbers | integers | {"logits": logits} | dict.fromkeys(constants, "constexpr")
-            signature = {name: kinds.get(name, "*fp32") for name in kernel.arg_names}
-            constexprs = {(at,): constants[name] for at, name in enumerate(kernel.arg_names) if name in constants}
-            source = ASTSource(kernel, signature=signature, constexprs=constexprs)
-            made = compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False})
-            fused = made.asm["ptx"].count("fma.") if kernel is not kernels._join_parts else 0
-            found[f"{kernel.__name__} {capability} {logits}"] = bool(made.asm["cubin"]), fused
-print(json.dumps(found))
-"""
-
-
-def test_they_compile_for_gpus_without_a_fused_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_compile_for_gpus_without_a_fused_operation(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A logit and its noise are rounded apart, as by torch."""
-    monkeypatch.delenv("TRITON_INTERPRET")
-    with Program(COMPILE) as program:
-        out, said = program.communicate()
-    assert program.returncode == 0, said
-    found = json.loads(out)
-    assert len(found) == 8
-    assert all(each == [True, 0] for each in found.values()), found
+    numbers = {"vocabulary": "i32", "stride": "i32", "parts": "i32", "least": "i32", "temperature": "fp32"}
+    made = compiled(
+        monkeypatch,
+        kernels.__name__,
+        *("_draw_parts", "_join_parts"),
+        kinds=numbers | {"keys": "*i32", "ends": "*i32", "ids": "*i32", "tokens": "*i64"},
+        constants={"block": kernels.BLOCK, "barred": 2, "sampled": True, "width": 128},
+        options={"enable_fp_fusion": False},
+    )
+    assert all(cubin for cubin, _ in made.values()), made
+    assert not any(fused for name, (_, fused) in made.items() if name.startswith("_draw")), made
