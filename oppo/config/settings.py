@@ -538,13 +538,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "{found}": lambda s: (
         environment_fault(s.environment, s.data)
         or teacher_fault(
-            s.teacher,
-            s.models,
-            s.placement,
-            s.step,
-            s.algorithm,
-            program=s.agents.program,
-            scored=bool(s.rewards or s.agents.program),
+            s.teacher, s.models, s.placement, s.step, s.algorithm, program=s.agents.program, scored=bool(s.rewards)
         )
     ),
     "[scorers.{found[0]}] serves no model of this run: {found[1]}; {found[2]}, or leave the table out": (

@@ -443,11 +443,7 @@ Job: TypeAlias = Callable[[], object]
 
 
 class Writer:
-    """Does jobs in order, in a thread of its own or at once.
-
-    A job that fails stops the writer, so that nothing is written after a gap. The next :meth:`submit` and
-    :meth:`close` raise its error.
-    """
+    """Does jobs in order, in a thread of its own or at once; after one that fails, none, so that no gap is written."""
 
     def __init__(self, *, threaded: bool = True, capacity: int = 4096) -> None:
         self._jobs: queue.Queue[Job | None] = queue.Queue(capacity)

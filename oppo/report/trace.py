@@ -92,11 +92,7 @@ class Timekeeper(Observer):
 
 
 class Cores:
-    """How busy this machine is beside this program and its child processes.
-
-    Attributes:
-        others: share of the cores' time that other processes took, from 0 to 1, as last measured.
-    """
+    """How busy this machine is beside this program and its children: ``others`` is a share of the cores' time."""
 
     def __init__(self) -> None:
         self.others = 0.0

@@ -113,11 +113,6 @@ class TensorBoard(Tracker):
 
     Raises:
         ConfigError: the folder cannot be written.
-
-    Example:
-        >>> with TensorBoard(Path("runs/first/tensorboard")) as board:  # doctest: +SKIP
-        ...     async with graph.open(prompts, observers=[board]) as run:
-        ...         ...
     """
 
     kept = "the event file of TensorBoard"

@@ -265,14 +265,6 @@ async def run(
     steps in flight, with a checkpoint. A second signal ends it at once, after an update in progress.
 
     ``console`` shows the panel and the effect of Ctrl-C; ``last_resort`` is that of :class:`oppo.liveness.Watchdog`.
-
-    Raises:
-        ConfigError: the run directory cannot be written.
-        HangError: nothing had moved for ``run.watchdog_seconds``.
-        ModelError: the trained models could not be saved.
-        CheckpointError: a checkpoint could not be written.
-        NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
-        Stopped: a signal came; in the last step, once the run is complete.
     """
     settings, assembly = session.settings, session.assembly
     heartbeat = Heartbeat()
@@ -563,11 +555,7 @@ class Reasons:
 
 @dataclass(slots=True)
 class EmptySteps:
-    """Counts consecutive steps that train nothing.
-
-    Attributes:
-        limit: this many in a row end the run; 0: no limit.
-    """
+    """Counts consecutive steps that train nothing: ``limit`` in a row end the run; 0 sets none."""
 
     limit: int
     _in_a_row: int = 0

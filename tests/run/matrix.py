@@ -258,6 +258,7 @@ CLASHES: tuple[tuple[Mapping[str, str], str], ...] = (
 IN_A_RUN: tuple[tuple[Mapping[str, str], str], ...] = (
     ({"dialogue": "branches", "algorithm": "online_dpo"}, "agents that hold one conversation"),
     ({"dialogue": "branches", "admission": "tail-batched"}, "a key has one conversation, since TailBatched"),
+    ({"dialogue": "branches", "timing": "deterministic"}, "decodes no rollouts that come later"),
 )
 """Likewise, refused as the run begins: whether an agent holds several conversations is not in the settings."""
 
@@ -451,7 +452,7 @@ def tried(row: Row, workplace: Path, folder: Path, seed: object = 0, *, only_unc
         seed: of the moment of the kill.
         only_uncut: train once, undisturbed.
     """
-    deterministic = row["timing"] == "deterministic" and not by_timing(row)
+    deterministic = row["timing"] == "deterministic"
     trial = _Trial(row, overrides(row), workplace, folder, comparable=deterministic and row["kv"] == "recompute")
     try:
         items, expected = trial.uncut()
