@@ -66,7 +66,7 @@ def refusal(clash: Mapping[str, str], word: str) -> str:
             load_settings(file, overrides(context(values)))
         except ConfigError as error:
             line = next(each.strip() for each in str(error).splitlines() if word in each)
-            return line.partition("; the keys of")[0].replace("|", "\\|")
+            return line.partition(" (it is a key of")[0].replace("|", "\\|")
     return f"in the run: ... {word} ..."
 
 

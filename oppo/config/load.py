@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
+from oppo.config.environment import INITIAL, POLICY
 from oppo.config.extensions import NAMED, algorithm_of
 from oppo.config.foreign import flattened, ours
 from oppo.config.scorers import REWARD_KINDS, SOURCE, ScorerSection, is_name, reward_kind_of
@@ -93,7 +94,13 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 critic=_model(models.critic, folder) or own_critic,
             ),
             "environment": settings.environment.within(folder),
-            "agents": settings.agents.within(folder),
+            "agents": replace(
+                settings.agents.within(folder),
+                roles={
+                    role: player if player in {POLICY, INITIAL} else _model(player, folder)
+                    for role, player in settings.agents.roles.items()
+                },
+            ),
             "data": settings.data.within(folder),
             "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
         }

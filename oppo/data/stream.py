@@ -188,12 +188,7 @@ class Cycle:
 
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Return weights in the same ratio that are whole numbers without a common divisor.
-
-    Example:
-        >>> whole_numbers([0.7, 0.2, 0.1])
-        [7, 2, 1]
-    """
+    """Return weights in the same ratio that are whole numbers without a common divisor."""
     for weight in weights:
         require_real("the weight of a source", weight, error=DataError)
         if weight <= 0:

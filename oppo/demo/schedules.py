@@ -131,17 +131,31 @@ LEARNING_RATE: Final = 1e-9
 
 def schedules(effort: Effort) -> Mapping[str, Mapping[str, object]]:
     # What each sets in `[step]`; the one of whole responses is serial
+    alike = {"batch": effort.batch, "admission": "overcommit"}
     return {
-        "serial: decode, score, update": {"chunk": "whole", "overcommit": 0},
-        "streamed: score while decoding": {"overcommit": 0},
-        f"streamed, up to {effort.extra} stragglers deferred": {"overcommit": effort.extra},
+        "serial: decode, score, update": {**alike, "chunk": "whole", "overcommit": 0},
+        "streamed: score while decoding": {**alike, "overcommit": 0},
+        f"streamed, up to {effort.extra} stragglers deferred": {**alike, "overcommit": effort.extra},
     }
 
 
 def measure(settings: Settings, effort: Effort) -> dict[str, list[TimedRound]]:
     with temporary("demo") as folder:
-        write_deeper(Path(settings.reward_models[0]), folder, effort.deeper)
-        variants = {name: varied(settings, step, effort, folder) for name, step in schedules(effort).items()}
+        source = Path(settings.reward_models[0])
+        with quiet():
+            deepened(load_scalar(source), effort.deeper).save_pretrained(folder)
+            load_tokenizer(source).save_pretrained(folder)
+        changes: Mapping[str, Mapping[str, object] | Sequence[object]] = {
+            "models": {"shared_trunk": True, "critic": ""},
+            "rewards": [{"source": str(folder)}],
+            "trainer": {
+                "epochs": 1,
+                "minibatches": 1,
+                "learning_rate": LEARNING_RATE,
+                "critic_learning_rate": LEARNING_RATE,
+            },
+        }
+        variants = {name: settings.changed({**changes, "step": step}) for name, step in schedules(effort).items()}
         with starting(settings.models):
             session = prepare(next(iter(variants.values())), dry_run=True)
         with session:
@@ -171,22 +185,6 @@ def starting(models: ModelsSection) -> AbstractContextManager[None]:
     return routed() if models.engine == "transformers" else nullcontext()
 
 
-def varied(settings: Settings, step: Mapping[str, object], effort: Effort, reward: Path) -> Settings:
-    return settings.changed(
-        {
-            "models": {"shared_trunk": True, "critic": ""},
-            "rewards": [{"source": str(reward)}],
-            "step": {"batch": effort.batch, "admission": "overcommit", **step},
-            "trainer": {
-                "epochs": 1,
-                "minibatches": 1,
-                "learning_rate": LEARNING_RATE,
-                "critic_learning_rate": LEARNING_RATE,
-            },
-        }
-    )
-
-
 async def make_round(session: PreparedRun, graph: Graph[StepReport], steps: int) -> TimedRound:
     keeper, cores = Timekeeper(kept=steps), Cores()
     session.assembly.listen(keeper.model_span)
@@ -199,12 +197,6 @@ async def make_steps(session: PreparedRun, graph: Graph[StepReport], steps: int,
     """Return the tokens of all steps."""
     async with graph.open(session.prompts, observers=[observer]) as run:
         return sum([int(report.metrics["response_length/tokens"]) async for report in run.steps(steps)])
-
-
-def write_deeper(source: Path, target: Path, times: int) -> None:
-    with quiet():
-        deepened(load_scalar(source), times).save_pretrained(target)
-        load_tokenizer(source).save_pretrained(target)
 
 
 @torch.no_grad()

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelRefused
@@ -141,7 +141,8 @@ class Eyes:
                 "requires_grad_(False) on it"
             )
         self.looks = 0
-        self._model, self._trunk = model, backbone(model)
+        self._model = model
+        self._trunk: Any = backbone(model)
         self.pad = pads_of(model.config)[0]
         self.whole = model.config.model_type in WHOLE
         self._kept: OrderedDict[object, Sight] = OrderedDict()
@@ -167,7 +168,7 @@ class Eyes:
         given = self._processor.pixels(images)
         out = self._trunk.get_image_features(**taken_by(self._model, given), return_dict=True)
         named = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
-        levels = [(each if isinstance(each, Tensor) else torch.cat(list(each))).flatten(0, -2) for each in named]
+        levels = [(each if isinstance(each, Tensor) else torch.cat([*each])).flatten(0, -2) for each in named]
         pads = np.flatnonzero(np.asarray(tokens) == self.pad)
         if {len(pads)} != {len(level) for level in levels}:
             raise ModelError(
@@ -193,7 +194,7 @@ def taken_by(model: PreTrainedModel, given: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _trained_beside_text(model: PreTrainedModel) -> list[str]:
-    read = (model.get_decoder(), model.get_input_embeddings())
+    read: tuple[nn.Module, ...] = (model.get_decoder(), model.get_input_embeddings())
     text = {id(weight) for part in read for weight in part.parameters()}
     return [name for name, each in backbone(model).named_parameters() if each.requires_grad and id(each) not in text]
 
@@ -218,6 +219,39 @@ def pixels_of(model: PreTrainedModel) -> Pixels:
     if (processor := processor_of(model)) is None:
         raise ModelRefused(f"{name} cannot be shown images: there is no image processor beside its weights")
     return processor
+
+
+class Seen(NamedTuple):
+    """What a pass is given of images: ``blocks`` as of :class:`oppo.hf.kv.attention.Masks`."""
+
+    arguments: Mapping[str, object]
+    blocks: Tensor | None = None
+
+
+UNSEEN: Final = Seen({})
+
+
+def seen_in_pieces(
+    sights: Sequence[Sight | None], starts: Sequence[int], sizes: Sequence[int], end: int, device: torch.device
+) -> Seen:
+    """Return what a pass is given that reads ``sizes`` tokens of rows from ``starts`` on, padded on the left.
+
+    It reads keys at positions below ``end``.
+    """
+    rows = [*zip(sights, starts, sizes, strict=True)]
+    shown = [(sight, at, at + size) for sight, at, size in rows if sight is not None and sight.count(at, at + size)]
+    given = encoded([sight for sight, _, _ in shown], [sight.between(*span) for sight, *span in shown]) if shown else {}
+    blocks, width = None, max(sizes)
+    if any(sight is not None and sight.places is not None for sight in sights):
+        places = np.zeros((3, len(rows), width), np.int64)
+        for row, (sight, start, size) in enumerate(rows):
+            columns = np.arange(start, start + size)
+            places[:, row, width - size :] = columns if sight is None else sight.rotary(columns)
+        given["position_ids"] = torch.from_numpy(places).to(device)
+    if any(sight.whole for sight, _, _ in shown):
+        numbers = [np.full(end, -1) if sight is None else sight.blocks(end) for sight in sights]
+        blocks = torch.from_numpy(np.stack(numbers)).to(device)
+    return Seen(given, blocks)
 
 
 def shown_to(

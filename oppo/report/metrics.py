@@ -155,7 +155,7 @@ Figures: TypeAlias = dict[str, dict[str, float]]  # the statistics of a metric, 
 
 
 def summary(records: Sequence[Mapping[str, float | None]], evaluations: Sequence[Record] = ()) -> Figures:
-    """Return statistics of a run's metrics; ``first`` and ``last`` are means of ten steps, at most half of them."""
+    """Return statistics of a run's metrics; what was not measured is absent."""
     scores = column(records, "score")
     found: dict[str, dict[str, float | None]] = {
         **{name: {"total": int(sum(column(records, name)))} for name in ("trained", "dropped", "deferred")},

@@ -57,7 +57,7 @@ def script_of(package: str) -> str:
 
 
 def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = "", scripts: bool = True) -> str:
-    """Return a page about ``runs``, linked to their files from ``folder``; ``live`` asks a server for newer ones."""
+    """Return a page about ``runs``."""
     names, charts, library = named(runs), list(drawn(runs)), script_of(LIBRARY)
     several = [(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
     known = {"runs": names, "charts": [_data(*each) for each in charts] if library else []}
@@ -406,7 +406,11 @@ def _number(value: float | None, form: str = ".4g") -> str:
 
 
 class Follower(ThreadingHTTPServer):
-    """Serves a page of runs as they are when it is asked for, to programs of this machine alone."""
+    """Serves a page of runs as they are when it is asked for, to programs of this machine alone.
+
+    Args:
+        port: 0 chooses a free one.
+    """
 
     daemon_threads = True
 

@@ -46,7 +46,7 @@ SHOWN: Final = 500  # samples of training on a page, about
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """A run as its directory holds it; ``problems`` are what could not be read, one sentence each."""
+    """A run as its directory holds it."""
 
     path: Path
     records: Sequence[Metrics]
@@ -188,7 +188,10 @@ def held_out(evaluations: Sequence[Record]) -> Iterator[Record]:
 
 
 def parameters(model: str) -> int | None:
-    """Return how many parameters a model has in its files here; of adapters alone, and packed numbers as they are."""
+    """Return how many parameters a model has in its files, here or in the hub's cache; ``None`` if they are not there.
+
+    Adapters count alone, and numbers of fewer than eight bits as they are packed.
+    """
     folder = Path(model)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - .2 s

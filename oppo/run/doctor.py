@@ -68,6 +68,7 @@ ROLES: Final[Mapping[str, str]] = {
     "critic": "values of the tokens, as they are written",
     "teacher": "log-probs that the policy learns",
     "teacher, average": "the average of the policy's weights in float32, which the teacher serves",
+    "role": "answers agents in a role that is frozen",
     "trainer": "makes the updates: gradients, optimizer states, float32 copies of what it trains",
     "trainer, whole weights": "all weights, gathered from the ranks for weight sync and checkpoints",
 }
@@ -76,10 +77,7 @@ ROLES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Memory that a run needs under a load, found without loading its models; no ``faults`` if there is enough.
-
-    ``layouts``: others that fit, of a run that places nothing itself.
-    """
+    """Memory that a run needs under a load, found without loading its models; no ``faults`` if there is enough."""
 
     needs: Sequence[Expected]
     load: Load
@@ -248,16 +246,7 @@ DECODING, BESIDE, UPDATE = "decoding", "scoring where it decodes", "update"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to place the models that fits.
-
-    Attributes:
-        name: what it does.
-        changes: the settings that make it.
-        needs: the memory of each model.
-        seconds: of a step, by stage; empty for a GPU whose speed is not known.
-        tokens: response tokens of a step.
-        idle: how many GPUs have nothing to do.
-    """
+    """One way to place the models that fits."""
 
     name: str
     changes: Changes

@@ -32,6 +32,7 @@ from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, merged, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
 from oppo.hf.model_parts import end_ids, pads_of, passes_at, vocabulary
+from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
     AveragedTeacher,
     ProximalLogprobs,
@@ -224,6 +225,7 @@ def assemble(
         assembly = _assembled(
             deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm, taught=taught, images=images
         )
+        _seat(deployment, load, assembly)
         stack.pop_all()
     return assembly
 
@@ -350,6 +352,15 @@ def _reference(
     place = _scoring(places, "reference")
     deterministic = deployment.settings.run.deterministic
     return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
+
+
+def _seat(deployment: Deployment, load: RoleLoader, assembly: Assembly) -> None:
+    options: dict[str, Any] = {"sampling": assembly.sampling, "decode": assembly.tokenizer.decode}
+    for name, player in deployment.settings.agents.frozen.items():
+        role, model = load.player(name, player)
+        place = ModelPlace(assembly.places.place_of(role.name), role.name, SERVING)
+        policy = HfPolicy(model, place=place, deterministic=deployment.settings.run.deterministic, **options)
+        cast("Agents", assembly.environment).seat(name, policy)
 
 
 def _check_teacher_columns(column: str, taught: PrivilegedPrompt | None, known: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from oppo.agents import Agents
-from oppo.config.environment import AgentsSection, EnvironmentSection
+from oppo.config.environment import POLICY, AgentsSection, EnvironmentSection
 from oppo.config.extensions import naming
 from oppo.config.scorers import (
     EnvironmentRewardSection,
@@ -230,7 +230,13 @@ def environment_of(
     if agents.program:
         served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port", "public_url")}
         run = TaskAgent() if agents.program == VERIFIERS else agents.program
-        return Agents(run, tokenizer, sampling, **served)
+        return Agents(
+            run,
+            tokenizer,
+            sampling,
+            roles={role: POLICY if role in agents.trained else None for role in agents.roles},
+            **served,
+        )
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
     calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:

@@ -555,7 +555,7 @@ class Reasons:
 
 @dataclass(slots=True)
 class EmptySteps:
-    """Counts consecutive steps that train nothing: ``limit`` in a row end the run; 0 sets none."""
+    """Counts consecutive steps that train nothing."""
 
     limit: int
     _in_a_row: int = 0

@@ -358,6 +358,7 @@ class RolloutSnapshot:
             "group": prompt.group,
             "branch": prompt.branch,
             "limit": asdict(prompt.limit),
+            "role": prompt.role,
             "images": [asdict(image) for image in prompt.images],
             "prompt": prompt.tokens,
             "columns": dict(prompt.columns),
@@ -381,6 +382,7 @@ class RolloutSnapshot:
             columns=state["columns"],
             branch=state["branch"],
             limit=TurnLimit(**state["limit"]),
+            role=state["role"],
             images=tuple(ImageRef(**image) for image in state.get("images", ())),
         )
         columns = {name: state[name] for name in ("tokens", "logprobs", "versions", "sampled")}

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from oppo.events import Batch, Chunk, Prompt, Support, TokenColumns
 from oppo.hf import head
+from oppo.hf.kv.states import StateKey, StateSlots
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, ModuleT, WithoutData, longest_batch
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
@@ -147,27 +148,37 @@ def _chunk(rollout: int, start: int, count: int) -> Chunk:
     return Chunk(rollout, start, tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), TokenColumns(support))
 
 
-class HeadKernels(ModuleType):
-    """In place of :mod:`oppo.hf.kernels`: reads and writes what they do, by one operation each way."""
+def resized(layers: int) -> Counts:
+    """Windows and recurrent states of rows that come and go."""
+    with watched() as watch:
+        slots = StateSlots()
+        slots.admit(range(4))
+        with slots.reading(range(4), None):
+            for layer in range(layers):
+                slots.keep(StateKey(layer, "window", 0), torch.zeros(4, 8, 4, device="gpu:0"))
+                slots.keep(StateKey(layer, "recurrent", 0), torch.zeros(4, 2, 8, 8, device="gpu:0"))
+        watch.taken()
+        slots.admit(range(4, 40))
+        found = {"grown": watch.taken()}
+        slots.dismiss(range(2, 40))
+        assert slots.capacity == 2
+        return found | {"shrunk": watch.taken()}
+
+
+class Measured(torch.autograd.Function):
+    """In place of what :mod:`oppo.hf.kernels` reads and writes: one operation each way."""
 
     @staticmethod
-    def measured(logits: Tensor, *given: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-        found = _Once.apply(logits)  # type: ignore[no-untyped-call] # torch's
-        return found, found
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits)
-        return logits.sum(-1)
+        return logits.sum(-1), logits.new_empty(len(logits))
 
     @staticmethod
-    def backward(ctx: Any, of_rows: Tensor) -> Tensor:
+    def backward(ctx: Any, of_rows: Tensor, _: Tensor) -> Tensor:
         return ctx.saved_tensors[0] * of_rows[:, None]
 
 
-def of_logits(kernels: ModuleType | None = None) -> Counts:
+def of_logits(kernels: object = None) -> Counts:
     """An update, with logits of 16 tokens at a time."""
     head.LOGITS_BYTES, head.WIDE, head.kernels_on = 16 * VOCABULARY * 4, frozenset({"gpu"}), lambda device: kernels
     return update(lambda: ActorCritic(bare(partial(sized, vocab_size=VOCABULARY)), head_apart=True))
@@ -322,9 +333,13 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "adapters, merged": merge,
     "streamed update": streamed,
     "weight sync": sync,
+    "states of one layer": partial(resized, 1),
+    "states of 24 layers": partial(resized, 24),
     "the harness": refused,
     "update of logits": of_logits,
-    "update of logits, by Triton": partial(of_logits, HeadKernels("kernels")),
+    "update of logits, by Triton": partial(
+        of_logits, SimpleNamespace(measured=lambda logits, *_, **options: Measured.apply(logits))
+    ),
 }
 """By name; each returns what it did, by phase."""
 

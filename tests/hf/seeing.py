@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from oppo.events import IntArray, Prompt
 from oppo.hf.model_parts import takes
-from oppo.hf.sight import let_see
+from oppo.hf.sight import let_see, processor_of
 from oppo.images import ImageRef
 
 PAD = 90
@@ -126,6 +126,9 @@ class Drawn:
         values = torch.stack([self._drawn(name, 3, 32, 32) for name in names])
         return {"pixel_values": values[None] if self.kind == "nested" else values}
 
+    def trial(self) -> tuple[IntArray, tuple[ImageRef, ...]]:
+        raise NotImplementedError
+
     def _drawn(self, name: str, *shape: int) -> Tensor:
         seeded = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * len(name))
         return torch.randn(*shape, generator=seeded, dtype=self.dtype)
@@ -161,7 +164,8 @@ def of_words(length: int, *, number: int = 0) -> IntArray:
 @torch.no_grad()
 def from_pixels(model: PreTrainedModel, prompt: Prompt, ids: Tensor) -> Tensor:
     """Return the logits [n, V] of transformers' own pass over a sequence, from the pixels of its images."""
-    drawn = model.base_model._oppo_processor
+    drawn = processor_of(model)
+    assert drawn is not None
     given: dict[str, Any] = drawn.pixels(prompt.images) if prompt.images else {}
     kinds = (ids == PAD).int()[None]
     named = ("mm_token_type_ids", "token_type_ids")

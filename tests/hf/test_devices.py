@@ -393,6 +393,8 @@ BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "adapters, merged": {"all": (0, 0)},
     "streamed update": {"accumulate": (2, 2 * 2), "commit": (6, 2)},
     "weight sync": {"sync": (0, 0), "copies": (0, 0)},
+    "states of one layer": {"grown": (0, 0), "shrunk": (0, 0)},
+    "states of 24 layers": {"grown": (0, 0), "shrunk": (0, 0)},
     "update of logits": {"update": (4, 3 * 2)},
     "update of logits, by Triton": {"update": (4, 3 * 2)},
 }
@@ -466,6 +468,12 @@ def test_tokens_are_drawn_in_few_launches(work: str, found: Found) -> None:
     for phase in ("step", "after an end", "last"):
         places: Mapping[str, int] = found[work]["phases"][phase]["kernels"]
         assert sum(count for place, count in places.items() if place.startswith("oppo/hf/serve/")) <= DRAWING[work]
+
+
+def test_recurrent_states_grow_and_shrink_in_launches_that_do_not_grow_with_the_layers(found: Found) -> None:
+    one, many = (found[f"states of {layers}"]["phases"] for layers in ("one layer", "24 layers"))
+    for phase in ("grown", "shrunk"):
+        assert sum(many[phase]["kernels"].values()) == sum(one[phase]["kernels"].values()) <= 6, phase
 
 
 @pytest.mark.parametrize("work", MOVED)

@@ -84,3 +84,28 @@ def test_an_image_token_without_an_image_is_an_error(name: str) -> None:
         reader.extend([0], [torch.tensor([4, PAD])])
     with pytest.raises(ModelError, match="row 1 has 1 image tokens"):
         reader.extend([1], [torch.tensor([4, PAD])])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_beside_images_keeps_its_bits(name: str) -> None:
+    model, found = seeing(name), []
+    ids, prompt = torch.from_numpy(of_words(40).astype(np.int64)), showing(name, ["a"])
+    for images in (False, True):
+        reader = Incremental(model)
+        if images:
+            reader.show(7, prompt.tokens, prompt.images)
+            reader.extend([7], [torch.from_numpy(prompt.tokens.astype(np.int64))])
+        found.append(torch.cat([reader.extend([3], [piece])[0] for piece in ids.split(7)]))
+    assert torch.equal(*found)
+
+
+def test_a_row_that_is_forgotten_is_shown_again_from_what_is_kept() -> None:
+    reader, prompt = Incremental(seeing("llava")), showing("llava", ["a"])
+    ids, outputs = torch.from_numpy(prompt.tokens.astype(np.int64)), []
+    for _ in range(2):
+        reader.show(0, prompt.tokens, prompt.images)
+        outputs.append(reader.extend([0], [ids])[0])
+        reader.forget([0])
+    assert torch.equal(*outputs)
+    assert reader.eyes is not None
+    assert reader.eyes.looks == 1

@@ -314,9 +314,23 @@ def by_timing(row: Row) -> bool:
     return row.get("dialogue") == "branches" or row.get("admission") in {"adaptive", "continuous"}
 
 
+def in_roles(row: Row) -> list[str]:
+    """Return what makes agents of some rows play two roles, of which the second is frozen where one may be held."""
+    if row["teacher"].startswith("own"):
+        return []
+    if row["dialogue"] == "agent" and row["sampling"] in ("default", "cool", "top-k"):
+        second = "teacher" if row["lookahead"] == "1" else "initial"
+    elif row["dialogue"] == "branches" and row["lookahead"] != "0":
+        second = "policy"
+    else:
+        return []
+    rae = ["step.algorithm=rae"] * (row["algorithm"] == "reinforce_pp" and row["credit"] == "response")
+    return ["agents.program=code.py:duel", f'agents.roles={{one="policy",two="{second}"}}', *rae]
+
+
 def overrides(row: Row) -> list[str]:
     """Return what a row sets, ``section.key=value`` each."""
-    return [each for axis, value in row.items() for each in AXES[axis][value]]
+    return [*(each for axis, value in row.items() for each in AXES[axis][value]), *in_roles(row)]
 
 
 class Killer(Observer):

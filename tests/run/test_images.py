@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from examples.images import make_model
 from oppo.errors import ConfigError, DataError, OppoError
 from oppo.run.train import resume, train
 from tests.kit.seen import PROCESSORS, checkpoint, picture
 from tests.kit.workplace import read_lines
 from tests.run.matrix import digests
 
+CONFIG = Path(make_model.__file__).with_name("config.toml")
 CODE = "def total(completion_ids):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 
 
@@ -93,6 +95,18 @@ def test_neither_chunks_nor_a_cut_change_a_run(name: str, folder: Path) -> None:
     for file in (streamed.path / "images").iterdir():
         file.unlink()  # written again
     assert digests(resume(streamed.path).path) == digests(whole.path)
+
+
+@pytest.mark.timeout(300)
+def test_the_example_learns_what_images_show(tmp_path: Path) -> None:
+    make_model.make(tmp_path / "data")
+    shutil.copy(CONFIG.with_name("make_model.py"), tmp_path)
+    shutil.copy(CONFIG, tmp_path)
+    few = ["run.steps=15", "run.panel=off", "run.cores=1", "run.checkpoint_every=0", f"run.directory={tmp_path}"]
+    run = train(tmp_path / "config.toml", few)
+    scores = [line["reward"] for line in read_lines(run.path / "metrics.jsonl")]
+    assert max(scores[:2]) < 0.55
+    assert min(scores[-3:]) > 0.7
 
 
 def test_images_are_kept_once_and_never_pixels(folder: Path) -> None:

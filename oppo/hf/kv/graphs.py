@@ -104,6 +104,12 @@ class StepGraphs:
             self._rotary[:rows] = batch.rotary
         return self._made(self._capture, slab, (*shape, batch.rotary is not None))[:rows]
 
+    def refuse(self, why: str) -> None:
+        if self._capture is not None:
+            logger.info(f"decode steps are launched kernel by kernel: {why}")
+        self._capture = None
+        self._graphs.clear()
+
     def _made(self, capture: Capture, slab: Slab, shape: tuple[int, int, bool]) -> Tensor:
         work = partial(self._pass, slab, *shape)
         if shape not in self._graphs:
@@ -117,9 +123,7 @@ class StepGraphs:
             try:
                 captured = self._graphs[shape] = capture(work)
             except RuntimeError as error:
-                logger.info(f"decode steps are launched kernel by kernel: the model cannot be captured ({error})")
-                self._capture = None
-                self._graphs.clear()
+                self.refuse(f"the model cannot be captured ({error})")
                 return work()
         launch, output = captured
         launch()

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -50,10 +50,8 @@ from oppo.hf.kv.graphs import Capture, StepGraphs
 from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.model_parts import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.routers import RouteRecords
-from oppo.hf.sight import Eyes, Sight, encoded
+from oppo.hf.sight import UNSEEN, Eyes, Seen, Sight, seen_in_pieces
 from oppo.images import ImageRef
-
-NOTHING_SEEN: Final[Mapping[str, object]] = {}
 
 SHORTEST_CLASS = 64  # length of the first length class, in tokens; each next class is twice as long
 
@@ -98,14 +96,14 @@ class Incremental:
         self._graphs: StepGraphs | None = None
         self.eyes: Eyes | None = None
         self._sights: dict[int, Sight] = {}
-        if self.device.type == "cuda" and self._states is None and not ordered:
+        if self.device.type == "cuda" and not ordered:
             self.capture_steps(Capture(self.device))
 
     def capture_steps(self, capture: Capture) -> None:
-        """Launch decode steps of one segment as graphs from now on; the model has no recurrent states."""
+        """Launch decode steps of one segment as graphs from now on, if the model can be captured."""
 
         def forward(view: KVView, ids: Tensor, positions: Tensor, rotary: Tensor | None) -> Tensor:
-            return self._forward([view], (), ids, positions, keep=1, further=_turned(rotary))[:, 0]
+            return self._forward([view], (), ids, positions, keep=1, seen=_turned(rotary))[:, 0]
 
         self._graphs = StepGraphs(forward, capture)
 
@@ -178,10 +176,14 @@ class Incremental:
         batch.make_room()
         ids, picks = tokens.to(batch.positions.device), batch.picks
         ids = ids if picks is None else ids[picks]
-        out = None if self._graphs is None or self.routes is not None else self._graphs.step(batch, ids)
+        if self._graphs is not None and self._states is not None:
+            self._graphs.refuse("the model has recurrent states, whose slots change with the rows")
+        elif self._graphs is not None and self.routes is not None:
+            self._graphs.refuse("the experts of each token are recorded, which the host reads back")
+        out = None if self._graphs is None else self._graphs.step(batch, ids)
         if out is None:
             given = ids[:, None], batch.positions[:, None]
-            out = self._forward(batch.views, batch.members, *given, keep=1, further=_turned(batch.rotary))[:, 0]
+            out = self._forward(batch.views, batch.members, *given, keep=1, seen=_turned(batch.rotary))[:, 0]
         out = out if picks is None else out.index_copy(0, picks, out)
         for row in rows:
             self._rows.grow(row, 1)
@@ -299,9 +301,8 @@ class Incremental:
         sizes = np.array([len(piece) for piece in ragged])
         views, positions, ids = self._views(by_slab, sizes, ids)
         members, pads = [row for rows in by_slab.values() for row in rows], sizes.max() - sizes
-        seen, blocks = ({}, None) if self._sights.keys().isdisjoint(members) else self._seen(members, sizes, views)
-        padding = pads if pads.any() else None
-        return self._forward(views, members, ids, positions, keep=keep, pads=padding, further=seen, blocks=blocks)
+        seen = UNSEEN if self._sights.keys().isdisjoint(members) else self._seen(members, sizes, views)
+        return self._forward(views, members, ids, positions, keep=keep, pads=pads if pads.any() else None, seen=seen)
 
     def _reads_prompt(self, row: int) -> bool:
         return row in self._sights and self.length(row) < self._sights[row].length
@@ -316,29 +317,9 @@ class Incremental:
                     f"prompt shows {expected} there: such a token comes from images only, and is never sampled or given"
                 )
 
-    def _seen(
-        self, rows: Sequence[int], sizes: NDArray[np.int64], views: Sequence[KVView]
-    ) -> tuple[Mapping[str, object], Tensor | None]:
-        # Arguments of a pass over the next tokens of rows, padded on the left; the number of the image at each key, or
-        # -1, int64 [n, end], where images attend to all of themselves.
-        starts, width, end = [*map(self.length, rows)], int(sizes.max()), max(view.region.end for view in views)
-        spans = [*zip(rows, starts, sizes.tolist(), strict=True)]
-        sights = {at: self._sights[row] for at, row in enumerate(rows) if row in self._sights}
-        shown = [at for at, sight in sights.items() if sight.count(starts[at], starts[at] + spans[at][2])]
-        parts = [sights[at].between(starts[at], starts[at] + spans[at][2]) for at in shown]
-        further, blocks = encoded([sights[at] for at in shown], parts) if shown else {}, None
-        if any(sight.places is not None for sight in sights.values()):
-            places = np.zeros((3, len(rows), width), np.int64)
-            for at, (_, start, size) in enumerate(spans):
-                columns = np.arange(start, start + size)
-                places[:, at, width - size :] = sights[at].rotary(columns) if at in sights else columns
-            (further["position_ids"],) = sent(self.device, places)
-        if any(sights[at].whole for at in shown):
-            none = np.full(end, -1)
-            (blocks,) = sent(
-                self.device, np.stack([sights[at].blocks(end) if at in sights else none for at in range(len(rows))])
-            )
-        return further, blocks
+    def _seen(self, rows: Sequence[int], sizes: NDArray[np.int64], views: Sequence[KVView]) -> Seen:
+        sights, end = [*map(self._sights.get, rows)], max(view.region.end for view in views)
+        return seen_in_pieces(sights, [*map(self.length, rows)], sizes.tolist(), end, self.device)
 
     def _batched(self, rows: Sequence[int], overhead: int | None = None) -> DecodeBatch:
         by_slab = self._rows.by_segment(rows, overhead, self.device if self._segmented else None)
@@ -413,10 +394,9 @@ class Incremental:
         *,
         keep: int | Tensor,
         pads: NDArray[np.int64] | None = None,
-        further: Mapping[str, object] = NOTHING_SEEN,
-        blocks: Tensor | None = None,
+        seen: Seen = UNSEEN,
     ) -> Tensor:
-        options: dict[str, object] = {self._cache_argument: self._cache, "position_ids": positions, **further}
+        options: dict[str, object] = {self._cache_argument: self._cache, "position_ids": positions, **seen.arguments}
         if self._keeps_logits:
             options["logits_to_keep"] = keep
         padding = real = None
@@ -428,7 +408,7 @@ class Incremental:
             with self._cache.reading(views, rows, padding), self._gates.neutral(real), recorded:
                 output = self._model(
                     input_ids=ids,
-                    attention_mask=self._mask(views, positions, blocks),
+                    attention_mask=self._mask(views, positions, seen.blocks),
                     use_cache=True,
                     **options,
                 )
@@ -447,8 +427,8 @@ class Incremental:
         return self._masks(positions, max(region.end for _, region in views), blocks)
 
 
-def _turned(rotary: Tensor | None) -> Mapping[str, object]:
-    return NOTHING_SEEN if rotary is None else {"position_ids": rotary[:, None]}
+def _turned(rotary: Tensor | None) -> Seen:
+    return UNSEEN if rotary is None else Seen({"position_ids": rotary[:, None]})
 
 
 def _of_equal_sizes(
