@@ -170,10 +170,7 @@ for stale tokens with it.
 
 
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Return a parsed file with ``section.key=value`` overrides; ``rewards.0.key=value`` is for an item of a list.
-
-    The number after the last adds an item; a name with a dot is quoted.
-    """
+    """Return a parsed file with ``section.key=value`` overrides; ``rewards.0.key=value`` is for an item of a list."""
     changed: dict[str, object] = copy.deepcopy(dict(document))
     parsed = [_parsed(override) for override in overrides]
     if any(place == ["run", "seed"] for place, _, _ in parsed):

@@ -539,7 +539,7 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "
     "out, or make it a setting of yours in [loss]": lambda s: s.step.loss and _idle_of_loss(s.algorithm),
     "{found}": lambda s: (
-        environment_fault(s.environment, s.data)
+        environment_fault(s.environment, s.data, s.step, s.algorithm, privileged=s.teacher.privileged)
         or teacher_fault(
             s.teacher, s.models, s.placement, s.step, s.algorithm, program=s.agents.program, scored=bool(s.rewards)
         )

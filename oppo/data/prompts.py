@@ -278,11 +278,7 @@ PROMPT: Final = "prompt"
 
 
 def template_fields(template: str) -> Collection[str]:
-    """Return the names in a template, ``{name}`` each; a brace of the text itself is doubled.
-
-    Raises:
-        ValueError: a brace is alone, or a field is no name.
-    """
+    """Return the names in a template, ``{name}`` each; a brace of the text itself is doubled."""
     fields: dict[str, None] = {}
     for _, name, form, conversion in Formatter().parse(template):
         if name is not None and (not name.isidentifier() or form or conversion):
@@ -392,7 +388,7 @@ def _last_of_user(given: str | Sequence[Message], place: str) -> tuple[int, str]
     for at in range(len(given) - 1, -1, -1):
         if given[at].get("role") == "user" and isinstance(text := given[at].get("content"), str):
             return at, text
-    raise DataError(f"{place}: teacher.template stands in place of a user's message with text, and there is none")
+    raise DataError(f"{place}: a template stands in place of a user's message with text, and there is none")
 
 
 def _got(row: Row, name: str) -> str:

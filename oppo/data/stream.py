@@ -155,15 +155,7 @@ class _Shuffled:
 
 
 class Cycle:
-    """The sources of a mixture in the order in which their prompts come, which repeats.
-
-    Example:
-        >>> cycle = Cycle([3, 1])
-        >>> [cycle.place(number) for number in range(5)]
-        [(0, 0), (0, 1), (0, 2), (1, 0), (0, 3)]
-        >>> cycle.number(source=1, ordinal=2)
-        11
-    """
+    """The sources of a mixture in the order in which their prompts come, which repeats."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         taken, total = [0] * len(weights), sum(weights)

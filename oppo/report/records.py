@@ -3,9 +3,6 @@
 In a file step n is the one after which n steps are made: 1 is the first, and an evaluation before it has step 0.
 Records in memory have the index of a step, from 0 on.
 
-A line that is no record, such as the last one that a kill may tear, is left out, kept in a file of its own and
-reported. The lines after it stay.
-
 The journal: the events of every rollout and the controllers' observation of every step, one JSON object a line.
 
 A rollout's lines are ``admitted``, any number of ``answered`` (a turn, by its environment) and ``deferred``,

@@ -184,10 +184,7 @@ class Trace:
 
 
 class TraceFile:
-    """Holds the first and the last steps of a run; those between are removed while the run goes on.
-
-    While it is open, the file holds up to twice as many of the last steps.
-    """
+    """Holds the first and the last steps of a run, and while it is open up to twice as many of the last."""
 
     def __init__(self, file: TextIO, steps: int | None) -> None:
         self._file = file

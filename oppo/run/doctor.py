@@ -287,10 +287,7 @@ class Layout:
 
 
 def proposed(deployment: Deployment, load: Load, known: Known) -> list[Layout]:
-    """Return the layouts of an assumed machine that fit, the quickest first, each with as few remedies as it needs.
-
-    If none fits, the batch and then the length of responses are halved until one does.
-    """
+    """Return the layouts of an assumed machine that fit, the quickest first, each with as few remedies as it needs."""
     assumed, found = deployment.assumed, list[Layout]()
     if assumed is None:
         return found

@@ -261,10 +261,7 @@ class Outlines:
 
 
 def expected(deployment: Deployment, load: Load | None, known: Known | None = None) -> list[Expected]:
-    """Return the memory of each model under a load; ``None``: weights, optimizer states, states of rollouts.
-
-    ``known``: what has been counted, which grows; of runs of the same settings but for those that count here.
-    """
+    """Return the memory of each model under a load; ``None``: weights, optimizer states, states of rollouts."""
     return planned(deployment, load, {} if known is None else known)[1]
 
 

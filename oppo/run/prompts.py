@@ -52,22 +52,15 @@ NOTHING: Final = ProgramRows()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Supplied:
-    """The prompts of a run.
-
-    Attributes:
-        steps: ``run.steps``, or as many as the prompts last for.
-        columns: of all prompts that are trained on, and of all that are held out, as far as they are known.
-        most: tokens that a prompt may have whose length is known only when it is asked for.
-        images: prompts may show images.
-    """
+    """The prompts of a run."""
 
     stream: Supply
     held_out: Sequence[Prompt]
-    steps: int
+    steps: int  # run.steps, or as many as the prompts last for
     provenance: Provenance
-    columns: Sequence[frozenset[str]]
-    most: int = 0
-    images: bool = False
+    columns: Sequence[frozenset[str]]  # of all prompts that are trained on, and of all that are held out, if known
+    most: int = 0  # tokens that a prompt may have whose length is known only when it is asked for
+    images: bool = False  # prompts may show images
 
     @property
     def longest(self) -> int:
@@ -113,7 +106,7 @@ def supplied(
         if as_they_come
         else _stream(data, [*trained.values()], settings.step.batch)
     )
-    every = [prompt for pool in apart.values() for prompt in pool]
+    every, longer = [prompt for pool in apart.values() for prompt in pool], settings.environment.longer
     wanted = settings.run.steps
     steps = steps_of(wanted, data, settings.step.batch, stream)
     if as_they_come and (wanted == BY_DATA or data.drop_last):
@@ -130,7 +123,7 @@ def supplied(
         provenance=provenance.with_digests(unfiled),
         columns=[_columns(pools) for pools in (trained, apart) if pools],
         images=data.images or any(prompt.images for pool in pools.values() for prompt in pool),
-        most=data.max_prompt_tokens if settings.agents.program else 0,
+        most=data.max_prompt_tokens + longer if settings.agents.program or longer else 0,
     )
 
 

@@ -87,14 +87,7 @@ FINAL = Path(CHECKPOINTS, "final")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun(Closing):
-    """A run that is ready to begin; a context manager that ends the models' threads and releases the run directory.
-
-    Attributes:
-        provenance: what the run is made of, its files as they were read.
-        checkpoint: where the run is resumed; ``None`` for a new run.
-        lock: of the run directory of a resumed run.
-        replay: the decisions that a resumed run repeats.
-    """
+    """A run that is ready to begin; a context manager that ends the models' threads and releases the run directory."""
 
     settings: Settings
     assembly: Assembly
@@ -166,19 +159,7 @@ def prepare(
     graph: MakeGraph | None = None,
     rows: ProgramRows = NOTHING,
 ) -> PreparedRun:
-    """Return a run with everything loaded and checked; writes nothing but an engine's log, and images of rows as files.
-
-    Args:
-        resume: lock the run directory and go on from its newest checkpoint, or from the beginning if the run was killed
-            before its first. Otherwise the directory must be unused.
-        dry_run: prepare only, so the run directory may be in use.
-        accept_changed_code: resume with another content of a file of code than the run began with.
-        graph: makes the graph of a step, in place of ``step.algorithm``'s.
-        rows: of a program, in place of what settings name.
-
-    Raises:
-        OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
-    """
+    """Return a run with everything loaded and checked; a ``dry_run`` may look at a run directory that is in use."""
     chosen = settings.run
     checkpoints = Checkpoints(
         settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best
@@ -365,10 +346,7 @@ async def make_steps(
 
 @asynccontextmanager
 async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
-    """Save the trained models when the context ends, however it ends; a failure never hides what ended the run.
-
-    Without an update in this run, ``path`` stays as it is.
-    """
+    """Save the trained models when the context ends, however it ends, unless this run made no update."""
 
     async def save() -> None:
         if assembly.trainer.has_learned:

@@ -36,21 +36,12 @@ class _Waiting:
 
 
 class ScorerWeights:
-    """The weights of a scorer that the trainer syncs; they change only while its stage neither reads nor scores.
-
-    Args:
-        scorer: the model behind a :class:`~oppo.stages.Score`.
-        newest: serve new weights at once, for a stage that waits for each update; otherwise from the step on for which
-            they are due.
-
-    Attributes:
-        together: whether another synced model serves tensors of the scorer: they change together.
-    """
+    """The weights of a scorer that the trainer syncs; they change only while its stage neither reads nor scores."""
 
     def __init__(self, scorer: SyncedModel, *, newest: bool = False) -> None:
         self.scorer = scorer
-        self._newest = newest
-        self.together = False
+        self._newest = newest  # are served at once, for a stage that waits for each update
+        self.together = False  # whether another synced model serves tensors of the scorer
         self._reading = anyio.Lock(fast_acquire=True)
         self._waiting: deque[_Waiting] = deque()
         self._served = anyio.Event()
@@ -85,10 +76,7 @@ class ScorerWeights:
         self.together = any(share_tensors(self.scorer, each) for each in others)
 
     def awaited(self, step: Step) -> str:
-        """Return the stage that must have returned in later steps before weights may be given; mostly none.
-
-        It is its own if the weights can neither wait nor be copied.
-        """
+        """Return the stage that must have returned in later steps before weights may be given; mostly none."""
         can_wait = step.lookahead == 1 or isinstance(self.scorer, CopiesWeights)
         return "" if self._newest or not step.lookahead or (can_wait and not self.together) else self._stage
 

@@ -26,7 +26,7 @@ from oppo.stages import RoleBaseline, ScoredRollout
 from oppo.testing import FakePolicy, FakeTrainer
 from tests.agents.conftest import graph_of, stepped
 from tests.agents.test_agents import tokenizer
-from tests.agents.test_branches import Rows, policy, resumed
+from tests.agents.test_branches import Rows, described, policy, resumed
 
 pytestmark = pytest.mark.usefixtures("numbers")
 
@@ -39,12 +39,8 @@ def scored(admission: int, sample: int, role: str, score: float, branch: int = 0
     return ScoredRollout(Finish(prompt.rollout, response, "eos"), None, score)
 
 
-def advantages(batch: Batch) -> dict[int, float]:
-    """Return the advantage of each row, by its rollout: the same for all its tokens."""
-    assert batch.advantages is not None
-    rows = [{*batch.advantages[span].tolist()} for span in batch.rows()]
-    assert all(len(row) == 1 for row in rows)
-    return dict(zip(batch.rollouts, [row.pop() for row in rows], strict=True))
+def advantages(*batches: Batch) -> dict[int, float]:
+    return {rollout: advantage for rollout, (_, advantage, *_) in described(batches).items()}
 
 
 def test_a_role_is_compared_with_the_mean_of_its_returns_so_far() -> None:
@@ -84,7 +80,7 @@ def test_roles_are_compared_as_if_each_were_alone(
     for each in rows:
         by_role[each.finish.response.prompt.role].append(each)
     alone = [GroupRelative(how).batch(each) for each in by_role.values()]
-    assert advantages(together) == {key: value for batch in alone for key, value in advantages(batch).items()}
+    assert advantages(together) == advantages(*alone)
     assert {*together.dropped} == {drop for batch in alone for drop in batch.dropped}
 
 
@@ -148,14 +144,6 @@ def played(duel: Duel, steps: int = 3, overcommit: int = 0) -> tuple[list[Batch]
     return trainer.batches, *stepped(graph, duel.agents.prompts(Rows()), steps)
 
 
-def by_rollout(batches: Sequence[Batch]) -> dict[int, tuple[str, float, float, list[int]]]:
-    return {
-        each.prompt.rollout: (each.prompt.role, float(score), advantage, [*each.prompt.tokens, *each.tokens])
-        for batch in batches
-        for each, score, advantage in zip(batch.responses, batch.scores, advantages(batch).values(), strict=True)
-    }
-
-
 @pytest.mark.parametrize("opening", [False, True])
 def test_each_role_has_its_reward_and_what_is_frozen_is_read_and_never_trained(opening: bool) -> None:
     duel = Duel(opening=opening)
@@ -174,12 +162,12 @@ def test_each_role_has_its_reward_and_what_is_frozen_is_read_and_never_trained(o
 
 def test_games_that_are_deferred_are_trained_as_in_serial_steps_and_so_are_resumed_ones() -> None:
     late = {(at, 2 + at % 3): 0.5 for at in range(0, 60, 3)}
-    serial = by_rollout(played(Duel(), 5)[0])
+    serial = described(played(Duel(), 5)[0])
     streamed, metrics, reasons = played(Duel(late), 5, overcommit=3)
     assert reasons == []
     assert sum(each["deferral/deferred"] for each in metrics) > 0
     cut = resumed([Duel(late), Duel()], Overcommit(batch=4, overcommit=3), 2, 5)
-    for found in (by_rollout(streamed), by_rollout(cut)):
+    for found in (described(streamed), described(cut)):
         assert len(serial.keys() & found.keys()) > 40
         assert all(serial[rollout] == found[rollout] for rollout in serial.keys() & found.keys())
 
@@ -229,12 +217,9 @@ def test_a_frozen_model_that_fails_ends_the_run_with_its_error(adds: bool, words
 def test_a_frozen_role_says_the_same_whether_its_engine_decodes_answers_side_by_side(adds: bool) -> None:
     can = Capabilities(adds_while_decoding=adds)
     umpire = FakePolicy(length=lambda prompt: 2 + prompt.stream % 5, capabilities=can, seconds=0.3)
-    assert by_rollout(played(Duel(umpire=umpire))[0]) == by_rollout(played(Duel())[0])
+    assert described(played(Duel(umpire=umpire))[0]) == described(played(Duel())[0])
 
 
 def test_the_policy_plays_one_role_at_least() -> None:
-    async def run(row: object, url: str, key: str) -> float:
-        raise NotImplementedError
-
     with pytest.raises(ConfigError, match="the policy plays none of the roles 'one': leave one to it"):
-        Agents(run, tokenizer(), roles={"one": FakePolicy()})
+        Agents(lambda row, url, key: 0.0, tokenizer(), roles={"one": FakePolicy()})

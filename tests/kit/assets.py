@@ -117,10 +117,7 @@ async def duel(row, base_url, api_key):
         anthropic.AsyncAnthropic(base_url=url, api_key=api_key) as two,
     ):
         for turn in range(2):
-            try:
-                reply = await one.chat.completions.create(model="one", messages=said, max_tokens=9)
-            except openai.BadRequestError:  # no room is left
-                break
+            reply = await one.chat.completions.create(model="one", messages=said, max_tokens=9)
             content = reply.choices[0].message.content
             asked = [{"role": "user", "content": f"{turn} of {row['number']}: {len(content)}"}]
             answer = await two.messages.create(model="two", messages=asked, max_tokens=5 + turn)
@@ -128,7 +125,7 @@ async def duel(row, base_url, api_key):
             tokens["two"] += answer.usage.output_tokens
             said += [{"role": "assistant", "content": content}]
             said += [{"role": "user", "content": f"{answer.usage.output_tokens} {answer.content[0].text[:2]!r}"}]
-    return {"one": tokens["one"] % 7 / 7, "two": -tokens["two"] / 7} if tokens["two"] else {"one": 0.0}
+    return {"one": tokens["one"] % 7 / 7, "two": -tokens["two"] / 7}
 '''
 
 

@@ -330,7 +330,22 @@ def in_roles(row: Row) -> list[str]:
 
 def overrides(row: Row) -> list[str]:
     """Return what a row sets, ``section.key=value`` each."""
-    return [*(each for axis, value in row.items() for each in AXES[axis][value]), *in_roles(row)]
+    chosen = [each for axis, value in row.items() for each in AXES[axis][value]]
+    return [*chosen, *in_roles(row), *(COMPACT if compacts(row) else ())]
+
+
+COMPACT = (
+    "environment.compact=40",
+    "environment.summary_tokens=6",
+    "environment.max_segments=3",
+    "environment.summary_request=Sum.",
+)
+
+
+def compacts(row: Row) -> bool:
+    """Return whether tools of a row go on behind summaries, as they may; no axis."""
+    alone = row["admission"] == "tail-batched" or row["algorithm"] == "online_dpo" or row["teacher"].startswith("own")
+    return row["dialogue"] == "tools" and row["credit"] == "response" and not alone
 
 
 class Killer(Observer):
