@@ -259,11 +259,7 @@ class RunDirectory(Observer):
         self._concluded = True
 
     def flush(self) -> Flushed:
-        """Block until the records of all steps so far are on the disk; return what a resumed run knows them by.
-
-        Raises:
-            OSError: a file could not be written.
-        """
+        """Block until the records of all steps so far are on the disk; return what a resumed run knows them by."""
         self._writer.flush()
         self._sync()
         marks = {name: [mark.size, mark.crc, mark.lines] for name, mark in self._marks.items()}

@@ -240,13 +240,7 @@ async def run(
     *,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> RunDirectory:
-    """Run every step, write the run directory, and save the trained models under ``checkpoints/final``.
-
-    They are saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end the run after the
-    steps in flight, with a checkpoint. A second signal ends it at once, after an update in progress.
-
-    ``console`` shows the panel and the effect of Ctrl-C; ``last_resort`` is that of :class:`oppo.liveness.Watchdog`.
-    """
+    """Run every step, write the run directory, and save the trained models, however the run ends, once it made an update."""
     settings, assembly = session.settings, session.assembly
     heartbeat = Heartbeat()
     directory = directory_of(session)
@@ -313,11 +307,7 @@ def directory_of(session: PreparedRun) -> RunDirectory:
 async def make_steps(
     session: PreparedRun, running: Run[StepReport], interrupt: Interrupt, directory: RunDirectory
 ) -> None:
-    """Make the remaining steps; write a checkpoint every ``run.checkpoint_every``, after the last and after a signal.
-
-    No step is in flight at a checkpoint. A signal lets those end that are, and the journal says which is the last: the
-    next step begins from another state than it would have.
-    """
+    """Make the remaining steps; a signal lets those in flight end, and the journal names the last, as the next begin anew."""
     chosen = session.settings.run
     empty, last, draining = EmptySteps(chosen.max_empty), None, False
     await session.restore(running)
