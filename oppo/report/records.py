@@ -375,7 +375,7 @@ def read_replay(path: Path, first: int = 0) -> Replay:
             observed[each.step] = each
         elif record.get("event") == DRAINED:
             last = cast("int", record["step"])
-            drained.add(last)
+            drained = {*(step for step in drained if step < last), last}
             observed = {step: each for step, each in observed.items() if step <= last}  # later ones are made anew
     return Replay({step: each for step, each in observed.items() if step >= first}, frozenset(drained))
 

@@ -240,7 +240,7 @@ async def run(
     *,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> RunDirectory:
-    """Run every step, write the run directory, and save the trained models, however the run ends, once it made an update."""
+    """Run every step, write the run directory, and save the trained models, however the run ends."""
     settings, assembly = session.settings, session.assembly
     heartbeat = Heartbeat()
     directory = directory_of(session)
@@ -307,7 +307,7 @@ def directory_of(session: PreparedRun) -> RunDirectory:
 async def make_steps(
     session: PreparedRun, running: Run[StepReport], interrupt: Interrupt, directory: RunDirectory
 ) -> None:
-    """Make the remaining steps; a signal lets those in flight end, and the journal names the last, as the next begin anew."""
+    """Make the remaining steps; a signal lets those in flight end, and the journal names the last."""
     chosen = session.settings.run
     empty, last, draining = EmptySteps(chosen.max_empty), None, False
     await session.restore(running)
