@@ -200,7 +200,7 @@ def prepare(
             images=supply.images,
         )
         stack.callback(assembly.close)
-        require_room(supply, assembly.sampling.max_new_tokens, assembly.positions, assembly.teacher)
+        require_room(supply, assembly.sampling, assembly.positions, assembly.teacher)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
         stream = of_agents(stream, assembly.environment, settings.data)
         composed = compose(settings, assembly, stream, replay.observations, graph)

@@ -141,6 +141,12 @@ def test_a_url_and_an_image_too_narrow_are_refused_by_row(folder: Path) -> None:
             trained(folder, "qwen2_5_vl", "refused", prompts=[{"prompt": "<image>", "image": image}])
 
 
+def test_a_text_that_spells_an_image_token_is_refused_beside_images(folder: Path) -> None:
+    rows = [{"prompt": "<image>", "image": str(folder / "a.png")}, {"prompt": "a<|pad|>b"}]
+    with pytest.raises(DataError, match="has 1 tokens that stand for images, and its images have 0"):
+        trained(folder, "llava", "spelt", prompts=rows)
+
+
 def test_rows_that_come_one_by_one_show_images_if_they_are_to(folder: Path) -> None:
     rows = [{"prompt": f"<image>{number}", "image": str(folder / "a.png")} for number in range(9)]
     run = trained(folder, "llava", "rows", "data.images=true", prompts=iter(rows))
