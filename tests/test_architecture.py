@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_683,
     "report": 3_191,
     "rewards": 1_792,
-    "run": 5_824,
+    "run": 5_838,
     "simulate": 2_473,
     "stages": 4_125,
     "testing": 2_504,
