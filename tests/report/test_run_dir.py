@@ -225,7 +225,7 @@ def test_records_that_a_checkpoint_knows_are_gone_on_with_as_if_they_were_read_a
             data[damage[1] % len(data)] ^= 1
             (path / damage[0]).write_bytes(data)
 
-        def noting(line: bytes, name: str) -> Any:
+        def noting(line: bytes, name: str) -> records.Record | None:
             parsed.append(line)
             return parse(line, name)
 
