@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from oppo.events import IntArray, Prompt, Response
 from oppo.hf.model_parts import takes
-from oppo.hf.sight import let_see, processor_of
+from oppo.hf.processor import Processor
+from oppo.hf.sight import let_see, pixels_of
 from oppo.images import ImageRef
 from tests.kit.responses import chunk
 
@@ -59,12 +60,11 @@ FAMILIES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, 
 GRIDS, SIZES = ((1, 4, 6), (1, 8, 4), (1, 6, 4)), ((32, 48), (48, 16), (16, 32))
 
 
-class Drawn:
+class Drawn(Processor):
     """Pixels of images that are drawn at random, by their names."""
 
-    digest = "drawn"
-
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(kind)
         self.kind, self.dtype = kind, dtype
 
     def tokens(self, name: str) -> int:
@@ -82,10 +82,6 @@ class Drawn:
         values = torch.stack([self._drawn(name, 3, side, side) for name in names])
         sizes = {"image_sizes": torch.tensor([SIZES[len(name) % 3] for name in names])} if self.kind == "sizes" else {}
         return {"pixel_values": values[None] if self.kind == "nested" else values, **sizes}
-
-    def trial(self) -> tuple[IntArray, tuple[ImageRef, ...]]:
-        prompt = showing("llava", ["a"])
-        return prompt.tokens, prompt.images
 
     def _drawn(self, name: str, *shape: int) -> Tensor:
         seeded = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * len(name))
@@ -139,9 +135,8 @@ def ids_of(response: Response) -> Tensor:
 
 def from_pixels(model: PreTrainedModel, prompt: Prompt, ids: Tensor) -> Tensor:
     """Return the logits [n, V] of transformers' own pass over a sequence, from the pixels of its images."""
-    drawn, kinds = processor_of(model), (ids == PAD).int()[None]
-    assert drawn is not None
-    given: dict[str, Any] = {**drawn.pixels(prompt.images)} if prompt.images else {}
+    kinds = (ids == PAD).int()[None]
+    given: dict[str, Any] = {**pixels_of(model).pixels(prompt.images)} if prompt.images else {}
     given |= {each: kinds for each in ("mm_token_type_ids", "token_type_ids") if given and takes(model, each)}
     logits: Tensor = model(input_ids=ids[None], use_cache=False, **given).logits[0]
     return logits
