@@ -131,10 +131,13 @@ class Eyes:
         key = len(tokens), images
         if key not in self._kept:
             self._kept[key] = self._look(tokens, images)
-            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
+            while len(self._kept) > 1 and self._bytes() > KEPT_BYTES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
+
+    def _bytes(self) -> int:
+        return sum(level.nbytes for sight in self._kept.values() for level in sight.levels)
 
     def _look(self, tokens: IntArray, images: tuple[ImageRef, ...]) -> Sight:
         self.looks += 1
@@ -172,16 +175,8 @@ def _trained_beside_text(model: PreTrainedModel) -> list[str]:
     return [name for name, each in backbone(model).named_parameters() if each.requires_grad and id(each) not in text]
 
 
-def _bytes(sight: Sight) -> int:
-    return sum(level.nbytes for level in sight.levels)
-
-
 def pixels_of(model: PreTrainedModel) -> Processor:
-    """Return the processor of the images of a model.
-
-    Raises:
-        ModelRefused: it has no tower, or none that transformers runs apart from the rest.
-    """
+    """Return the processor of the images of a model, or refuse one that cannot be shown any."""
     trunk, name = backbone(model), f"{type(model).__name__} (model type {model.config.model_type!r})"
     if not pads_of(model.config) or not hasattr(trunk, "get_image_features"):
         raise ModelRefused(f"{name} cannot be shown images: it has no image tokens, or no tower that reads images")
@@ -208,10 +203,7 @@ UNSEEN: Final = Seen({})
 def seen_in_pieces(
     sights: Sequence[Sight], starts: Sequence[int], sizes: Sequence[int], end: int, device: torch.device
 ) -> Seen:
-    """Return what a pass is given that reads ``sizes`` tokens of rows from ``starts`` on, padded on the left.
-
-    It reads keys at positions below ``end``.
-    """
+    # For a pass over ``sizes`` tokens of rows from ``starts`` on, padded on the left, and keys below ``end``.
     rows = [(sight, at, at + size) for sight, at, size in zip(sights, starts, sizes, strict=True)]
     shown, blocks = [(sight, *span) for sight, *span in rows if sight.count(*span)], None
     given = encoded([sight for sight, *_ in shown], [sight.between(*span) for sight, *span in shown]) if shown else {}
@@ -227,7 +219,7 @@ def seen_in_pieces(
 def shown_to(
     sights: Sequence[Sight], lengths: Sequence[int], device: torch.device, *, packed: bool
 ) -> dict[str, object]:
-    """Return the arguments of a pass over whole rows, padded on the right or packed, for what their prompts show."""
+    # For a pass over whole rows, padded on the right or packed.
     seen, width = [sight for sight in sights if sight is not BLIND], max(lengths)
     found = encoded(seen, [sight.levels for sight in seen])
     if any(sight.places is not None for sight in seen):
