@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, chain, groupby, zip_longest
 from operator import itemgetter
-from typing import Any, Final, Self, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, Self, TypeAlias, TypeVar, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -29,12 +29,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
-from oppo.events import Batch, Chunk, IntArray, Prompt, Response
+from oppo.events import Batch, Chunk, FloatArray, IntArray, Prompt, Response
 from oppo.hf.devices import CPU
 from oppo.hf.head import planned_device
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
-from oppo.hf.kv.reader import Incremental
+from oppo.hf.kv.reader import Incremental, WholeRows
 from oppo.hf.kv.states import RowCache
 from oppo.hf.model_parts import FAILURES, backbone, longest, require_pieces, set_only_whole
 from oppo.hf.servable import known_reason
@@ -309,7 +309,7 @@ def same(model: ModuleT) -> ModuleT:
 def at_rest(
     make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same, optimizer: str = "adamw"
 ) -> Bytes:
-    """Return the memory of an idle model: weights and, if some are trained, gradients and optimizer states."""
+    """Return the memory of a model for all loads: weights and, if some are trained, gradients and optimizer states."""
     whole = _bare(make)
     if adapt is same:
         return _resting(whole, (), optimizer)
@@ -335,136 +335,202 @@ def _resting(model: nn.Module, stacks: Sequence[_Stack], optimizer: str) -> Byte
     states = sum(  # Muon keeps one number of each weight, AdamW two
         count * each.numel() * max(4, each.element_size()) * (1 if id(each) in once else 2) for each, count in trained
     )
-    return Bytes(sum(count * each.nbytes for each, count in counted), copies + states, steps_on)
+    # A backward pass leaves gradients of 16 bits, which are added up in float32 after it.
+    weights = sum(count * each.nbytes for each, count in counted)
+    return Bytes(weights, copies + states, steps_on, activations=copies // 2)
 
 
-def of_policy(
-    make: Callable[[], PreTrainedModel],
-    load: Load,
-    sampling: Sampling,
-    *,
-    prefill_tokens: int,
-    adapt: Adapt[PreTrainedModel] = same,
-) -> Bytes:
-    """Return the memory of a served policy when all rollouts are at their longest and have just been read again."""
-    whole = _bare(make)
-    load, resting = load.within(longest(whole)), at_rest(lambda: whole, adapt).weights
-    model, layers = _few(whole)
-    set_only_whole(model, known_reason(model))
-    model = _attending(adapt(model))
-    with _reading_in_pieces(model), without_data(model) as live, torch.inference_mode():
-        weights, reader = live.now, Incremental(model)
-        tokens = np.zeros(load.sequence - 1, np.int32)
-        rows = [DecodeRow(key, Prompt(key, key, tokens), load.sequence) for key in range(load.rollouts)]
-        signals, few = Signals.of(len(rows)), 2 * -(-prefill_tokens // load.sequence)
-        for part, budget in ((rows[few:], load.rollouts * load.sequence), (rows[:few], prefill_tokens)):
-            live.peak = live.now  # only the last passes are counted: they find the most
-            prefill = ChunkedPrefill(reader, part, budget=budget, deterministic=False)
+class ServedPolicy:
+    """The memory of a policy that decodes; the few layers that stand for all are made once for all loads."""
+
+    def __init__(self, make: Callable[[], PreTrainedModel], adapt: Adapt[PreTrainedModel] = same) -> None:
+        self._whole, self._adapt = _bare(make), adapt
+        self.at_rest = Bytes(at_rest(lambda: self._whole, adapt).weights)
+
+    def shortest(self, rollouts: int) -> Bytes:
+        """Return the least that it needs: its weights, and the states of its rollouts, however short."""
+        if RowCache(self._whole.config).states is None:
+            return self.at_rest
+        least = self.under(Load(rollouts, 1, 1, 1), Sampling(), prefill_tokens=rollouts)
+        return replace(self.at_rest, keys_values=least.keys_values)
+
+    def under(self, load: Load, sampling: Sampling, *, prefill_tokens: int) -> Bytes:
+        """Return what it needs when all rollouts are at their longest and have just been read again."""
+        load = load.within(longest(self._whole))
+        model, layers = self._few
+        every, length = [*range(load.rollouts)], load.sequence - 1
+        part, unread = max(1, prefill_tokens // length), min(length, prefill_tokens)
+        with _reading_in_pieces(model), without_data(model) as live, torch.inference_mode():
+            weights, reader = live.now, self._reader
+            for at in range(part, load.rollouts, part):
+                reader.hold(dict.fromkeys(every[at : at + part], length))
+            if length > unread:
+                reader.hold(dict.fromkeys(every[:part], length - unread))
+            prompt = np.zeros(length, np.int32)
+            rows = [DecodeRow(key, Prompt(key, key, prompt), load.sequence) for key in every[:part]]
+            live.peak = live.now  # the last portion, and the decode step after it, find the most
+            prefill = ChunkedPrefill(reader, rows, budget=prefill_tokens, deterministic=False)
             while prefill:
-                prefill.read(signals)
-        logits = reader.step([row.key for row in rows], torch.zeros(len(rows), dtype=torch.int64))
-        Drawing(sampling, logits.device)(logits, [(row.key, 0) for row in rows], [load.response] * len(rows))
-        return _serving(live, weights, reader.layer_bytes(), resting, layers)
+                prefill.read(Signals.of(len(rows)))
+            logits = reader.step(every, torch.zeros(load.rollouts, dtype=torch.int64))
+            Drawing(sampling, logits.device)(logits, [(key, 0) for key in every], [load.response] * len(every))
+            found = _serving(live, weights, reader.layer_bytes(), self.at_rest.weights, layers)
+            reader.clear()
+            return found
 
+    @cached_property
+    def _few(self) -> tuple[PreTrainedModel, list[int]]:
+        model, layers = _few(self._whole)
+        set_only_whole(model, known_reason(model))
+        return _attending(self._adapt(model)), layers
 
-def of_shortest(make: Callable[[], PreTrainedModel], rollouts: int, adapt: Adapt[PreTrainedModel] = same) -> Bytes:
-    """Return the least memory of a served policy: its weights, and the states of its rollouts, however short."""
-    model = _bare(make)
-    with _reading_in_pieces(model):
-        if RowCache(model.config).states is None:
-            return Bytes(at_rest(lambda: model, adapt).weights)
-    shortest = of_policy(lambda: model, Load(rollouts, 1, 1, 1), Sampling(), prefill_tokens=rollouts, adapt=adapt)
-    return Bytes(shortest.weights, keys_values=shortest.keys_values)
+    @cached_property
+    def _reader(self) -> Incremental:
+        reader = Incremental(self._few[0])
+        reader.extend([0], [torch.zeros(1, dtype=torch.int64)])  # it knows the caches of its layers from now on
+        reader.clear()
+        return reader
 
 
 @contextmanager
 def _reading_in_pieces(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
-    except FAILURES as error:  # as in the probe, for which there are no weights here
+    except FAILURES as error:  # as in the probe, for which there are no weights here: if it reads whole rows at least
+        with without_data(model):
+            WholeRows(model).extend([0], [torch.zeros(2, dtype=torch.int64)])
         set_only_whole(model, f"{type(model).__name__} cannot be served row by row: it failed when tried ({error!r})")
         require_pieces(model)
 
 
-def of_reference(make: Callable[[], PreTrainedModel], load: Load, adapt: Adapt[PreTrainedModel] = same) -> Bytes:
-    return _of_scorer(make, lambda model: ReferenceWorker(_attending(model), False, Sampling()), load, adapt)
+class ServedScorer(Generic[T]):
+    """The memory of a model that reads rollouts while they grow, or each once if that fails."""
+
+    def __init__(
+        self,
+        make: Callable[[], PreTrainedModel],
+        worker_of: Callable[[PreTrainedModel], ScorerWorker[T]],
+        adapt: Adapt[PreTrainedModel] = same,
+    ) -> None:
+        self._whole, self._worker_of, self._adapt = _bare(make), worker_of, adapt
+        self.at_rest = Bytes(at_rest(lambda: self._whole, adapt).weights)
+        self._only_whole = known_reason(self._whole)
+
+    def under(self, load: Load) -> Bytes:
+        try:
+            return self._under(load)
+        except (ModelRefused, *FAILURES) as error:  # as in the probe, for which there are no weights here
+            if self._only_whole:
+                raise
+            self._only_whole = str(error)
+            self.__dict__.pop("_few", None)
+            self.__dict__.pop("_worker", None)
+            return self._under(load)
+
+    def _under(self, load: Load) -> Bytes:
+        load = load.within(longest(self._whole))
+        model, layers = self._few
+        with without_data(model) as live, torch.inference_mode():
+            worker, tail = self._worker
+            weights, chunk = live.now, min(load.chunk, load.response, TOKENS_PER_PASS)
+            rollouts = range(load.rollouts)
+            last = [_chunk(each, 0, np.zeros(chunk, np.int32)) for each in rollouts]
+            before = load.sequence - chunk
+            if self._only_whole:  # where it is read now; it keeps nothing, so a few passes find the most
+                few = rollouts[: 2 * -(-TOKENS_PER_PASS // load.sequence)]
+                prompts = [Prompt(each, each, np.zeros(before, np.int32)) for each in few]
+                worker.extend(ScorerInput([*prompts, *last[: len(few)]]))
+                worker.reader.finish(dict.fromkeys(few, chunk))
+            else:
+                few = rollouts[: TOKENS_PER_PASS // chunk]
+                worker.reader.hold({each: before if each in few else load.sequence for each in rollouts}, tail)
+                live.peak = live.now  # the last pass finds the most
+                worker.extend(ScorerInput(last[: len(few)]))
+            found = _serving(live, weights, worker.reader.layer_bytes(), self.at_rest.weights, layers)
+            worker.forget(rollouts)
+            return found
+
+    @cached_property
+    def _few(self) -> tuple[PreTrainedModel, list[int]]:
+        model, layers = _few(self._whole)
+        set_only_whole(model, self._only_whole)
+        return self._adapt(model), layers
+
+    @cached_property
+    def _worker(self) -> tuple[ScorerWorker[T], Tensor | None]:
+        worker = self._worker_of(self._few[0])
+        if self._only_whole:
+            return worker, None
+        worker.extend(ScorerInput([Prompt(0, 0, np.zeros(2, np.int32))]))  # it knows the caches of its layers now
+        tail = worker.reader.tail(0)
+        worker.forget([0])
+        return worker, tail
 
 
-def of_reward(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    return _of_scorer(make, lambda model: RewardWorker(_scoring(model), False), load)
+def served_reference(
+    make: Callable[[], PreTrainedModel], adapt: Adapt[PreTrainedModel] = same
+) -> ServedScorer[FloatArray]:
+    return ServedScorer(make, lambda model: ReferenceWorker(_attending(model), False, Sampling()), adapt)
 
 
-def of_process(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    return _of_scorer(make, lambda model: ProcessRewardWorker(_scoring(model), False, (), 0, 0.0), load)
+def served_reward(make: Callable[[], PreTrainedModel]) -> ServedScorer[float]:
+    return ServedScorer(make, lambda model: RewardWorker(_scoring(model), False))
 
 
-def of_critic(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    return _of_scorer(make, lambda model: ValueWorker(_scoring(model), False), load)
+def served_process_reward(make: Callable[[], PreTrainedModel]) -> ServedScorer[Any]:
+    return ServedScorer(make, lambda model: ProcessRewardWorker(_scoring(model), False, (), 0, 0.0))
 
 
-def _of_scorer(
-    make: Callable[[], PreTrainedModel],
-    worker_of: Callable[[PreTrainedModel], ScorerWorker[T]],
-    load: Load,
-    adapt: Adapt[PreTrainedModel] = same,
-) -> Bytes:
-    try:
-        return _scoring_bytes(make, worker_of, load, adapt)
-    except (ModelRefused, *FAILURES) as error:  # as in the probe, for which there are no weights here
-        return _scoring_bytes(make, worker_of, load, adapt, only_whole=str(error))
+def served_critic(make: Callable[[], PreTrainedModel]) -> ServedScorer[FloatArray]:
+    return ServedScorer(make, lambda model: ValueWorker(_scoring(model), False))
 
 
-def _scoring_bytes(
-    make: Callable[[], PreTrainedModel],
-    worker_of: Callable[[PreTrainedModel], ScorerWorker[T]],
-    load: Load,
-    adapt: Adapt[PreTrainedModel],
-    only_whole: str | None = None,
-) -> Bytes:
-    whole = _bare(make)
-    load, resting = load.within(longest(whole)), at_rest(lambda: whole, adapt).weights
-    model, layers = _few(whole)
-    set_only_whole(model, only_whole or known_reason(model))
-    model = adapt(model)
-    with without_data(model) as live, torch.inference_mode():
-        worker = worker_of(model)
-        weights, rollouts = live.now, range(load.rollouts)
-        chunk = min(load.chunk, load.response)
-        last = [_chunk(each, 0, np.zeros(chunk, np.int32)) for each in rollouts]
-        few = 2 * -(-TOKENS_PER_PASS // chunk)
-        worker.reader.tokens_per_pass = math.inf
-        before = np.zeros(load.sequence - chunk, np.int32)  # as a prompt, for which no outputs are kept
-        worker.extend(ScorerInput([*(Prompt(each, each, before) for each in rollouts), *last[few:]]))
-        worker.reader.tokens_per_pass, live.peak = TOKENS_PER_PASS, live.now  # the last passes find the most
-        worker.extend(ScorerInput(last[:few]))
-        by_layer = worker.reader.layer_bytes()
-        worker.reader.finish(dict.fromkeys(rollouts, chunk))  # where it is read now
-        return _serving(live, weights, by_layer, resting, layers)
+class Trained(Generic[ModuleT]):
+    """The memory of models that are trained; ``make`` without the changes of ``adapt``, which are made to copies."""
+
+    def __init__(self, make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same) -> None:
+        self._whole, self._adapt = _bare(make), adapt
+        self._stacks = [*_stacks(self._whole)]
+        self._at_rest = dict[str, Bytes]()
+
+    def at_rest(self, optimizer: str) -> Bytes:
+        if optimizer not in self._at_rest:
+            self._at_rest[optimizer] = at_rest(lambda: self._whole, self._adapt, optimizer)
+        return self._at_rest[optimizer]
+
+    def under(self, load: Load, sampling: Sampling, settings: TrainerSettings, loss: Loss) -> Bytes:
+        """Return what they need during the most expensive micro-batch."""
+        stacks = [stack.standing(max(1, settings.gradient_checkpointing)) for stack in self._stacks]
+
+        def most(shape: Load, stacks: Sequence[_Stack]) -> int | None:
+            few, copies = _shortened(self._whole, stacks)
+            models = cast("ActorCritic", self._adapt(few))
+            return _micro_batch(models, copies, shape, sampling=sampling, settings=settings, loss=loss).at_most(copies)
+
+        activations = max(
+            most(shape, ()) or 0 if (found := most(shape, stacks)) is None else found
+            for shape in self._expensive(load, settings.micro_batch_tokens or CPU_TOKENS)
+        )
+        return replace(self.at_rest(settings.optimizer), activations=activations)
+
+    def _expensive(self, load: Load, budget: int) -> list[Load]:
+        # Of longest rows, or of rows that are all response; of both, if neither surely needs more than the other.
+        load = load.within(longest(next(each for each in self._whole.modules() if isinstance(each, PreTrainedModel))))
+        shapes = load, replace(load, prompt=1)
+        rows = [rows_of(shape, budget) for shape in shapes]
+        tokens = [count * (shape.sequence - 1) for count, shape in zip(rows, shapes, strict=True)]
+        if tokens[0] >= tokens[1] and rows[0] >= rows[1]:
+            return [shapes[0]]
+        masks = [count * (shape.sequence - 1) for count, shape in zip(tokens, shapes, strict=True)]
+        widths = [each.embedding_dim for each in self._whole.modules() if isinstance(each, nn.Embedding)]
+        # A layer keeps far more of a token than eight times its hidden state, and less of a mask than two numbers.
+        is_more = 4 * min(widths, default=0) * (tokens[1] - tokens[0]) > masks[0] - masks[1]
+        return [shapes[1]] if is_more else [*shapes]
 
 
-def of_trainer(
-    make: Callable[[], ModuleT],
-    load: Load,
-    sampling: Sampling,
-    settings: TrainerSettings,
-    loss: Loss,
-    *,
-    adapt: Callable[[ModuleT], nn.Module] = same,
-) -> Bytes:
-    """Return the memory of the most expensive micro-batch: of longest rows, or of rows that are all response."""
-    whole = _bare(make)
-    stacks = [stack.standing(max(1, settings.gradient_checkpointing)) for stack in _stacks(whole)]
-
-    def activations(shape: Load, stacks: Sequence[_Stack]) -> int | None:
-        few, copies = _shortened(whole, stacks)
-        models = cast("ActorCritic", adapt(few))
-        return _micro_batch(models, copies, shape, sampling=sampling, settings=settings, loss=loss).at_most(copies)
-
-    found = list[int]()
-    for shape in (load, replace(load, prompt=1)):
-        most = activations(shape, stacks)
-        found.append(activations(shape, ()) or 0 if most is None else most)
-    return replace(at_rest(lambda: whole, adapt, settings.optimizer), activations=max(found))
+def rows_of(load: Load, budget: int) -> int:
+    """Return the rows of a micro-batch of that many tokens at most."""
+    return min(load.rollouts, max(1, budget // (load.sequence - 1)))
 
 
 def _micro_batch(
@@ -477,8 +543,7 @@ def _micro_batch(
     loss: Loss,
 ) -> _Visits:
     load = load.within(longest(models.actor))
-    budget = settings.micro_batch_tokens or CPU_TOKENS
-    rows = min(load.rollouts, max(1, budget // (load.sequence - 1)))
+    rows = rows_of(load, settings.micro_batch_tokens or CPU_TOKENS)
     models.prepare()  # here, where there is nothing to compare
     with without_data(models) as live:
         core = HfTrainerCore(models, sampling, settings, loss, TrainerCounts.new())

@@ -23,7 +23,7 @@ from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.config.load import load_settings
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
-from oppo.hf.devices import CPU, Devices, DeviceThread, Hardware
+from oppo.hf.devices import CPU, Devices, DeviceThread
 from oppo.hf.loading import ModelRecipe, positions_of
 from oppo.hf.memory import Bytes
 from oppo.hf.train.actor_critic import ActorCritic
@@ -42,6 +42,7 @@ from oppo.run.memory import (
     with_micro_batches,
 )
 from oppo.run.train import FINAL
+from oppo.simulate.hardware import Hardware
 from oppo.vllm.arguments import placed, route_of
 from tests.hf import tiny
 from tests.kit.workplace import killed_and_replaced, oppo, records, resume, start, tokenizer
