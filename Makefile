@@ -119,7 +119,7 @@ $(GYM)/.installed: pyproject.toml constraints.txt tests/gym-requirements.txt
 # Kernels, interpreted and compiled on the CPU. Triton comes with the builds of torch for CUDA: here it is beside one
 # for the CPU, which has to find no compiler in the other tests.
 test-triton: $(STAMP) $(TRITON)/.installed
-	PYTHONPATH=.:$(TRITON) TRITON_CACHE_DIR=$(TRITON)/cache TRITON_INTERPRET=1 $(BIN)/pytest -m triton --durations=5 tests/hf/serve/test_kernels.py
+	PYTHONPATH=.:$(TRITON) TRITON_CACHE_DIR=$(TRITON)/cache TRITON_INTERPRET=1 $(BIN)/pytest -m triton --durations=5 tests/hf/test_kernels.py
 
 $(TRITON)/.installed:
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.7.1

@@ -20,7 +20,7 @@ Dashboards may know a metric by another name. `run.metric_names` chooses the nam
 
 | `run.metric_names` | algorithm | names |
 |---|---|---|
-| `trl` (default) | `ppo`, `reinforce_pp`, `online_dpo`, `distill` | The first column, TRL's of PPO where it has one |
+| `trl` (default) | `ppo`, `reinforce_pp`, `rae`, `online_dpo`, `distill` | The first column, TRL's of PPO, if any |
 | `trl` | `grpo`, `rloo`, `dr_grpo`, `dapo`, `gspo` | The second column, TRL's names of GRPO, else the first |
 | `verl` | any | The third column, else the first |
 

@@ -361,8 +361,8 @@ that generate text, from text or from images and text, are here, each tried as a
 {taken} types are taken: {pieces} in pieces, {whole} whole. {refused} are refused, and {untried} have no tiny model to
 try; their text model often has a type of its own. Encoders, such as BERT, are tried with `is_decoder = true`.
 
-A vision-language model is a policy of text: its language model is trained, its vision tower is kept as it is, and both
-are saved as one checkpoint. A prompt with images is refused.
+Of a vision-language model the language model is trained, its vision tower is kept as it is, and both are saved as one
+checkpoint. It reads [images in prompts](runs.md#images).
 
 | type | decodes | reference | reward, critic | trains | LoRA | reads | vLLM |
 |---|---|---|---|---|---|---|---|

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from oppo.declared import require_metrics
 from oppo.errors import ProtocolError, shown
+from oppo.images import ImageRef
 from oppo.limits import UNLIMITED, TurnLimit
 
 T_co = TypeVar("T_co", covariant=True)
@@ -221,6 +222,8 @@ class Prompt:
         columns: the other columns of the prompt's row, for reward functions.
         branch: 0, but for a further conversation of the same sample, as of a subagent: then a number below 2**20.
         limit: of the first turn.
+        role: of its conversation, where agents have several: responses of one role are compared with one another.
+        images: that it shows, in the order of their tokens.
 
     Example:
         >>> Prompt(rollout=7, admission=7, tokens=np.array([1, 2], np.int32)).tokens.tolist()
@@ -235,6 +238,8 @@ class Prompt:
     columns: Mapping[str, object] = field(default_factory=dict)
     branch: int = 0
     limit: TurnLimit = UNLIMITED
+    role: str = ""
+    images: tuple[ImageRef, ...] = ()
 
     def samples(self, count: int) -> tuple[Prompt, ...]:
         """Return ``count`` rollouts to be generated for this prompt, as one group."""
@@ -249,6 +254,11 @@ class Prompt:
     def first(self) -> int:
         """The rollout of the first conversation of its sample: its own, but of a branch."""
         return self.rollout - (self.branch << 32)
+
+    @property
+    def trajectory(self) -> tuple[int, str]:
+        """What has one reward: the conversations of a sample's agent, in one role."""
+        return self.first, self.role
 
     @property
     def stream(self) -> int:
@@ -640,17 +650,17 @@ class Batch:
         return [slice(int(a), int(b)) for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
 
     def conversations(self) -> Sequence[NDArray[np.int64]]:
-        """Return the rows of each rollout of a group: one, or the conversations of its agent, the first one first."""
-        rows = dict[int, list[int]]()
+        """Return the rows of each trajectory: one, or the conversations of an agent in a role, the first one first."""
+        rows = dict[tuple[int, str], list[int]]()
         for row, response in enumerate(self.responses):
-            rows.setdefault(response.prompt.first, []).append(row)
+            rows.setdefault(response.prompt.trajectory, []).append(row)
         if len(rows) == len(self):
             return list(np.arange(len(self)).reshape(-1, 1))
         return [np.array(each, np.int64) for each in rows.values()]
 
     @property
     def firsts(self) -> NDArray[np.int64]:
-        """The first row of each rollout of a group: what rollouts have once, such as a score, is taken there."""
+        """The first row of each trajectory: what it has once, such as a score, is taken there."""
         return np.array([rows[0] for rows in self.conversations()], np.int64)
 
     def sampled_rows(self) -> Sequence[NDArray[np.int64]]:

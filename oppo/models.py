@@ -118,10 +118,12 @@ class Sampling(SamplingSettings):
         vocabulary: the ids below it are sampled, and log-probs, entropies and KL are over these alone: a model's table
             may be padded with ids that the tokenizer does not have, and a reference's or a teacher's further than the
             policy's. 0: each model's whole table.
+        barred: ids that are never sampled, such as those that stand for an image.
     """
 
     stop: tuple[int, ...] = ()
     vocabulary: Count = 0
+    barred: tuple[int, ...] = ()
 
     @property
     def varies(self) -> bool:
@@ -186,12 +188,12 @@ class Decode(Protocol):
         """Discard the rollout and free its memory; idempotent. A later :meth:`read` raises ``ProtocolError``."""
 
 
-Loads: TypeAlias = Literal["refused", "between decode steps", "when decoding ends"]
-"""When weights that are loaded during decoding take effect."""
+Loads: TypeAlias = Literal["refused", "when decoding ends", "between decode steps"]
+"""When weights that are loaded during decoding take effect, the least capable first."""
 
 
 Resumes: TypeAlias = Literal["refused", "with other tokens", "with the same tokens"]
-"""How a response goes on that is opened half-written: as if it had been written in one piece, or with other draws."""
+"""How a response that is opened half-written goes on: not, with other draws, or as if written in one piece."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,14 +45,19 @@ class WholeScorer(Generic[T]):
 
     Args:
         value: returns that; several are awaited at the same time.
-        at_work: as of :class:`ScorerCapabilities`.
+        at_work, samples: as of :class:`ScorerCapabilities`.
     """
 
     version = 0
 
-    def __init__(self, value: Callable[[Finish], Awaitable[T]], at_work: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        value: Callable[[Finish], Awaitable[T]],
+        at_work: Callable[[], str] = str,
+        samples: Callable[[], Mapping[str, Sequence[float]]] = dict,
+    ) -> None:
         self._value = value
-        self.capabilities = ScorerCapabilities(concurrent=True, at_work=at_work)
+        self.capabilities = ScorerCapabilities(concurrent=True, at_work=at_work, samples=samples)
 
     async def extend(self, events: Sequence[Growth]) -> None:
         """Read nothing."""
@@ -115,11 +120,7 @@ class Extras:
 
 
 def capabilities_of(scorer: object) -> ScorerCapabilities:
-    """Return a scorer's capabilities: the defaults if it has none.
-
-    Raises:
-        ProtocolError: its ``capabilities`` are something else.
-    """
+    """Return a scorer's capabilities: the defaults if it has none."""
     found = getattr(scorer, "capabilities", None)
     if found is None:
         return ScorerCapabilities()
@@ -194,16 +195,7 @@ class RolloutSessions(dict[int, S], Generic[S]):
         raise ProtocolError(f"rollout {rollout} is unknown to {self._reader}: its Prompt must come first")
 
     def receive(self, event: Growth, extra: TokenColumns = NO_COLUMNS) -> S:
-        """Return the session that an event opens or continues, with the event's tokens counted.
-
-        Args:
-            event: of the rollout.
-            extra: further columns of its tokens that are read too.
-
-        Raises:
-            ModelError: a token is outside the vocabulary, or the sequence is longer than the reader reads.
-            ProtocolError: a rollout is opened twice, was never opened, or has a gap.
-        """
+        """Return the session that an event opens or continues, with the event's tokens counted."""
         rollout, reader = event.rollout, self._reader
         if isinstance(event, Prompt):
             if rollout in self:

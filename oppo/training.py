@@ -153,7 +153,7 @@ class TrainerSettings:
     micro_batch_tokens: PositiveCount | None = setting(
         None,
         "most tokens, padding included, in a forward pass; a longer row gets a pass of its own. Unless given, 2,048 on "
-        "a CPU; on a GPU 4,096 to 32,768, as its memory allows, or 16,384 in a program",
+        "a CPU; on a GPU 4,096 to 32,768, of a small model 131,072, as its memory allows, or 16,384 in a program",
         resume="rounding",
     )
     seed: Seed = setting(0, "keys, with the number of the update, how rows are shuffled into minibatches")

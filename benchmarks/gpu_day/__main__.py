@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,7 @@ from benchmarks.gpu_day.parts import Found
 from benchmarks.gpu_day.plan import DEFAULT, PARTS, compared, planned, printed
 from benchmarks.harness import command, keep, require_writable
 from benchmarks.ladder.contestant import Contestant
+from benchmarks.peer.sweep import PEERS
 from oppo import observe
 from oppo.errors import ConfigError, ModelLost
 
@@ -25,7 +26,7 @@ def gpu_day(
     *,
     device: str = "cuda:0",
     minutes: float = 12,
-    parts: str = ",".join(DEFAULT),
+    parts: str = "",
     out: Path | None = None,
     plan: str = "",
     show: Path | None = None,
@@ -35,13 +36,14 @@ def gpu_day(
     Args:
         device: of the models; cpu: tiny ones, to try the command.
         minutes: for all parts.
-        parts: which ones, with commas between them; vllm and nccl, too, on a machine that has what they need.
+        parts: which ones, with commas between them; unless given all but vllm and nccl, which are for machines that
+            have what they need, and without the peer where it has no environment.
         out: the results so far, as JSON, after each round and part; the prediction, with --plan.
         plan: a GPU such as H100: predict the parts' seconds and figures instead.
         show: results: print them beside prediction and goal instead.
     """
     require_writable({"--out": out})
-    chosen = [name.strip() for name in parts.split(",")]
+    chosen = [name.strip() for name in parts.split(",")] if parts else list(DEFAULT)
     if unknown := [name for name in chosen if name not in PARTS]:
         raise ConfigError(f"--parts: expected some of {', '.join(PARTS)}, got {unknown[0]!r}")
     if plan:
@@ -52,8 +54,16 @@ def gpu_day(
     if show is not None:
         print(compared(json.loads(show.read_text(encoding="utf-8"))))
         return 0
+    absent = dict[str, str]()
+    try:
+        if "peer" in chosen:
+            PEERS["trl-grpo"].interpreter()
+    except ConfigError as error:
+        if parts:
+            raise
+        absent["peer"] = str(error)
     with TemporaryDirectory() as logs:
-        measuring = Measuring(device, out or Path("gpu-day.json"), Path(logs) / "log")
+        measuring = Measuring(device, out or Path("gpu-day.json"), Path(logs) / "log", absent)
         try:
             return measuring.all(chosen, 60 * minutes)
         finally:
@@ -67,6 +77,7 @@ class Measuring:
     device: str
     out: Path
     log: Path
+    absent: Mapping[str, str]  # why parts do not run
     found: dict[str, dict[str, object]] = field(default_factory=dict)
     child: Contestant | None = None
 
@@ -75,7 +86,9 @@ class Measuring:
         for name in dict.fromkeys(["facts", *names]):
             left = began + seconds - observe.now()
             self.found[name] = {}
-            if left > 0:
+            if name in self.absent:
+                self.found[name]["not run"] = self.absent[name]
+            elif left > 0:
                 self.part(name, min(PARTS[name].limit, left))
             else:
                 self.found[name]["cut"] = f"not begun: {seconds / 60:.3g} minutes were over"

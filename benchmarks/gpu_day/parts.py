@@ -139,7 +139,7 @@ def tests(day: Day) -> Found:
     done = subprocess.run(program, check=False, capture_output=True, text=True)
     if done.returncode:
         raise ModelError(f"pytest -m gpu ended with {done.returncode}: {done.stdout[-1500:]}")
-    return {"last": done.stdout.splitlines()[-1]}
+    return {"last": done.stdout.strip().splitlines()[-1]}
 
 
 def decode(day: Day) -> Found:

@@ -48,8 +48,7 @@ from transformers import (
 )
 
 from benchmarks.ladder.workloads import LISTED, BenchWorkload, Lengths, Shape
-from oppo.demo.assets import alone, cache_directory as demos, made_once
-from oppo.demo.models import Progress
+from oppo.demo.assets import Progress, alone, cache_directory as demos, made_once
 from oppo.errors import ConfigError
 from oppo.events import Prompt
 from oppo.hf.model_files import quiet

@@ -49,7 +49,7 @@ from benchmarks.ladder.workloads import (
     workloads_of,
 )
 from benchmarks.peer.sweep import PEERS, SWEEP, Peer, Sweep, choose, command_line
-from oppo.demo.models import Progress
+from oppo.demo.assets import Progress
 from oppo.errors import ConfigError
 from oppo.log import logger
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from oppo.agents.requests import (
-    MODEL,
     Api,
     ChatRequests,
     Json,
@@ -55,6 +54,7 @@ class ChatCompletions(Api):
             thinking=requests.most("thinking_token_budget", found.get("thinking_token_budget")),
             calls=with_calls(found.get("tool_choice"), tools),
             stream=bool(found.get("stream")),
+            role=requests.role(found.get("model")),
             shows_ids=bool(found.get("return_token_ids")),
             shows_logprobs=bool(found.get("logprobs")),
             options={"usage": isinstance(options, dict) and bool(options.get("include_usage"))},
@@ -109,7 +109,7 @@ def _event(data: Json) -> str:
 
 
 def _common(request: Request, kind: str) -> Json:
-    return {"id": f"chatcmpl-{request.id}", "object": kind, "created": 0, "model": MODEL}
+    return {"id": f"chatcmpl-{request.id}", "object": kind, "created": 0, "model": request.wanted.model}
 
 
 def _calls(said: Said) -> list[Json]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from zlib import crc32
 
 import anyio
@@ -33,6 +34,9 @@ from oppo.observe import WorkContext
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
     from oppo.hf.tokenizer import HfTokenizer
+
+Earned: TypeAlias = float | Mapping[str, float] | Drop
+"""The result of an agent: its reward, or those of its roles."""
 
 CONTEXT: Final = 40  # characters before the first difference of two texts that are shown
 
@@ -71,8 +75,9 @@ def _without(end: str, text: str) -> str:
 
 class Conversation:
     # The messages of one context.
-    def __init__(self, requests: ChatRequests, rollout: str) -> None:
-        self.branch = 0  # of a further one a hash of its prompt, so that it does not depend on timing
+    def __init__(self, requests: ChatRequests, rollout: str, role: str = "") -> None:
+        self.role = role
+        self.branch = 0  # of a further one a hash of its prompt, so that it does not depend on timing; below 0: frozen
         self.told = 0  # turns that the agent was told
         self.given = ""  # a digest of the tokens read after them
         self.full: Refusal | None = None  # refuses whatever continues it
@@ -87,6 +92,10 @@ class Conversation:
         self._names: dict[str, tuple[str, str]] = {}
         self._turn: list[int] = []
         self._read: list[int] = []
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*self._read, *([] if self.request is None else self.request.tokens.tolist())]
 
     @property
     def begun(self) -> bool:
@@ -213,7 +222,6 @@ class Conversation:
         return self.request is not None and self.request.wanted.stream
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Show what a turn has said so far to the request, which streams it."""
         if self.request is not None and self._format is not None:
             request, (_, chat) = self.request, self._format
             request.show(*chat.so_far(tokens, self._requests.stops, calls=request.wanted.calls))
@@ -301,11 +309,13 @@ class Session:
         expected: set[int],
         longest: float,
         evaluation: WorkContext | None,
+        frozen: Mapping[str, object],
+        play: Callable[[Session, Conversation], None],
     ) -> None:
         self.columns = columns
         self.evaluation = evaluation
         self.scope = anyio.CancelScope()
-        self.outcome: float | Drop | OppoError | None = None  # of an agent that has ended
+        self.outcome: Earned | OppoError | None = None  # of an agent that has ended
         self.failure = failure
         self.conversations = {0: Conversation(requests, rollout)}
         self.open = {0}  # those whose responses have no reward yet
@@ -318,11 +328,22 @@ class Session:
         self._timeout = math.inf if timeout is None else timeout
         self.single = single
         self._expected = expected
+        self._frozen = frozen  # roles that others than the policy play
+        self._play = play
+        self.drawn = Counter[int]()  # turns of these, by their prompt
         self._longest = longest
         self._closed = False
         self._asking = anyio.Lock()  # reading takes time, and the next may continue what is read
         self._full: Refusal | None = None
         self._news = anyio.Event()
+
+    @property
+    def models(self) -> Sequence[str]:
+        return self._requests.models
+
+    @property
+    def trained(self) -> int:
+        return sum(branch >= 0 for branch in self.conversations)
 
     @property
     def first(self) -> Conversation:
@@ -344,19 +365,28 @@ class Session:
 
     async def _take(self, wanted: Wanted, key: str) -> Request:
         messages, tools = self._whole(wanted), wanted.tools
-        talk = max(self.conversations.values(), key=lambda each: each.continued_by(messages, tools))
-        if self.first.begun and not talk.continued_by(messages, tools):
-            nearest = max(self.conversations.values(), key=lambda each: each.held(messages))
-            change = nearest.change(messages, tools)
+        frozen, own = wanted.role in self._frozen, [each for each in self.conversations.values() if each.begun]
+        own = [each for each in own if each.role == wanted.role]
+        talk = max(own, key=lambda each: each.continued_by(messages, tools), default=self.first)
+        if (self.first.begun or frozen) and not (talk in own and talk.continued_by(messages, tools)):
+            nearest = max(own, key=lambda each: each.held(messages), default=None)
+            change = "" if nearest is None else nearest.change(messages, tools)
             self.changes, self.change = self.changes + bool(change), self.change or change
-            talk = self._another()
+            talk = self._another(wanted.role)
+        elif not talk.begun:
+            talk.role = wanted.role
         request = await talk.ask(wanted, messages, key=key, single=self.single)
         if self._closed:  # meanwhile
             raise ENDED.again()
-        if talk is not self.first and not talk.branch:
+        if frozen and not talk.branch:
+            talk.branch = min(self.conversations) - 1
+            self.conversations[talk.branch] = talk
+        elif talk is not self.first and not talk.branch:
             self._begin(talk, request)
         request.id = talk.id_of()[:24]
         self.notify()
+        if frozen:
+            self._play(self, talk)
         return request
 
     def _sent_before(self, digest: str, *, again: bool, key: str) -> Request | None:
@@ -382,15 +412,17 @@ class Session:
             code="previous_response_not_found",
         )
 
-    def _another(self) -> Conversation:
-        if self.single:
-            return self.first  # which refuses it, and says why
-        if len(self.conversations) == MOST:
+    def _another(self, role: str) -> Conversation:
+        if self.single and role not in self._frozen:
+            if role == self.first.role:
+                return self.first  # which refuses it, and says why
+            raise Refusal(f"role {role!r} begins another conversation of the policy, and a key has one: {self.single}")
+        if role not in self._frozen and self.trained == MOST:
             raise Refusal(
                 f"an agent may hold {MOST} conversations, all of which are trained: continue one, or return; of "
                 "this one nothing is sampled"
             )
-        return Conversation(self._requests, self.rollout)
+        return Conversation(self._requests, self.rollout, role)
 
     def _begin(self, talk: Conversation, request: Request) -> None:
         if len(request.tokens) > self._longest:
@@ -421,7 +453,6 @@ class Session:
         return self.conversations.get(branch)
 
     async def heard(self, talk: Conversation) -> Request | None:
-        """Return the agent's next request in a conversation; ``None`` once it has ended."""
         await self._wait(lambda: talk.request is not None)
         if self.outcome is not None and talk.request is not None:
             raise self.failure("returned while its request was unanswered: expected it to await each answer")
@@ -457,7 +488,7 @@ class Session:
         if isinstance(self.outcome, OppoError):
             raise self.outcome
 
-    def end(self, outcome: float | Drop | OppoError) -> None:
+    def end(self, outcome: Earned | OppoError) -> None:
         self.outcome = outcome
         self.fill(ENDED)
         self.notify()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from oppo.agents.requests import (
-    MODEL,
     Api,
     ChatRequests,
     Json,
@@ -54,6 +53,7 @@ class Messages(Api):
                 same=({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
             ),
             stream=bool(found.get("stream")),
+            role=requests.role(found.get("model")),
             shows_ids=bool(found.get("return_token_ids")),
         )
 
@@ -127,7 +127,7 @@ def _message(request: Request, content: list[Json], reason: str | None, read: in
         "id": f"msg_{request.id}",
         "type": "message",
         "role": "assistant",
-        "model": MODEL,
+        "model": request.wanted.model,
         "content": content,
         "stop_reason": reason,
         "stop_sequence": None,

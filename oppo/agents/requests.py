@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 Json: TypeAlias = dict[str, Any]
 
-MODEL: Final = "policy"  # the name of the model that agents are served; they may ask for any
+MODEL: Final = "policy"  # the name of the model that agents without roles are served; they may ask for any
 FORMATS: Final = 64  # sets of tools whose chat formats are kept
 BODY: Final = 8 * 2**20  # the most bytes of a request
 LONG: Final = 20_000  # bytes or characters above which they are processed in a thread
@@ -55,6 +55,7 @@ class Wanted:
         calls: whether calls of tools are answered as calls; otherwise as text.
         previous: id of the answer that the messages follow, where they do not include it.
         options: of the API's own, for its answer.
+        role: in which it is asked; empty where agents have none.
     """
 
     api: str
@@ -68,6 +69,11 @@ class Wanted:
     shows_logprobs: bool = False
     previous: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    role: str = ""
+
+    @property
+    def model(self) -> str:
+        return self.role or MODEL
 
     @property
     def digest(self) -> str:
@@ -142,7 +148,6 @@ class Request:
         self.news = anyio.Event()
 
     async def result(self) -> Said | None:
-        """Wait for the answer, or the first of one that is streamed."""
         self.waiting += 1
         try:
             while self.reply is None and not self.deltas:
@@ -192,7 +197,9 @@ class Api(ABC):
 class ChatRequests:
     """What can be asked for: it is sampled as the run samples."""
 
-    def __init__(self, tokenizer: HfTokenizer, sampling: SamplingSettings) -> None:
+    def __init__(self, tokenizer: HfTokenizer, sampling: SamplingSettings, roles: Sequence[str] = ()) -> None:
+        self.models = roles or [MODEL]
+        self._roles = roles
         self._tokenizer = tokenizer
         self._most = sampling.max_new_tokens
         self._formats: dict[str, tuple[HfTokenizer, ChatFormat]] = {}
@@ -230,6 +237,16 @@ class ChatRequests:
                     code="unsupported_value",
                 )
         return found
+
+    def role(self, model: object) -> str:
+        if self._roles and model not in self._roles:
+            raise Refusal(
+                f"model = {quoted(model)} names no role: expected {' or '.join(map(repr, self._roles))}, the role in "
+                "which the conversation is held",
+                code="model_not_found",
+                status=404,
+            )
+        return str(model) if self._roles else ""
 
     def most(self, name: str, value: object) -> int:
         """Return the limit of a turn in tokens, 0 where the response's is no larger."""
@@ -309,7 +326,6 @@ def quoted(value: object) -> str:
 
 
 def text_of(content: object, where: str) -> str:
-    """Return the text of the content of a message: a text, or a list of parts that have one."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content if isinstance(content, list) else ():

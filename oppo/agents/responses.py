@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from oppo.agents.requests import (
-    MODEL,
     Api,
     ChatRequests,
     Json,
@@ -56,6 +55,7 @@ class Responses(Api):
             thinking=requests.most("thinking_token_budget", found.get("thinking_token_budget")),
             calls=with_calls(found.get("tool_choice"), tools),
             stream=bool(found.get("stream")),
+            role=requests.role(found.get("model")),
             shows_ids=bool(found.get("return_token_ids")),
             previous=str(found.get("previous_response_id") or "").removeprefix("resp_"),
             options={
@@ -182,7 +182,7 @@ def _response(request: Request, status: str, output: Sequence[Json], usage: Json
         "id": f"resp_{request.id}",
         "object": "response",
         "created_at": 0,
-        "model": MODEL,
+        "model": request.wanted.model,
         "status": status,
         "output": output,
         "parallel_tool_calls": True,

@@ -7,45 +7,47 @@
     agent  -> the messages behind it    -> tokens after the turn -> the policy
     agent  -> a number, at its end                               -> the reward of the response      Agents.reward
 
+A frozen role is played by another model: what is said in it is no rollout, and a :class:`Player` answers.
+
 An API key identifies an agent and its conversations. Its messages after a turn are tokenized by
 :meth:`oppo.hf.chat.ChatFormat.answer`; earlier messages are not rendered again. A request that continues none of
-its conversations begins another one, a branch: a further response of the rollout's unit, with the same reward.
+its conversations begins another one, a branch: a further response of the rollout's unit, with the reward of its role.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import secrets
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import anyio
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.agents.conversation import Conversation, Session
+from oppo.agents.conversation import Conversation, Earned, Session
+from oppo.agents.players import CalledAgent, Player, Visit
 from oppo.agents.requests import ChatRequests, Refusal, Request
 from oppo.agents.server import PATHS, AgentServer
 from oppo.declared import require_real
-from oppo.environments.functions import EnvironmentFailure, is_finite
+from oppo.environments.functions import EnvironmentFailure
 from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, running_loop, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
 from oppo.libraries import require
 from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
-from oppo.models import SamplingSettings, Scorer, Shared
+from oppo.models import Policy, SamplingSettings, Scorer, Shared, entered
 from oppo.observe import WorkContext, work_context
 from oppo.returns import TokenRewards
 from oppo.rewards.function import ByTurn
 from oppo.scorers import WholeScorer
 from oppo.turns import Answer, Branching, Turn, turns_of
-from oppo.user_code import CheckedFunction, UserFunction
+from oppo.user_code import UserFunction
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -53,7 +55,10 @@ if TYPE_CHECKING:
     from oppo.hf.tokenizer import HfTokenizer
 
 AgentFunction: TypeAlias = Callable[[dict[str, object], str, str], object]
-"""``f(row, base_url, api_key)``: returns the reward of its conversation, or a ``ByTurn`` or a ``Drop``."""
+"""``f(row, base_url, api_key)``: returns the reward of its conversation, or a ``ByTurn`` or a ``Drop``.
+
+One with roles returns these by role.
+"""
 
 AHEAD: Final = 16  # agents that are started before their prompts are asked for, so that they start side by side
 FAILURES: Final = 100  # rows in a row that give no prompt, after which the run ends
@@ -65,30 +70,6 @@ class _Astray(EnvironmentFailure):
     """An agent did otherwise than it did before: its rollout is dropped."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    row: Mapping[str, object]
-    url: str
-    key: str
-
-
-@dataclass(frozen=True)
-class CalledAgent(CheckedFunction[_Visit, str, float | Drop]):
-    kind: ClassVar[str] = "agent"
-    error: ClassVar[type[EnvironmentFailure]] = EnvironmentFailure
-
-    def made(self, given: _Visit) -> object:
-        return self.user.function(copy.deepcopy({**given.row}), given.url, given.key)
-
-    def checked(self, result: object, where: str) -> float | Drop:
-        if isinstance(result, Drop | ByTurn):
-            return result
-        if not is_finite(result):
-            words = f"must return a finite number, the reward, or a ByTurn or a Drop; got {shown(result)}"
-            raise self.failure(words, where)
-        return float(result)
-
-
 class RunningAgents(Shared):
     # The agents that run, by the rollouts that they are for.
     def __init__(
@@ -96,11 +77,14 @@ class RunningAgents(Shared):
         agent: CalledAgent,
         requests: ChatRequests,
         timeout: float | None,
+        frozen: Mapping[str, Policy | None],
         *,
         host: str,
         port: int,
         public_url: str,
     ) -> None:
+        self.players = {role: None if policy is None else Player(policy) for role, policy in frozen.items()}
+        self.rehearsing = False  # all is answered there
         self.longest = math.inf
         self._agent = agent
         self._requests = requests
@@ -114,6 +98,7 @@ class RunningAgents(Shared):
         self._single: dict[bool, str] = {}
         self._said = False
         self._samples = defaultdict[WorkContext | None, dict[str, list[float]]](dict)
+        self._earned = defaultdict[WorkContext | None, dict[str, list[float]]](dict)
         self._server = AgentServer(
             host, port, public_url, sessions=lambda: self._keys, asked=self._notify, noted=self._noted
         )
@@ -143,9 +128,13 @@ class RunningAgents(Shared):
 
     async def _open(self, stack: AsyncExitStack) -> None:
         listening = None if getattr(running_loop(), "virtual", False) else self._server.listening()
+        players = [each for each in self.players.values() if each is not None]
+        await stack.enter_async_context(await entered([each.policy for each in players]))
         self._tasks = await anyio.create_task_group().__aenter__()
         if listening is not None:
             self._server.serve(listening, self._tasks)
+        for each in players:
+            self._tasks.start_soon(each.serve, name="a player")
         stack.push_async_callback(self._close)
 
     async def _close(self) -> None:
@@ -179,22 +168,44 @@ class RunningAgents(Shared):
             expected=self._expected[key],
             longest=self.longest,
             evaluation=evaluation(),
+            frozen=self.players,
+            play=partial(self._plays, prompt),
         )
-        visit = _Visit(prompt.columns, self._server.url, f"oppo-{secrets.token_hex(16)}")
+        visit = Visit(prompt.columns, self._server.url, f"oppo-{secrets.token_hex(16)}")
         self._sessions[key] = self._keys[visit.key] = session
         self._tasks.start_soon(self._run, visit, session, where, name=f"agent of {where}")
         return session
 
-    async def _run(self, visit: _Visit, session: Session, where: str) -> None:
+    async def _run(self, visit: Visit, session: Session, where: str) -> None:
         with session.scope:
             try:
-                outcome: float | Drop | OppoError = await self._agent.run(visit, where)
+                outcome: Earned | OppoError = await self._agent.run(visit, where)
+                if isinstance(outcome, Mapping):
+                    self._check_spoken(session, outcome)
             except EnvironmentFailure as failure:
                 outcome = failure
             session.end(outcome)
 
+    def _check_spoken(self, session: Session, rewards: Mapping[str, float]) -> None:
+        spoken = Counter(each.role for each in session.conversations.values() if each.begun)
+        if silent := sorted(rewards.keys() - spoken):
+            raise session.failure(f"returned a reward for {silent[0]!r}, which has no conversation: leave it out")
+        if unpaid := sorted(spoken.keys() - rewards - self.players.keys()):
+            raise session.failure(f"returned no reward for {unpaid[0]!r}, which has a conversation: give it one")
+        for role, reward in rewards.items():
+            if isinstance(reward, ByTurn) and role != session.first.role and spoken[role] > 1:
+                raise session.failure(
+                    f"returned rewards by turn for {role!r}, which has {spoken[role]} conversations: give it a number"
+                )
+
+    def _plays(self, prompt: Prompt, session: Session, talk: Conversation) -> None:
+        if self.rehearsing or self._tasks is None:
+            return
+        if (player := self.players[talk.role]) is None:
+            raise Refusal(f"no policy plays role {talk.role!r}: give Agents one, or seat() it")
+        self._tasks.start_soon(player.play, prompt, session, talk, name=f"a turn of {talk.role!r}")
+
     def close(self, prompt: Prompt) -> None:
-        """End a response; with the last one of its agent, end that, if there is one."""
         session = self._sessions.get(key_of(prompt))
         if session is not None:
             session.open.discard(prompt.branch)
@@ -212,7 +223,7 @@ class RunningAgents(Shared):
     def _note_conversations(self, session: Session) -> None:
         if not session.first.told:  # it was begun ahead
             return
-        conversations, changed = float(len(session.conversations)), float(session.changes)
+        conversations, changed = float(session.trained), float(session.changes)
         self._noted(session.evaluation, {"agents/conversations": conversations, "agents/history_changed": changed})
         if session.changes and not self._said:
             self._said = True
@@ -266,9 +277,9 @@ class Agents(RunningAgents, Branching):
 
     Args:
         run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of its conversation with the
-            server at this URL, or an :class:`oppo.rewards.ByTurn` of its first conversation's turns, or
-            :meth:`oppo.Drop.because` of a reason. An async function runs on the event loop, and
-            must not block it; a sync one in a thread of its own.
+            server at this URL, or an :class:`oppo.rewards.ByTurn` of its first conversation's turns, with ``roles`` a
+            mapping of these by role, or :meth:`oppo.Drop.because` of a reason. An async function runs on the event
+            loop, and must not block it; a sync one in a thread of its own.
         tokenizer: the policy's, with its chat template.
         sampling: of the run: a request for another is refused.
         on_failure: of an agent that raises, hangs, or sends no request: ``fail`` ends the run, ``drop`` drops the
@@ -278,6 +289,9 @@ class Agents(RunningAgents, Branching):
         host: where the server listens; agents on other machines cannot reach the default.
         port: likewise; 0: any that is free.
         public_url: the URL of the API that agents get where another address than the host leads to this port.
+        roles: names that requests give as their ``model``, each with who plays it: ``"policy"``, that of the run; or a
+            policy of its own, whose tokens are given, never trained; ``None``: :meth:`seat` says whose. Empty: agents
+            have no roles.
 
     Attributes:
         drops: whether failures drop rollouts.
@@ -299,6 +313,7 @@ class Agents(RunningAgents, Branching):
         host: str = "127.0.0.1",
         port: int = 0,
         public_url: str = "",
+        roles: Mapping[str, Policy | Literal["policy"] | None] | None = None,
     ) -> None:
         for module in ("starlette", "uvicorn"):
             require("agents", "an agent", module=module)
@@ -310,25 +325,29 @@ class Agents(RunningAgents, Branching):
         except TypeError as error:
             raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
         self.name = user.name
-        requests = ChatRequests(tokenizer, sampling or SamplingSettings())
+        played = roles or {}
+        if played and "policy" not in played.values():
+            raise ConfigError(f"the policy plays none of the roles {', '.join(map(repr, played))}: leave one to it")
+        requests = ChatRequests(tokenizer, sampling or SamplingSettings(), list(played))
         try:
             _, chat = requests.format([])
         except Refusal as refusal:
             raise ConfigError(str(refusal)) from refusal
         self.ends = chat.ends
         self.drops = on_failure == "drop"
-        super().__init__(CalledAgent(user), requests, timeout, host=host, port=port, public_url=public_url)
+        agent = CalledAgent(user, list(played))
+        frozen = {role: player for role, player in played.items() if not isinstance(player, str)}
+        super().__init__(agent, requests, timeout, frozen, host=host, port=port, public_url=public_url)
 
     @property
     def reward(self) -> Scorer[float | Drop]:
-        return WholeScorer(self.earned, lambda: self.at_work)
+        return WholeScorer(self.earned, lambda: self.at_work, self._by_role)
+
+    def seat(self, role: str, policy: Policy) -> None:
+        """Have a policy play a role, before the run begins: frozen, as it is."""
+        self.players[role] = Player(policy)
 
     async def asked(self, session: Session) -> Request:
-        """Return the first request of an agent.
-
-        Raises:
-            EnvironmentFailure: there is none.
-        """
         request = await self.heard(session, session.first)
         if request is None:
             raise session.failure(f"returned {shown(session.outcome)} without a request: {_WANTED}")
@@ -342,12 +361,11 @@ class Agents(RunningAgents, Branching):
                     talk = session.unopened.pop(0)
                     assert talk.request is not None  # noqa: S101 - its first
                     asked = talk.request
-                    columns, branch = session.columns, talk.branch
-                    return Prompt(0, admission, asked.tokens, sample, columns=columns, branch=branch, limit=asked.limit)
+                    more: dict[str, Any] = {"columns": session.columns, "limit": asked.limit, "role": talk.role}
+                    return Prompt(0, admission, asked.tokens, sample, branch=talk.branch, **more)
             await begun.wait()
 
     def refuse(self, branch: Prompt) -> None:
-        """Refuse a conversation whose unit is complete."""
         self._sessions[key_of(branch)].conversations[branch.branch].refuse(_FULL)
         self.close(branch)
 
@@ -401,6 +419,11 @@ class Agents(RunningAgents, Branching):
                 f"the agent of rollout {prompt.rollout} began with another limit of its turn, {request.limit}, than "
                 f"{prompt.limit}: expected the same of each response to a row, and after a resume"
             )
+        if not talk.told and talk.role != prompt.role:
+            raise _Astray(
+                f"the agent of rollout {prompt.rollout} began in role {talk.role!r} in place of {prompt.role!r}: "
+                "expected the same for each response to a row, and after a resume"
+            )
         if not talk.told and not np.array_equal(request.tokens, prompt.tokens):
             raise _Astray(
                 f"the agent of rollout {prompt.rollout} began with {_difference(request.tokens, prompt.tokens)}: "
@@ -421,11 +444,6 @@ class Agents(RunningAgents, Branching):
         self._notify()
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return the agent's messages after a turn, ``None`` once it has returned, or a ``Drop``.
-
-        Raises:
-            EnvironmentFailure: the agent failed, and failures are not dropped.
-        """
         state: Any = turn.state or {"given": ""}
         session = self._session(turn.prompt, turn.number)
         try:
@@ -452,7 +470,6 @@ class Agents(RunningAgents, Branching):
         return replace(session.outcome, rollout=turn.prompt.rollout)
 
     def follow(self, prompt: Prompt, number: int, turn: Callable[[], Sequence[int]]) -> None:
-        """Show the tokens of a rollout's turn of this number, so far, to a request that streams them."""
         session = self._sessions.get(key_of(prompt))
         talk = None if session is None else session.conversations.get(prompt.branch)
         if talk is not None and talk.told == number and talk.streams:
@@ -480,11 +497,6 @@ class Agents(RunningAgents, Branching):
         return talk
 
     async def earned(self, finish: Finish) -> float | Drop:
-        """Return the result of the agent of a complete response, once it was told the end of it.
-
-        Raises:
-            EnvironmentFailure: the agent failed, and failures are not dropped.
-        """
         prompt = finish.response.prompt
         session = self._session(prompt, math.inf)
         session.fill(_FULL)  # its unit is complete
@@ -501,31 +513,31 @@ class Agents(RunningAgents, Branching):
             return self._dropped(session, prompt, failure)
         self.close(prompt)
         outcome = session.outcome
-        assert isinstance(outcome, float | Drop)  # noqa: S101 - a failure was raised
-        if isinstance(outcome, ByTurn) and not prompt.branch:
+        assert isinstance(outcome, float | Mapping | Drop)  # noqa: S101 - a failure was raised
+        if isinstance(outcome, Drop):
+            return replace(outcome, rollout=finish.rollout)
+        if isinstance(outcome, Mapping) and not prompt.branch:
+            for role, reward in outcome.items():
+                self._earned[evaluation()].setdefault(f"rewards/{role}/mean", []).append(float(reward))
+        earned = outcome[prompt.role] if isinstance(outcome, Mapping) else outcome
+        if isinstance(earned, ByTurn) and (not prompt.branch or prompt.role != session.first.role):
             try:
-                return TokenRewards.by_turn(finish, outcome.rewards)
+                return TokenRewards.by_turn(finish, earned.rewards)
             except ValueError as error:
                 words = f"returned rewards that do not fit its first conversation: {error}"
                 return self._dropped(session, prompt, session.failure(words))
-        return replace(outcome, rollout=finish.rollout) if isinstance(outcome, Drop) else float(outcome)
+        return float(earned)
+
+    def _by_role(self) -> Mapping[str, Sequence[float]]:
+        return self._earned.pop(evaluation(), {})
 
     async def rehearse(self, prompt: Prompt, turn: Sequence[int], turns: int) -> Rehearsed:
-        """Run the agent of a row outside of a run, with the same turn as each answer.
-
-        Args:
-            prompt: its tokens are not read.
-            turn: tokens, the one that ends it included.
-            turns: of each conversation; the response has no room for more.
-
-        Raises:
-            EnvironmentFailure: the agent failed, or sent no request.
-        """
-        self.single, full = "", False  # it may hold several conversations
+        """Run the agent of a row outside of a run, with the same turn as each answer."""
+        # It may hold several conversations, and the same turn answers frozen roles too.
+        self.single, full, self.rehearsing = "", False, True
         async with self:
             session = self.start(prompt)
             try:
-                await self.asked(session)
                 while asking := await session.asking():
                     for talk in asking:
                         if talk.told < turns:
@@ -533,9 +545,13 @@ class Agents(RunningAgents, Branching):
                         else:
                             full = True
                             talk.refuse(_FULL)
+                if not session.first.told:
+                    await self.asked(session)
             except EnvironmentFailure:
                 if not full:
                     raise
+            finally:
+                self.rehearsing = False
             told = sum(talk.told for talk in session.conversations.values())
             outcome = None if isinstance(session.outcome, OppoError) else session.outcome
             return Rehearsed(outcome, told, session.refused)
@@ -562,7 +578,7 @@ class Agents(RunningAgents, Branching):
 class Rehearsed:
     """An agent that was tried out: its result, ``None`` where it went on, its answered requests, and a refusal."""
 
-    outcome: float | Drop | None
+    outcome: Earned | None
     answered: int
     refused: str
 
@@ -600,7 +616,6 @@ class AgentPrompts(AsyncIterator[Prompt]):
 
     @property
     def columns(self) -> Callable[[int], Mapping[str, object]] | None:
-        """Returns the columns of the prompt with an admission number, where the source can."""
         found: Callable[[int], Mapping[str, object]] | None = getattr(self._source, "columns", None)
         return found
 
@@ -630,7 +645,7 @@ class AgentPrompts(AsyncIterator[Prompt]):
             prompt, session, self._state = self._begun.popleft()
             tokens, limit, fault = await self._first(prompt, session)
             if not fault:
-                return replace(prompt, tokens=tokens, limit=limit)
+                return replace(prompt, tokens=tokens, limit=limit, role=session.first.role)
             self._agents.close(prompt)
             logger.warning(f"{fault}: the row is left out")
         raise EnvironmentFailure(f"{FAILURES} rows in a row gave no prompt; the last: {fault}")

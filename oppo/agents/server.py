@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from oppo.agents.chat_completions import ChatCompletions
 from oppo.agents.conversation import ENDED, Session
 from oppo.agents.messages import Messages
-from oppo.agents.requests import BODY, MODEL, Api, Refusal, Request, Stream, apart
+from oppo.agents.requests import BODY, Api, Refusal, Request, Stream, apart
 from oppo.agents.responses import Responses
 from oppo.errors import ConfigError, as_itself, shortened
 from oppo.log import logger
@@ -169,9 +169,9 @@ class AgentServer:
     def _models(self, http: HttpRequest) -> HttpResponse:
         from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
 
-        self._session(http)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "oppo"}
-        return JSONResponse({"object": "list", "data": [model]})
+        served = self._session(http).models
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "oppo"} for name in served]
+        return JSONResponse({"object": "list", "data": models})
 
     def _session(self, http: HttpRequest) -> Session:
         kind, _, key = http.headers.get("authorization", "").partition(" ")

@@ -7,7 +7,7 @@ from typing import Final
 
 from oppo.algorithms.base import Algorithm
 from oppo.algorithms.distill import Distill
-from oppo.algorithms.group import DAPO, GRPO, GSPO, RLOO, DrGRPO, OnlineDPO
+from oppo.algorithms.group import DAPO, GRPO, GSPO, RAE, RLOO, DrGRPO, OnlineDPO
 from oppo.algorithms.ppo import PPO, ReinforcePP
 
 ALGORITHMS: Final[Mapping[str, type[Algorithm]]] = {
@@ -19,5 +19,6 @@ ALGORITHMS: Final[Mapping[str, type[Algorithm]]] = {
     "dapo": DAPO,
     "gspo": GSPO,
     "online_dpo": OnlineDPO,
+    "rae": RAE,
     "distill": Distill,
 }

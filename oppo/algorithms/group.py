@@ -30,7 +30,7 @@ from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
 from oppo.returns import Credit, GroupAdvantage, ImportanceCorrection, KLEstimator, ScoreShaping
 from oppo.scorers import Lesson
-from oppo.stages import DynamicSampling, GroupRelative, Siblings
+from oppo.stages import DynamicSampling, GroupRelative, RoleBaseline, Siblings
 from oppo.training import Aggregation
 from oppo.turns import Environment
 
@@ -297,6 +297,28 @@ class GSPO(GRPO):
         from oppo.losses import SequenceLoss  # noqa: PLC0415 - torch takes seconds to import
 
         return SequenceLoss(**vars(super().loss()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RAE(ClippedAlgorithm):
+    """RAE: a response is compared with the running mean of its role; neither a critic nor a group.
+
+    Liu et al. 2025, arXiv 2506.24119 (SPIRAL): role-conditioned advantage estimation, for agents that play several.
+    """
+
+    kl: NonNegative = 0.0
+    aggregation: Aggregation = "constant"
+    samples: PositiveCount = setting(1, "responses to each prompt; `step.batch` and `step.overcommit` count prompts")
+    decay: Fraction = setting(0.95, "of the running mean: the share that stays of it after each response")
+
+    @property
+    def responses(self) -> int:
+        return self.samples
+
+    def graph(self, roles: Roles) -> Graph[StepReport]:
+        shaped = self.shaping, self.mask_truncated, self.distill_advantage
+        estimator = RoleBaseline("leave_one_out", self.reward_kl, self.kl_estimator, *shaped, decay=self.decay)
+        return streamed("rae", roles, estimator, self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from annotated_types import Ge, Le
 
-from oppo.config.sections import OPENENV, VERIFIERS, DataSection, placed
+from oppo.config.sections import OPENENV, VERIFIERS, DataSection, RunSection, StepSection, placed
 from oppo.declared import Filled, FromList, OneOf, Positive, PositiveCount, setting
 from oppo.errors import in_toml
 from oppo.user_code import SPEC
@@ -134,6 +134,9 @@ def environment_fault(given: EnvironmentSection, data: DataSection) -> str:
 
 _URL: Final = re.compile(r"^$|^https?://[^\s/]+(/\S*)?\Z")
 
+POLICY: Final = "policy"
+INITIAL: Final = "initial"
+
 _PROGRAM: Final = re.compile(f"^$|^{VERIFIERS}$|{SPEC.pattern}")
 
 
@@ -146,6 +149,14 @@ class AgentsSection:
         "`file.py:function` that is an agent: called with a row, the URL of a server that speaks OpenAI's and "
         "Anthropic's APIs and a key, it returns the reward of its conversation; `verifiers`: runs the tasks of the "
         "tasksets that are the prompts; empty: none",
+    )
+    roles: dict[Filled, Filled] = field(
+        default_factory=dict,
+        metadata={
+            "description": "the roles that its requests name as their `model`, and who plays each: `policy`, or, "
+            "frozen, the `initial` weights or a checkpoint: `{first = 'policy', second = 'initial'}`; it returns "
+            "rewards by role; empty: it has none"
+        },
     )
     on_failure: Literal["fail", "drop"] = setting(
         "fail",
@@ -168,6 +179,25 @@ class AgentsSection:
         "`host`",
         resume="free",
     )
+
+    @property
+    def trained(self) -> Sequence[str]:
+        return [role for role, player in self.roles.items() if player == POLICY]
+
+    @property
+    def frozen(self) -> Mapping[str, str]:
+        """Who plays the roles that are not trained."""
+        return {role: player for role, player in self.roles.items() if player != POLICY}
+
+    def single(self, run: RunSection, step: StepSection) -> tuple[str, str] | None:
+        late = step.admission == "tail-batched"
+        single = {
+            "run.deterministic = true decodes one of an agent, since others come when timing has it": run.deterministic,
+            "step.admission = 'tail-batched', which begins late rollouts anew, decodes one": late,
+            "step.algorithm = 'online_dpo' compares two responses to a prompt": step.algorithm == "online_dpo",
+        }
+        why = next((why for why, holds in single.items() if holds and len(self.trained) > 1), None)
+        return None if why is None else (" and ".join(map(repr, self.trained)), why)
 
     @property
     def files(self) -> dict[str, Path]:

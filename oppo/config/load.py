@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
+from oppo.config.environment import INITIAL, POLICY
 from oppo.config.extensions import NAMED, algorithm_of
 from oppo.config.foreign import flattened, ours
 from oppo.config.scorers import REWARD_KINDS, SOURCE, ScorerSection, is_name, reward_kind_of
@@ -93,7 +94,13 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
                 critic=_model(models.critic, folder) or own_critic,
             ),
             "environment": settings.environment.within(folder),
-            "agents": settings.agents.within(folder),
+            "agents": replace(
+                settings.agents.within(folder),
+                roles={
+                    role: player if player in {POLICY, INITIAL} else _model(player, folder)
+                    for role, player in settings.agents.roles.items()
+                },
+            ),
             "data": settings.data.within(folder),
             "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
         }
@@ -163,10 +170,7 @@ for stale tokens with it.
 
 
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Return a parsed file with ``section.key=value`` overrides; ``rewards.0.key=value`` is for an item of a list.
-
-    The number after the last adds an item; a name with a dot is quoted.
-    """
+    """Return a parsed file with ``section.key=value`` overrides; ``rewards.0.key=value`` is for an item of a list."""
     changed: dict[str, object] = copy.deepcopy(dict(document))
     parsed = [_parsed(override) for override in overrides]
     if any(place == ["run", "seed"] for place, _, _ in parsed):

@@ -535,6 +535,10 @@ class DataSection:
         "passes over the prompts; with weights the data ends where a source would begin another pass; 0: as many as "
         "the steps need",
     )
+    images: bool = setting(
+        default=False,
+        description="rows of a program that come one by one may show images; other prompts show what they have",
+    )
     drop_last: bool = setting(
         default=False, description="leave out, in each epoch, the prompts that fill no whole `step.batch`"
     )

@@ -233,7 +233,6 @@ class Settings(BaseModel):
 
     @property
     def files(self) -> dict[str, Path]:
-        """Files and directories that the run reads besides its models, by the settings that name them."""
         code = {
             **{f"agents.program of {name}": each.taskset for name, each in self.sources.items()},
             **{f"{key}.source": reward.source for key, reward in self.reward_tables.items()},
@@ -252,7 +251,6 @@ class Settings(BaseModel):
         return keys_of(type(self.algorithm), {name: getattr(self.step, name) for name in OWN})
 
     def tables(self) -> dict[str, dict[str, object]]:
-        """Return all settings by section and key, ``None`` for an absent key; rewards are ``rewards.0`` and so on."""
         found = {
             name: {key: _spelt(getattr(getattr(self, name), key)) for key in keys} for name, keys in self.keys.items()
         }
@@ -265,14 +263,12 @@ class Settings(BaseModel):
         return self.model_copy(update={"run": run, "trainer": replace(self.trainer, total_steps=steps)})
 
     def changed(self, changes: Mapping[str, Mapping[str, object] | Sequence[object]]) -> Self:
-        """Return these settings with ``changes`` by section and key; a list of rewards replaces all of them."""
         document = self.document()
         for name, keys in changes.items():
             document[name] = {**document.get(name, {}), **keys} if isinstance(keys, Mapping) else keys
         return type(self).of(document)
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved file, parsed: resolved in any folder, it gives these settings again."""
         found: dict[str, Any] = {
             name: {key: value for key, value in keys.items() if value is not None}
             for name, keys in self.tables().items()
@@ -492,6 +488,13 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     "agents.{found[0]} is of an agent, and agents.program names none: leave it out": (
         lambda s: not s.agents.program and sorted(changed(s.agents, {each.name for each in fields(s.agents)}))
     ),
+    "agents.roles = {s.agents.roles} has no role that the policy plays, so nothing would be trained: set one of them "
+    "to 'policy'": lambda s: s.agents.roles and not s.agents.trained,
+    "agents.roles names roles of an agent, and the tasks of agents.program = 'verifiers' know none: leave them out": (
+        lambda s: s.agents.roles and s.agents.program == VERIFIERS
+    ),
+    "the policy plays {found[0]} in agents.roles, each in a conversation of its own, and {found[1]}: freeze all roles "
+    "but one, or change that": lambda s: s.agents.single(s.run, s.step),
     "agents.public_url = {s.agents.public_url!r} leads to a port, and agents.port = 0 is any that is free: set it": (
         lambda s: s.agents.public_url and not s.agents.port
     ),

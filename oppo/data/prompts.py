@@ -14,10 +14,12 @@ from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from oppo.data.images import image_parts
 from oppo.data.rows import Located, Row, is_hub_name, rows_of_directory, rows_of_file, rows_of_hub, rows_of_program
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, DataError, did_you_mean, noted, one_line, shown
 from oppo.events import IntArray, Prompt
+from oppo.images import ImageRef
 from oppo.log import logger
 from oppo.scorers import SIBLING
 
@@ -33,6 +35,8 @@ CHARACTERS: Final = 1 << 16
 No token of a vocabulary has more: a longer prompt is over-long however it is tokenized.
 """
 
+
+TEXT_ONLY: Final = "policies read text only"
 
 MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 """Columns in which datasets have what a prompt shows besides its text."""
@@ -61,6 +65,11 @@ Begin: TypeAlias = Callable[[Row, str], tuple[Row, Tokenizer]]
 """Returns a row as an environment begins it, given the column of its prompt, and the tokenizer that reads that."""
 
 
+ReadImages: TypeAlias = Callable[[Row, str, str], tuple[Row, Sequence[int], tuple[ImageRef, ...]]]
+"""Returns a row with images, given its column and place, with paths in their place; the ids of its prompt; the images.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     """How a row becomes a prompt.
@@ -70,6 +79,7 @@ class Encoding:
             a last message of the assistant is continued. Empty: an agent reads the row itself.
         over_long: prompts of more than ``max_prompt_tokens`` are left out, keep their last ones, or are an error.
         begin: an environment's change to a row before it is rendered; ``None``: none.
+        images: reads prompts that show images; or why none are read.
     """
 
     tokenizer: Tokenizer
@@ -77,31 +87,44 @@ class Encoding:
     max_prompt_tokens: int = 512
     over_long: OverLongPrompt = "filter"
     begin: Begin | None = None
+    images: ReadImages | str = TEXT_ONLY
 
     def __post_init__(self) -> None:
         require_whole("max_prompt_tokens", self.max_prompt_tokens, 1)
 
-    def read(self, place: str, row: Row) -> tuple[Row, IntArray]:
+    def read(self, place: str, row: Row) -> tuple[Row, IntArray, tuple[ImageRef, ...]]:
         if not self.column:
             row_digest = hashlib.sha256(json.dumps(dict(row), sort_keys=True, default=repr).encode()).digest()
-            return row, np.frombuffer(row_digest[:4], np.int32) & np.int32(0x7FFFFFFF)
+            return row, np.frombuffer(row_digest[:4], np.int32) & np.int32(0x7FFFFFFF), ()
         tokenizer = self.tokenizer
         if self.begin is not None:
             with noted(f"while reading {place}"):
                 row, tokenizer = self.begin(row, self.column)
         if self.column not in row:
             raise DataError(f"{place}: no column {self.column!r}; the columns there are {', '.join(row) or '(none)'}")
-        if media := [name for name in MEDIA if _holds(row.get(name))]:
-            raise DataError(
-                f"{place}: column {media[0]!r} has {media[0].removesuffix('s')}s for the prompt, and policies read "
-                "text only: leave it out, or give it another name if only a reward function reads it"
-            )
+        media = [name for name in MEDIA if _holds(row.get(name))]
+        if media or any(True for _ in image_parts(row[self.column])):
+            kinds = sorted({name.removesuffix("s") for name in media} or {"image"})
+            if isinstance(self.images, str) or kinds != ["image"]:
+                others = [kind for kind in kinds if kind != "image"]
+                why = self.images if isinstance(self.images, str) else "of these, prompts may have images"
+                raise DataError(
+                    f"{place}: {f'column {media[0]!r}' if media else 'a message'} has {(others or kinds)[0]}s for the "
+                    f"prompt, and {why}: leave it out, or give it another name if only a reward function reads it"
+                )
+            row, ids, images = self.images(row, self.column, place)
+            return row, np.asarray(ids, np.int32), images
         read = max(CHARACTERS, 128 * (self.max_prompt_tokens + 1))
-        return row, encoded(row[self.column], tokenizer, read, f"{place}, column {self.column!r}")
+        return row, encoded(row[self.column], tokenizer, read, f"{place}, column {self.column!r}"), ()
 
-    def fitted(self, tokens: IntArray) -> IntArray | None:
+    def fitted(self, tokens: IntArray, place: str, images: Sequence[ImageRef]) -> IntArray | None:
         if len(tokens) <= self.max_prompt_tokens:
             return tokens
+        if images and self.over_long == "truncate":
+            raise DataError(
+                f"{place}: a prompt with images has {len(tokens)} tokens, and one of more than max_prompt_tokens = "
+                f"{self.max_prompt_tokens} would lose a part of them: raise it, or set over_long = 'filter'"
+            )
         return tokens[-self.max_prompt_tokens :] if self.over_long == "truncate" else None
 
 
@@ -115,6 +138,7 @@ def read_prompts(
     split: str = "train",
     subset: str = "",
     begin: Begin | None = None,
+    images: ReadImages | str = TEXT_ONLY,
 ) -> list[Prompt]:
     """Return every usable prompt of a source, in its order, numbered from 0.
 
@@ -129,13 +153,18 @@ def read_prompts(
         over_long: leave such prompts out, keep their last ``max_prompt_tokens`` tokens, or refuse the source.
         split: of a dataset with several.
         subset: of a dataset at a hub: the name of one of its configurations.
-        begin: see :class:`Encoding`.
+        begin, images: see :class:`Encoding`.
 
     Raises:
         DataError: the source cannot be read, a row is malformed, a prompt is empty, or no prompt is left.
     """
     encoding = Encoding(
-        tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long, begin=begin
+        tokenizer=tokenizer,
+        column=column,
+        max_prompt_tokens=max_prompt_tokens,
+        over_long=over_long,
+        begin=begin,
+        images=images,
     )
     name, rows = rows_of(source, split=split, subset=subset)
     prompts: list[Prompt] = []
@@ -143,13 +172,13 @@ def read_prompts(
     total = 0
     for place, row in rows:
         total += 1
-        begun, tokens = encoding.read(place, row)
+        begun, tokens, seen = encoding.read(place, row)
         if len(tokens) > max_prompt_tokens:
             long.append(place)
-        fitted = encoding.fitted(tokens)
+        fitted = encoding.fitted(tokens, place, seen)
         if fitted is not None:
             number = len(prompts)
-            prompts.append(Prompt(rollout=number, admission=number, tokens=fitted, group=number, columns=dict(begun)))
+            prompts.append(Prompt(number, number, fitted, group=number, columns=dict(begun), images=seen))
     if long:
         message = f"{len(long)} of {total} prompts of {name} are longer than {max_prompt_tokens} tokens"
         if over_long == "error":
@@ -186,13 +215,7 @@ def encoded(value: object, tokenizer: Tokenizer, read: int | None, place: str) -
         if value.strip():
             tokens = _encoded_by(partial(tokenizer.encode, last=read), value, place, "the policy's tokenizer")
     elif isinstance(value, list):
-        messages = [_message(each, place) for each in value]
-        if messages and not tokenizer.has_chat_template:
-            raise DataError(
-                f"{place}: chat messages need a tokenizer with a chat template, and the policy's has none; "
-                "give the prompt as plain text, or set data.chat_template"
-            )
-        if messages:
+        if messages := checked_messages(value, tokenizer, place):
             encode = partial(tokenizer.encode_chat, last=read)
             tokens = _encoded_by(encode, messages, place, "the chat template of the policy's tokenizer")
     else:
@@ -200,6 +223,18 @@ def encoded(value: object, tokenizer: Tokenizer, read: int | None, place: str) -
     if not len(tokens):
         raise DataError(f"{place}: the prompt is empty")
     return np.asarray(tokens, np.int32)
+
+
+def checked_messages(
+    value: Sequence[object], tokenizer: Tokenizer, place: str, *, images: bool = False
+) -> Sequence[Message]:
+    messages = [_message(each, place, images=images) for each in value]
+    if messages and not tokenizer.has_chat_template:
+        raise DataError(
+            f"{place}: chat messages need a tokenizer with a chat template, and the policy's has none; "
+            "give the prompt as plain text, or set data.chat_template"
+        )
+    return messages
 
 
 def _holds(value: object) -> bool:
@@ -218,11 +253,12 @@ def _encoded_by(encode: Callable[[T], Sequence[int]], value: T, place: str, by: 
         raise DataError(f"{place}: {by} cannot read {shown(value)}: {one_line(error)}") from error
 
 
-def _message(value: object, place: str) -> Message:
+def _message(value: object, place: str, *, images: bool = False) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{place}: a chat message is {{'role': text, 'content': text}}, got {shown(value)}")
     content = value.get("content")
-    parts = content if isinstance(content, list) else []
+    given = content if isinstance(content, list) else []
+    parts = [part for part in given if not (images and isinstance(part, dict) and part.get("type") == "image")]
     if others := [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
         raise DataError(
             f"{place}: a part of a chat message is {{'type': 'text', 'text': text}}, without images, got "
@@ -242,11 +278,7 @@ PROMPT: Final = "prompt"
 
 
 def template_fields(template: str) -> Collection[str]:
-    """Return the names in a template, ``{name}`` each; a brace of the text itself is doubled.
-
-    Raises:
-        ValueError: a brace is alone, or a field is no name.
-    """
+    """Return the names in a template, ``{name}`` each; a brace of the text itself is doubled."""
     fields: dict[str, None] = {}
     for _, name, form, conversion in Formatter().parse(template):
         if name is not None and (not name.isidentifier() or form or conversion):

@@ -19,11 +19,12 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from oppo.data.prompts import Begin, Encoding, OverLongPrompt, Tokenizer
+from oppo.data.prompts import TEXT_ONLY, Begin, Encoding, OverLongPrompt, ReadImages, Tokenizer
 from oppo.data.rows import is_dataset, located
 from oppo.declared import require_real, require_whole
 from oppo.errors import DataError, running_loop
 from oppo.events import IntArray, Prompt
+from oppo.images import ImageRef
 from oppo.log import logger
 from oppo.placement.place import run_detached
 
@@ -154,15 +155,7 @@ class _Shuffled:
 
 
 class Cycle:
-    """The sources of a mixture in the order in which their prompts come, which repeats.
-
-    Example:
-        >>> cycle = Cycle([3, 1])
-        >>> [cycle.place(number) for number in range(5)]
-        [(0, 0), (0, 1), (0, 2), (1, 0), (0, 3)]
-        >>> cycle.number(source=1, ordinal=2)
-        11
-    """
+    """The sources of a mixture in the order in which their prompts come, which repeats."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         taken, total = [0] * len(weights), sum(weights)
@@ -187,12 +180,7 @@ class Cycle:
 
 
 def whole_numbers(weights: Sequence[float]) -> list[int]:
-    """Return weights in the same ratio that are whole numbers without a common divisor.
-
-    Example:
-        >>> whole_numbers([0.7, 0.2, 0.1])
-        [7, 2, 1]
-    """
+    """Return weights in the same ratio that are whole numbers without a common divisor."""
     for weight in weights:
         require_real("the weight of a source", weight, error=DataError)
         if weight <= 0:
@@ -220,8 +208,8 @@ class RowStream(AsyncIterator[Prompt]):
 
     Args:
         rows: a mapping of columns each.
-        tokenizer, column, max_prompt_tokens, over_long, begin: as of :func:`oppo.read_prompts`; ``over_long`` of
-            ``error`` raises at the first.
+        tokenizer, column, max_prompt_tokens, over_long, begin, images: as of :func:`oppo.read_prompts`; ``over_long``
+            of ``error`` raises at the first.
 
     Attributes:
         ended: whether the end of the rows was found.
@@ -239,12 +227,18 @@ class RowStream(AsyncIterator[Prompt]):
         max_prompt_tokens: int = 512,
         over_long: OverLongPrompt = "filter",
         begin: Begin | None = None,
+        images: ReadImages | str = TEXT_ONLY,
     ) -> None:
         self._rows: Iterator[object] | AsyncIterator[object] = (
             aiter(rows) if isinstance(rows, AsyncIterable) else iter(rows)
         )
         self._encoding = Encoding(
-            tokenizer=tokenizer, column=column, max_prompt_tokens=max_prompt_tokens, over_long=over_long, begin=begin
+            tokenizer=tokenizer,
+            column=column,
+            max_prompt_tokens=max_prompt_tokens,
+            over_long=over_long,
+            begin=begin,
+            images=images,
         )
         self._of_columns = is_dataset(rows)
         self._noted = False
@@ -266,13 +260,13 @@ class RowStream(AsyncIterator[Prompt]):
             await self._skip(*self._resumed)
             self._resumed = None
         while True:
-            place, row, tokens = await self._next()
-            fitted = self._encoding.fitted(tokens)
+            place, row, tokens, images = await self._next()
+            fitted = self._encoding.fitted(tokens, place, images)
             if len(tokens) > self._encoding.max_prompt_tokens:
                 self._note(place, len(tokens))
             if fitted is not None:
                 number, self._served = self._served, self._served + 1
-                return Prompt(rollout=number, admission=number, tokens=fitted, group=number, columns=dict(row))
+                return Prompt(number, number, fitted, group=number, columns=dict(row), images=images)
 
     def state_dict(self) -> dict[str, Any]:
         if self._resumed is not None:
@@ -300,7 +294,7 @@ class RowStream(AsyncIterator[Prompt]):
                 "rows, in the same order"
             )
 
-    async def _next(self) -> tuple[str, Mapping[str, object], IntArray]:
+    async def _next(self) -> tuple[str, Mapping[str, object], IntArray, tuple[ImageRef, ...]]:
         found = await self._ask()
         if found is _END:
             self.ended = True
@@ -308,11 +302,12 @@ class RowStream(AsyncIterator[Prompt]):
         self._taken += 1
         place, row = located(found, self._taken, of_columns=self._of_columns)
         if self._encoding.begin is None or getattr(running_loop(), "virtual", False):
-            row, tokens = self._encoding.read(place, row)
+            row, tokens, images = self._encoding.read(place, row)
         else:
-            row, tokens = await run_detached("oppo-row", partial(self._encoding.read, place, row))
-        self._digest = hashlib.sha256(f"{self._digest} {json.dumps(tokens.tolist())}".encode()).hexdigest()
-        return place, row, tokens
+            row, tokens, images = await run_detached("oppo-row", partial(self._encoding.read, place, row))
+        read = " ".join([self._digest, json.dumps(tokens.tolist()), *(image.sha256 for image in images)])
+        self._digest = hashlib.sha256(read.encode()).hexdigest()
+        return place, row, tokens, images
 
     async def _ask(self) -> object:
         rows = self._rows

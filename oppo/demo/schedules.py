@@ -12,21 +12,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import anyio
 import torch
 from rich.table import Table
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
-from oppo.algorithms.ppo import PPO
 from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
-from oppo.data import PromptStream
 from oppo.durable import temporary
-from oppo.errors import ConfigError
-from oppo.evaluation import respond_serially, score_serially
-from oppo.events import Batch, Drop, StepReport
+from oppo.events import Batch, StepReport
 from oppo.graph import Graph
 from oppo.hf.loading import load_scalar, load_tokenizer
 from oppo.hf.model_files import quiet
@@ -36,7 +32,6 @@ from oppo.report.charts import Excerpt, busy_machine
 from oppo.report.trace import Cores, TimedStep, Timekeeper
 from oppo.run.graph import admission_of, chunks_of, roles_of
 from oppo.run.train import PreparedRun, prepare
-from oppo.stages.batch import ScoredRollout
 from oppo.stages.hold import held
 
 
@@ -134,62 +129,25 @@ class Gains:
 LEARNING_RATE: Final = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class DemoSchedule:
-    name: str
-    serial: bool
-    step: Mapping[str, object]
-
-
-def schedules(effort: Effort) -> list[DemoSchedule]:
-    return [
-        DemoSchedule("serial: decode, score, update", serial=True, step={"chunk": "whole", "overcommit": 0}),
-        DemoSchedule("streamed: score while decoding", serial=False, step={"overcommit": 0}),
-        DemoSchedule(
-            f"streamed, up to {effort.extra} stragglers deferred", serial=False, step={"overcommit": effort.extra}
-        ),
-    ]
+def schedules(effort: Effort) -> Mapping[str, Mapping[str, object]]:
+    # What each sets in `[step]`; the one of whole responses is serial
+    alike = {"batch": effort.batch, "admission": "overcommit"}
+    return {
+        "serial: decode, score, update": {**alike, "chunk": "whole", "overcommit": 0},
+        "streamed: score while decoding": {**alike, "overcommit": 0},
+        f"streamed, up to {effort.extra} stragglers deferred": {**alike, "overcommit": effort.extra},
+    }
 
 
 def measure(settings: Settings, effort: Effort) -> dict[str, list[TimedRound]]:
     with temporary("demo") as folder:
-        write_deeper(Path(settings.reward_models[0]), folder, effort.deeper)
-        variants = [(schedule, varied(settings, schedule, effort, folder)) for schedule in schedules(effort)]
-        with starting(settings.models):
-            session = prepare(variants[0][1], dry_run=True)
-        with session:
-            return anyio.run(make_rounds, session, variants, effort)
-
-
-async def make_rounds(
-    session: PreparedRun, variants: Sequence[tuple[DemoSchedule, Settings]], effort: Effort
-) -> dict[str, list[TimedRound]]:
-    # One event loop makes them all, as an engine knows no other.
-    beginning = session.prompts.state_dict()
-    rounds: dict[str, list[TimedRound]] = {schedule.name: [] for schedule, _ in variants}
-    for number in range(effort.rounds + 1):
-        steps = effort.steps if number else 1  # the first round is slower, and not counted
-        logger.info(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
-        for schedule, chosen in variants if number % 2 else reversed(variants):
-            session.prompts.load_state_dict(beginning)
-            chunks = chunks_of(chosen.step, chosen.sampling.max_new_tokens)
-            graph = chosen.algorithm.graph(roles_of(session.assembly, admission_of(chosen.step), chunks))
-            made = await make_round(session, held(graph) if schedule.serial else graph, steps)
-            if number:
-                rounds[schedule.name].append(made)
-    return rounds
-
-
-def starting(models: ModelsSection) -> AbstractContextManager[None]:
-    return routed() if models.engine == "transformers" else nullcontext()
-
-
-def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: Path) -> Settings:
-    return settings.changed(
-        {
+        source = Path(settings.reward_models[0])
+        with quiet():
+            deepened(load_scalar(source), effort.deeper).save_pretrained(folder)
+            load_tokenizer(source).save_pretrained(folder)
+        changes: Mapping[str, Mapping[str, object] | Sequence[object]] = {
             "models": {"shared_trunk": True, "critic": ""},
-            "rewards": [{"source": str(reward)}],
-            "step": {"batch": effort.batch, "admission": "overcommit", **schedule.step},
+            "rewards": [{"source": str(folder)}],
             "trainer": {
                 "epochs": 1,
                 "minibatches": 1,
@@ -197,24 +155,48 @@ def varied(settings: Settings, schedule: DemoSchedule, effort: Effort, reward: P
                 "critic_learning_rate": LEARNING_RATE,
             },
         }
-    )
+        variants = {name: settings.changed({**changes, "step": step}) for name, step in schedules(effort).items()}
+        with starting(settings.models):
+            session = prepare(next(iter(variants.values())), dry_run=True)
+        with session:
+            return anyio.run(make_rounds, session, variants, effort)
+
+
+async def make_rounds(
+    session: PreparedRun, variants: Mapping[str, Settings], effort: Effort
+) -> dict[str, list[TimedRound]]:
+    # One event loop makes them all, as an engine knows no other.
+    beginning = session.prompts.state_dict()
+    rounds: dict[str, list[TimedRound]] = {name: [] for name in variants}
+    for number in range(effort.rounds + 1):
+        steps = effort.steps if number else 1  # the first round is slower, and not counted
+        logger.info(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
+        for name, chosen in variants.items() if number % 2 else reversed(variants.items()):
+            session.prompts.load_state_dict(beginning)
+            chunks = chunks_of(chosen.step, chosen.sampling.max_new_tokens)
+            graph = chosen.algorithm.graph(roles_of(session.assembly, admission_of(chosen.step), chunks))
+            made = await make_round(session, held(graph) if chosen.step.chunk == "whole" else graph, steps)
+            if number:
+                rounds[name].append(made)
+    return rounds
+
+
+def starting(models: ModelsSection) -> AbstractContextManager[None]:
+    return routed() if models.engine == "transformers" else nullcontext()
 
 
 async def make_round(session: PreparedRun, graph: Graph[StepReport], steps: int) -> TimedRound:
-    keeper = Timekeeper(kept=steps)
+    keeper, cores = Timekeeper(kept=steps), Cores()
     session.assembly.listen(keeper.model_span)
-    cores, tokens = Cores(), 0
-    async with graph.open(session.prompts, observers=[keeper]) as run:
-        async for report in run.steps(steps):
-            tokens += int(report.metrics["response_length/tokens"])
+    tokens = await make_steps(session, graph, steps, keeper)
     cores.measure()
     return TimedRound(tokens, tuple(keeper.steps), cores.others)
 
 
-def write_deeper(source: Path, target: Path, times: int) -> None:
-    with quiet():
-        deepened(load_scalar(source), times).save_pretrained(target)
-        load_tokenizer(source).save_pretrained(target)
+async def make_steps(session: PreparedRun, graph: Graph[StepReport], steps: int, observer: Observer) -> int:
+    """Return the tokens of all steps."""
+    async with graph.open(session.prompts, observers=[observer]) as run:
+        return sum([int(report.metrics["response_length/tokens"]) async for report in run.steps(steps)])
 
 
 @torch.no_grad()
@@ -262,55 +244,20 @@ def compare_schedules(settings: Settings) -> Digests:
         "step": {"batch": BATCH, "overcommit": 0, "admission": "overcommit"},
     }
     exact = settings.changed(changes)
-    with prepare(exact) as session:
-        serial = anyio.run(serially, session)
-    with prepare(exact) as session:
-        streamed = anyio.run(through_the_graph, session)
-    return Digests(tokens_digest(serial), tokens_digest(streamed))
+    serial, streamed = Tokens(), Tokens()
+    for tokens in (serial, streamed):
+        with prepare(exact) as session:
+            graph = held(session.graph) if tokens is serial else session.graph
+            anyio.run(make_steps, session, graph, STEPS, tokens)
+    return Digests(serial.digest.hexdigest(), streamed.digest.hexdigest())
 
 
-async def serially(session: PreparedRun) -> list[Batch]:
-    models, step, algorithm = session.assembly, session.settings.step, session.settings.algorithm
-    critic, prompts = models.critic, cast("PromptStream", session.prompts)  # of a file
-    if critic is None or not isinstance(algorithm, PPO):
-        raise ConfigError(f"the serial run is one of PPO, and step.algorithm = {step.algorithm!r}: choose 'ppo'")
-    estimator = algorithm.advantage()
-    batches = []
-    for _ in range(STEPS):
-        finished = await respond_serially(models.policy, [next(prompts) for _ in range(step.batch)])
-        unread = [None] * len(finished)
-        reference = unread if models.reference is None else await score_serially(models.reference, finished)
-        rewards = await score_serially(models.reward, finished)
-        scores = [score for score in rewards if not isinstance(score, Drop)]
-        values = await score_serially(critic, finished)
-        rows = [ScoredRollout(*results) for results in zip(finished, reference, scores, values, strict=True)]
-        batches.append(estimator.batch(rows))
-        await models.trainer.update(batches[-1])
-        await models.trainer.sync_weights(models.policy, critic)
-    return batches
-
-
-async def through_the_graph(session: PreparedRun) -> list[Batch]:
-    observer = Batches()
-    async with session.graph.open(session.prompts, observers=[observer]) as run:
-        async for _ in run.steps(STEPS):
-            pass
-    return observer.batches
-
-
-class Batches(Observer):
+class Tokens(Observer):
     def __init__(self) -> None:
-        self.batches: list[Batch] = []
+        self.digest = hashlib.sha256()
 
     def on_item(self, step: int, stage: str, item: object, at: float) -> None:
         del step, stage, at
         if isinstance(item, Batch):
-            self.batches.append(item)
-
-
-def tokens_digest(batches: Sequence[Batch]) -> str:
-    digest = hashlib.sha256()
-    for batch in batches:
-        digest.update(repr(batch.rollouts).encode())
-        digest.update(batch.tokens.tobytes())
-    return digest.hexdigest()
+            self.digest.update(repr(item.rollouts).encode())
+            self.digest.update(item.tokens.tobytes())

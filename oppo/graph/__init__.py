@@ -14,9 +14,8 @@ lossless. A stage's error surfaces as itself, with a note that names stage, step
 from __future__ import annotations
 
 from oppo.graph.builder import Graph, GraphBuilder, Stream
-from oppo.graph.channel import Channel, ChannelStatistics, Key, Merge, Receiver, Sender
+from oppo.graph.channel import Channel, ChannelStatistics, Key, Merge, Receiver, Sender, join
 from oppo.graph.engine import Snapshot, Wait
-from oppo.graph.join import join
 from oppo.graph.run import Run
 from oppo.graph.stage import AnyStage, Demanding, Observing, Stage1, Stage2, Stage3, Stateful, Step
 from oppo.graph.topology import Node

@@ -251,7 +251,7 @@ class Execution(Generic[T]):
         for reader in self._topology.readers(node.name):
             self._channels[node.name, reader.name].close()
         if step.runtime.link is not None:
-            step.runtime.link.note_return(node.name)
+            step.runtime.link.returned[node.name].set()
 
     def _reader(self, name: str, node: Node) -> Channel[Any] | Source:
         return self._source if name == SOURCE else self._channels[name, node.name]

@@ -49,9 +49,6 @@ class StepLink:
             before.after = self
             before.followed.set()
 
-    def note_return(self, stage: str) -> None:
-        self.returned[stage].set()
-
     def fail(self) -> None:
         """Note that the step is over without a result: none follows, and earlier ones wait for none of its stages."""
         self.failed = True

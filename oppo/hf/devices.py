@@ -17,15 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Final, Literal, ParamSpec, Self, TypeAlias, TypeVar
 
 import psutil
 import torch
 
 from oppo import observe
-from oppo.errors import ConfigError, ModelError
+from oppo.errors import ConfigError, ModelError, one_line
 from oppo.log import logger, with_route
 from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
 from oppo.scheduling import DEFAULT_TIME_SLICE, GPU_TIME_SLICE, Priority
@@ -74,6 +75,21 @@ def full_precision() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def triton_kernels(
+    name: str, device: torch.device, agrees: Callable[[ModuleType], bool], work: str
+) -> ModuleType | None:
+    # None: they do not run here, or give something else than a CPU.
+    try:
+        kernels = import_module(name)  # Triton is not installed everywhere
+        if agrees(kernels):
+            return kernels
+        why = "they give something else than a CPU"
+    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way
+        why = one_line(error)
+    logger.info(f"{work} operation by operation on {device}: the kernels of Triton cannot be used ({why})")
+    return None
 
 
 def device_of(name: str, *, deterministic: bool = False, gpus: int | None = None) -> torch.device:

@@ -15,20 +15,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 from typing import Any, Final, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from oppo.errors import ModelRefused
-from oppo.hf.devices import full_precision
+from oppo.events import Support
+from oppo.hf.devices import CPU, full_precision, triton_kernels
 from oppo.hf.model_parts import backbone
-from oppo.losses import Input
+from oppo.losses import Input, SupportIndex, entropies, token_logprobs
+from oppo.models import Sampling
 
 AGREEMENT = 1e-4  # largest difference between logits of an actor and of its OwnHead, in units of the largest logit
 
@@ -123,7 +131,7 @@ class OwnHead:
         chunks = [slice(at, min(at + self.chunk, len(hidden))) for at in range(0, len(hidden), self.chunk)]
 
         def of_chunk(hidden: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
-            return measure(self(hidden[None])[0], at, again)
+            return measure(self(hidden[None]).squeeze(0), at, again)  # a selected row has a gradient of all
 
         if len(chunks) == 1:
             return of_chunk(hidden, chunks[0], False)
@@ -159,6 +167,79 @@ class _InChunks(torch.autograd.Function):
             for sums, each in zip(of_weights, found, strict=True):
                 sums.add_(each)
         return None, None, None, of_hidden, *of_weights  # autograd rounds them to the dtype of the weights
+
+
+def token_measures(
+    logits: Tensor, tokens: Tensor, support: Support, sampling: Sampling, *, entropy: bool = False, learnt: bool = False
+) -> Mapping[Input, Tensor]:
+    """Return log-probs and, with ``entropy``, entropies of tokens [T] with logits [T, V]: float32 [T], nats."""
+    # By kernels of Triton on a GPU, but where ids are listed that may be drawn (top_k, top_p). Only entropies that are
+    # learnt have a gradient.
+    kernels = None if (support.counts > 0).any() else kernels_on(logits.device)
+    measured = _by_operations if kernels is None else partial(_by_kernels, kernels)
+    return measured(logits, tokens, support, sampling, entropy=entropy, learnt=learnt)
+
+
+def _by_operations(
+    logits: Tensor, tokens: Tensor, support: Support, sampling: Sampling, *, entropy: bool, learnt: bool
+) -> Mapping[Input, Tensor]:
+    logits, index = logits[..., sampling.ids], SupportIndex.of(support, logits.device)
+    found: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, tokens, sampling.temperature, index)}
+    if entropy:
+        found["entropies"] = entropies(logits if learnt else logits.detach(), sampling.temperature, index)
+    return found
+
+
+def _by_kernels(
+    kernels: ModuleType,
+    logits: Tensor,
+    tokens: Tensor,
+    support: Support,
+    sampling: Sampling,
+    *,
+    entropy: bool,
+    learnt: bool,
+) -> Mapping[Input, Tensor]:
+    barred, vocabulary = None, logits.shape[-1]
+    if not support.empty:
+        ends = np.cumsum(np.abs(support.counts)) + len(tokens) + 1
+        listed = np.concatenate(([len(tokens) + 1], ends, support.ids), dtype=np.int32)
+        barred = torch.from_numpy(listed).to(logits.device)
+    logprobs, surprises = kernels.measured(
+        *(logits, tokens),
+        vocabulary=min(sampling.vocabulary or vocabulary, vocabulary),
+        temperature=sampling.temperature,
+        barred=barred,
+    )
+    found: dict[Input, Tensor] = {"logprobs": logprobs}
+    if entropy:
+        found["entropies"] = surprises if learnt else surprises.detach()
+    return found
+
+
+@cache
+def kernels_on(device: torch.device) -> ModuleType | None:
+    """Return :mod:`oppo.hf.kernels` if they run on this device, and give what a CPU gives but for rounding."""
+    if device.type != "cuda":
+        return None
+    work = "log-probs of tokens are computed"
+    return triton_kernels("oppo.hf.kernels", device, partial(_agree, device), work)
+
+
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
+def _agree(device: torch.device, kernels: ModuleType) -> bool:
+    given = torch.randn(4, 9000, generator=torch.Generator().manual_seed(0)) * 4
+    support = Support(np.array([7, 8500], np.int32), np.array([0, -2, 0, 0], np.int32))
+
+    def found(on: torch.device, measured: Callable[..., Mapping[Input, Tensor]]) -> list[Tensor]:
+        logits, tokens, slopes = given.to(on).requires_grad_(), torch.arange(4).to(on), torch.arange(8.0).to(on)
+        outputs = measured(logits, tokens, support, Sampling(temperature=0.7), entropy=True, learnt=True)
+        slope = torch.autograd.grad([*outputs.values()], logits, [*slopes.view(2, 4)])
+        return [each.detach().cpu() for each in (*outputs.values(), *slope)]
+
+    pairs = zip(found(CPU, _by_operations), found(device, partial(_by_kernels, kernels)), strict=True)
+    return all(torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4) for ours, theirs in pairs)
 
 
 def separable_head(model: PreTrainedModel) -> OwnHead | None:
@@ -235,6 +316,8 @@ def scored(causal: type[PreTrainedModel]) -> type[PreTrainedModel]:
         attributes = {"_causal": causal, "config_class": causal.config_class, "__module__": __name__}
         made = type(f"{name}ForSequenceClassification", (_Scored, base), attributes)
         _scored[causal] = cast("type[PreTrainedModel]", made)
+        if (names := get_checkpoint_conversion_mapping(causal.__name__)) is not None:  # of its weights in files
+            register_checkpoint_conversion_mapping(made.__name__, names, overwrite=True)
     return _scored[causal]
 
 

@@ -55,6 +55,7 @@ from oppo.hf.model_files import (
     Kind,
     entries_of,
     located,
+    processor_files,
     quiet,
     read_object,
     require_adapter,
@@ -62,7 +63,9 @@ from oppo.hf.model_files import (
     require_no_code,
 )
 from oppo.hf.model_parts import longest, only_whole, reach, vocabulary
+from oppo.hf.processor import Processor
 from oppo.hf.servable import probe
+from oppo.hf.sight import let_see
 from oppo.hf.weights import ALIGNMENT, SharedModel
 from oppo.log import logger, routed
 
@@ -241,6 +244,8 @@ def load(
             left_out += _adapted(kind, model, directory, path, ignore_unused=ignore_unused)
             require_finite(model, path)
         model.name_or_path = model.config.name_or_path = str(path if adapter is None else adapter.base)
+        if type(model.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and processor_files(base):
+            let_see(model, Processor(model.name_or_path))
         _align(model)
         torch.nn.Module.to(model, device=device)
         served_by = probe(model, attention=attention) if kind.streamed else "segmented"

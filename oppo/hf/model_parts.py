@@ -151,6 +151,16 @@ def transformer(model: PreTrainedModel) -> Transformer:
     )
 
 
+PADS: Final = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
+"""Where a config has the ids whose embeddings the features of a tower replace."""
+
+
+def pads_of(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the ids that features replace, the images' first; empty for a model of text."""
+    found = (getattr(config, name, None) for name in PADS)
+    return tuple(dict.fromkeys(each for each in found if isinstance(each, int) and each >= 0))
+
+
 def score_head(model: PreTrainedModel) -> nn.Module:
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Module):

@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import getclosurevars, unwrap
 from types import FunctionType
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -39,9 +40,12 @@ from oppo.hf.model_parts import (
     has_experts,
     keeps_logits,
     longest,
+    pads_of,
     set_only_whole,
+    takes,
     vocabulary,
 )
+from oppo.hf.sight import pixels_of, taken_by
 from oppo.log import logger
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -83,6 +87,8 @@ CALLS: tuple[tuple[str, dict[int, int]], ...] = (
 One step has a segment for each length, which such short rows never get otherwise.
 """
 
+
+NOTHING: Final[Mapping[str, Tensor]] = {}
 
 Way: TypeAlias = AttentionKind | Literal["whole"]
 """How a model is served: in pieces, by a kind of attention, or each sequence whole."""
@@ -234,6 +240,32 @@ def _compare(model: PreTrainedModel, limit: float) -> None:
         _compare_after_padding(model, limit)
 
 
+@full_precision()
+def probe_images(model: PreTrainedModel) -> None:
+    """Check that ``model`` reads a prompt with an image in pieces as transformers does in one pass from its pixels.
+
+    Raises:
+        ModelRefused: names the model, and the difference found or the reason why it was not tried.
+    """
+    served = model if model.get_output_embeddings() is not None else backbone(model)
+    limit = TOLERANCES.get(model.dtype, 1e-4)
+    if has_experts(model) and model.dtype.itemsize == 2:
+        limit = max(limit, ROUTED_TOLERANCE)
+    with _refusing(f"{_name(model)} cannot be shown images"):
+        processor, pad = pixels_of(served), pads_of(served.config)[0]
+        prompt, images = processor.trial()
+        words = torch.arange(12) % min(8, pad)  # none stands for an image
+        tokens = torch.cat([torch.from_numpy(prompt.astype(np.int64)), words])
+        kinds = (tokens == pad).int()[None].to(served.device)
+        named = [name for name in ("mm_token_type_ids", "token_type_ids") if takes(served, name)]
+        given = {**taken_by(served, processor.pixels(images)), **dict.fromkeys(named, kinds)}
+        reader, read = Incremental(served, classes=CLASSES), list[tuple[int, Tensor]]()
+        reader.show(LONG, prompt, images)
+        while (at := reader.length(LONG)) < len(tokens):
+            read.append((at, reader.extend([LONG], [tokens[at : at + reader.cut(LONG, at, 7)]])[0]))
+        _require_same(served, tokens.to(served.device), read, limit, "with an image, in pieces", given)
+
+
 def _compare_after_padding(model: PreTrainedModel, limit: float) -> None:
     # The effect of padding on a state fades, so the median position hides it; the tokens right after padding show it.
     rows = {row: _tokens(model, row, 10 + 4 * row) for row in range(5)}
@@ -257,12 +289,17 @@ def _compare_whole(model: PreTrainedModel, limit: float) -> None:
         _require_same(model, tokens, [(0, found)], limit, "beside longer rows")
 
 
-def _require_same(
-    model: PreTrainedModel, tokens: Tensor, read: Sequence[tuple[int, Tensor]], limit: float, how: str = "in pieces"
+def _require_same(  # noqa: PLR0917 - as many as are compared
+    model: PreTrainedModel,
+    tokens: Tensor,
+    read: Sequence[tuple[int, Tensor]],
+    limit: float,
+    how: str = "in pieces",
+    given: Mapping[str, Tensor] = NOTHING,
 ) -> None:
     # ``read`` has the outputs of one row, by the first position of each piece.
     base = min(start for start, _ in read)
-    expected = _one_shot(model, tokens, len(tokens) - base)
+    expected = _one_shot(model, tokens, len(tokens) - base, given)
     positions = torch.cat([torch.arange(start, start + len(outputs)) for start, outputs in read])
     found = torch.cat([outputs for _, outputs in read])
     difference, at = _difference(model, found, expected[positions - base])
@@ -300,12 +337,12 @@ def _relative(found: Tensor, expected: Tensor) -> Tensor:
     return ((found.float() - expected.float()).abs().amax(-1) / scale).nan_to_num(nan=torch.inf)
 
 
-def _one_shot(model: PreTrainedModel, tokens: Tensor, keep: int) -> Tensor:
-    # [keep, D] at the last positions of one row, without a cache.
+def _one_shot(model: PreTrainedModel, tokens: Tensor, keep: int, given: Mapping[str, Tensor] = NOTHING) -> Tensor:
+    # [keep, D] at the last positions of one row, without a cache. given: further arguments, of images.
     kept = {"logits_to_keep": keep} if keeps_logits(model) else {}
     ids = tokens[None]
     with attending_as_loaded(model):
-        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept)
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept, **given)
     outputs: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return outputs[0, -keep:]
 

@@ -58,7 +58,7 @@ class Whole(NamedTuple):
 
     Attributes:
         tokens: trained tokens.
-        rows: rows with such a token, where the conversations of one rollout count once: the sum of the shares of all
+        rows: rows with such a token, where the conversations of one trajectory count once: the sum of the shares of all
             rows, see :class:`Inputs`.
         groups: groups with such a row.
         cap: tokens of the longest response that sampling allows, ``Sampling.max_new_tokens``.
@@ -75,7 +75,7 @@ class Whole(NamedTuple):
         spans = batch.rows()
         tokens = sum(int(batch.sampled[spans[row]].sum()) for row in rows)
         prompts = [batch.responses[row].prompt for row in rows]
-        rollouts, groups = {each.first for each in prompts}, {each.group for each in prompts}
+        rollouts, groups = {each.trajectory for each in prompts}, {each.group for each in prompts}
         return cls(float(tokens), float(len(rollouts)), float(len(groups)), float(cap))
 
 

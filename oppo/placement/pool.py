@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import groupby
 from types import TracebackType
-from typing import Final, Self, cast
+from typing import Final, Self, cast, get_args
 
 import anyio
 from anyio.abc import TaskGroup
@@ -44,12 +44,6 @@ from oppo.models import (
 from oppo.placement.pool_members import Member, Members, PooledDecode, Round, Start, is_refusal
 from oppo.turns import MultiTurnPolicy
 from oppo.weight_sync import ServesByReference
-
-RESUMES: Final[tuple[Resumes, ...]] = ("refused", "with other tokens", "with the same tokens")
-"""How an engine can continue half-written responses, the least capable first."""
-
-LOADS: Final[tuple[Loads, ...]] = ("refused", "when decoding ends", "between decode steps")
-"""When it can take weights, the least first."""
 
 RESCUE: Final = 5.0
 """Seconds in which a lost member should stop to decode, and those in which tokens that it has handed over are read."""
@@ -410,12 +404,13 @@ class PolicyPool:
     @property
     def capabilities(self) -> Capabilities:
         found = [member.drawing(self._sampling).capabilities for member in self._members.all]
+        resuming, loading = get_args(Resumes).index, get_args(Loads).index  # the least capable first
         return Capabilities(
             supports=all(each.supports for each in found),
-            resumes=min((each.resumes for each in found), key=RESUMES.index),
-            defers=min((each.defers for each in found), key=RESUMES.index),
+            resumes=min((each.resumes for each in found), key=resuming),
+            defers=min((each.defers for each in found), key=resuming),
             adds_while_decoding=all(each.adds_while_decoding for each in found),
-            loads_while_decoding=min((each.loads_while_decoding for each in found), key=LOADS.index),
+            loads_while_decoding=min((each.loads_while_decoding for each in found), key=loading),
             turns=all(each.turns for each in found),
             varies_sampling=all(each.varies_sampling for each in found),
             reports_progress=all(each.reports_progress for each in found),

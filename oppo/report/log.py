@@ -61,6 +61,7 @@ def dump_batch(batch: Batch, folder: Path) -> Path:
             "admission": response.prompt.admission,
             "sample": response.prompt.sample,
             **({"branch": response.prompt.branch} if response.prompt.branch else {}),
+            **({"role": response.prompt.role} if response.prompt.role else {}),
             "tokens": len(response),
             "reason": reason,
         }

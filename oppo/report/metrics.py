@@ -155,11 +155,7 @@ Figures: TypeAlias = dict[str, dict[str, float]]  # the statistics of a metric, 
 
 
 def summary(records: Sequence[Mapping[str, float | None]], evaluations: Sequence[Record] = ()) -> Figures:
-    """Return statistics of a run's metrics; what was not measured is absent.
-
-    ``first`` and ``last`` of a step's metric are means of ten steps, or of half of a run of fewer than twenty; of a
-    held-out one they are what the evaluations found. The step of ``best`` is that of its checkpoint.
-    """
+    """Return statistics of a run's metrics; what was not measured is absent."""
     scores = column(records, "score")
     found: dict[str, dict[str, float | None]] = {
         **{name: {"total": int(sum(column(records, name)))} for name in ("trained", "dropped", "deferred")},

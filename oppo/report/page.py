@@ -57,13 +57,7 @@ def script_of(package: str) -> str:
 
 
 def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = "", scripts: bool = True) -> str:
-    """Return a page about ``runs``.
-
-    Args:
-        folder: where the page will lie, for its links to the runs' files; ``None`` links to none.
-        live: what it asks its server with, every two seconds, for a newer one; empty does not ask.
-        scripts: whether it holds its scripts; another page needs only its parts.
-    """
+    """Return a page about ``runs``."""
     names, charts, library = named(runs), list(drawn(runs)), script_of(LIBRARY)
     several = [(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
     known = {"runs": names, "charts": [_data(*each) for each in charts] if library else []}

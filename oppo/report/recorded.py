@@ -46,19 +46,7 @@ SHOWN: Final = 500  # samples of training on a page, about
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """A run as its directory holds it.
-
-    Attributes:
-        records: of the steps, under the metrics' own names.
-        evaluations: of ``eval.jsonl``.
-        samples: of training, from the first step to the last.
-        excerpts: steps in time.
-        config: the text of ``config.toml``.
-        settings: what it says.
-        begun: what the log says of machine and libraries.
-        state: how the run ended, or that it goes on.
-        problems: what could not be read, one sentence each.
-    """
+    """A run as its directory holds it."""
 
     path: Path
     records: Sequence[Metrics]
@@ -90,11 +78,6 @@ class Recorded:
 
 
 def _refuse_others(path: Path) -> None:
-    """Check that there is something of a run.
-
-    Raises:
-        ConfigError: there is not.
-    """
     if any((path / name).exists() for name in (METRICS, CONFIG, LOG, SAMPLES, EVALUATIONS)):
         return
     fault = "is no directory" if path.exists() else "does not exist"
@@ -107,11 +90,7 @@ def _refuse_others(path: Path) -> None:
 
 
 def recorded(path: Path, *, over: bool = False) -> Recorded:
-    """Read a run directory; ``over``: its run has ended, though it still holds the lock.
-
-    Raises:
-        ConfigError: there is nothing of a run.
-    """
+    """Read a run directory; ``over``: its run has ended, though it still holds the lock."""
     _refuse_others(path)
     files = _Files(path)
     records = files.read(METRICS, lambda damaged: metrics_of(path, damaged))

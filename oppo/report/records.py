@@ -238,9 +238,11 @@ METRICS, SAMPLES, WORK, REPORT = "metrics.jsonl", "samples.jsonl", "work.jsonl",
 
 SUMMARY = "summary.json"  # written last, however the run ends
 
+IMAGES = "images"  # the folder of images that rows hold themselves
+
 # The files that a run may leave without having made a step
 STEPLESS = frozenset({METRICS, SAMPLES, WORK, EVALUATIONS, SUMMARY, REPORT, "config.toml", "journal.jsonl"}) | {
-    *("timeline.json", "trace.json", "log.jsonl", "hang-report.json", "vllm.log")
+    *("timeline.json", "trace.json", "log.jsonl", "hang-report.json", "vllm.log", IMAGES)
 }
 
 
@@ -283,7 +285,7 @@ def require_stepless(path: Path) -> None:
 
 def clear(path: Path) -> None:
     """Delete the files of a run that made no step, except its logs, which the next run continues."""
-    for name in STEPLESS - {"log.jsonl", "vllm.log"}:
+    for name in STEPLESS - {"log.jsonl", "vllm.log", IMAGES}:
         (path / name).unlink(missing_ok=True)
 
 

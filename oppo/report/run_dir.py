@@ -67,6 +67,7 @@ def samples(
             "step": step,
             "rollout": response.prompt.rollout,
             **({"first": response.prompt.first} if response.prompt.branch else {}),
+            **({"role": response.prompt.role} if response.prompt.role else {}),
             "score": float(batch.scores[row]),
             "kl": None if kl is None else float(kl.sum()),
             "tokens": len(response),

@@ -63,11 +63,7 @@ class Tracker(Observer, ABC):
     def _finish(self, *, failed: bool) -> None: ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Complete what the service keeps; ``failed``: the run has ended with an error.
-
-        Raises:
-            Exception: a step could not be logged.
-        """
+        """Complete what the service keeps; ``failed``: the run has ended with an error."""
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -104,21 +100,7 @@ FLUSH_SECONDS: Final = 1  # between two looks of the writing thread; with 0 it l
 
 
 class TensorBoard(Tracker):
-    """A tracker that writes event files, in a thread of TensorBoard's own, within :data:`FLUSH_SECONDS` of each step.
-
-    Args:
-        path: the folder of event files, which is made: ``tensorboard --logdir PATH`` shows it.
-        first: the step with which the run begins or goes on; of what an earlier process wrote, TensorBoard discards
-            this step and later ones.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-
-    Example:
-        >>> with TensorBoard(Path("runs/first/tensorboard")) as board:  # doctest: +SKIP
-        ...     async with graph.open(prompts, observers=[board]) as run:
-        ...         ...
-    """
+    """A tracker that writes event files, in a thread of TensorBoard's own, :data:`FLUSH_SECONDS` after each step."""
 
     kept = "the event file of TensorBoard"
 
@@ -172,16 +154,6 @@ class WeightsAndBiases(Tracker):
     The environment variables of wandb choose where to: ``WANDB_API_KEY``, ``WANDB_ENTITY``, ``WANDB_MODE=offline``. A
     resumed run leaves out steps that are there. Neither the standard output nor the state of the git repository is
     sent.
-
-    Args:
-        path, name, project, config: as of any :class:`Tracker`.
-        mode: ``offline`` keeps everything in the folder, for ``wandb sync``; when absent, ``WANDB_MODE`` or ``online``.
-
-    Attributes:
-        url: where the run is shown; empty when offline.
-
-    Raises:
-        ConfigError: the folder cannot be written, the service does not answer, or it refuses the run.
     """
 
     kept = "the run of Weights & Biases"
@@ -260,9 +232,6 @@ class Trackio(Tracker):
     (``TRACKIO_SPACE_ID``) or a server (``TRACKIO_SERVER_URL``). A process has one such run at a time, which is
     Trackio's own limit. A run that is resumed goes on as the same, and repeated steps are there twice. A number is
     added to a name that the project has already.
-
-    Raises:
-        ConfigError: Trackio takes no run.
     """
 
     kept = "the run of Trackio"
@@ -311,9 +280,6 @@ class MLflow(Tracker):
     default), and ``MLFLOW_RUN_ID`` of a run that is there. In names ``->`` is ``.``, since MLflow takes no ``>``. A
     run that is resumed goes on as the same. Settings are its parameters; samples are an artifact for each step,
     ``samples/step-N.json``.
-
-    Raises:
-        ConfigError: no server is named, it does not answer, or it refuses the run.
     """
 
     kept = "the run of MLflow"

@@ -18,6 +18,7 @@ from oppo.hf.devices import (
     SCORED,
     DeviceLayout,
     Devices,
+    DeviceThread,
     Hardware,
     RemotePlaces,
     acting_share,
@@ -247,8 +248,13 @@ def places_of(deployment: Deployment) -> DeviceLayout:
             restarts=run.scorer_restarts,
             remote=remote,
         )
+        setup = partial(use_cores, acting_share(cores))
+        players = {
+            f"role {role!r}": DeviceThread(f"role {role!r}", devices.actor, setup=setup)
+            for role in deployment.settings.agents.frozen
+        }
         stack.pop_all()
-    return layout
+    return replace(layout, scoring={**layout.scoring, **players})
 
 
 def _check_replicas(devices: Devices, cores: int) -> None:

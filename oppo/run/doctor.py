@@ -31,6 +31,7 @@ from oppo.log import logger, routed
 from oppo.run.checkpoint import Provenance
 from oppo.run.deployment import Deployment
 from oppo.run.fit import REMEDIES, Changes, Fit, advice, altered, first_fit, merged
+from oppo.run.images import reader_of_images
 from oppo.run.memory import (
     RANK,
     SHARE,
@@ -68,6 +69,7 @@ ROLES: Final[Mapping[str, str]] = {
     "critic": "values of the tokens, as they are written",
     "teacher": "log-probs that the policy learns",
     "teacher, average": "the average of the policy's weights in float32, which the teacher serves",
+    "role": "answers agents in a role that is frozen",
     "trainer": "makes the updates: gradients, optimizer states, float32 copies of what it trains",
     "trainer, whole weights": "all weights, gathered from the ranks for weight sync and checkpoints",
 }
@@ -76,10 +78,7 @@ ROLES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Memory that a run needs under a load, found without loading its models; no ``faults`` if there is enough.
-
-    ``layouts``: others that fit, of a run that places nothing itself.
-    """
+    """Memory that a run needs under a load, found without loading its models; no ``faults`` if there is enough."""
 
     needs: Sequence[Expected]
     load: Load
@@ -118,7 +117,8 @@ def examine(deployment: Deployment) -> Diagnosis:
     with routed():
         tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
-        supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment))
+        images = reader_of_images(deployment, tokenizer)
+        supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment), images=images)
         load = deployment.load(supply.longest)
     if settings.teacher.note:
         logger.info(settings.teacher.note)
@@ -247,16 +247,7 @@ DECODING, BESIDE, UPDATE = "decoding", "scoring where it decodes", "update"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to place the models that fits.
-
-    Attributes:
-        name: what it does.
-        changes: the settings that make it.
-        needs: the memory of each model.
-        seconds: of a step, by stage; empty for a GPU whose speed is not known.
-        tokens: response tokens of a step.
-        idle: how many GPUs have nothing to do.
-    """
+    """One way to place the models that fits."""
 
     name: str
     changes: Changes
@@ -297,10 +288,7 @@ class Layout:
 
 
 def proposed(deployment: Deployment, load: Load, known: Known) -> list[Layout]:
-    """Return the layouts of an assumed machine that fit, the quickest first, each with as few remedies as it needs.
-
-    If none fits, the batch and then the length of responses are halved until one does.
-    """
+    """Return the layouts of an assumed machine that fit, the quickest first, each with as few remedies as it needs."""
     assumed, found = deployment.assumed, list[Layout]()
     if assumed is None:
         return found

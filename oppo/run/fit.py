@@ -46,11 +46,7 @@ _ALONE: Final[Sequence[Changes]] = (
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A run that fits.
-
-    Attributes:
-        changes: its settings that are unlike those of the run that was given.
-    """
+    """A run that fits."""
 
     changes: Changes
     deployment: Deployment

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from oppo.config.environment import INITIAL
 from oppo.config.scorers import ModelRewardSection
 from oppo.config.sections import ModelsSection
 from oppo.durable import nearby
@@ -135,6 +136,17 @@ class RoleLoader:
     def _live_teacher(self) -> ModelRecipe:
         recipe = self.actor_recipe(self._devices.teacher)
         return recipe if "teacher" in self._devices.remote else replace(recipe, device=str(self._devices.teacher))
+
+    def player(self, name: str, player: str) -> tuple[Role, Loadable]:
+        """Return the model that plays a frozen role, which is loaded where it decodes."""
+        policy = replace(
+            self._deployment.roles["policy"], name=f"role {name!r}", key=f"agents.roles.{name}", remote=False
+        )
+        role = replace(policy, source=policy.source if player == INITIAL else player, device=self._devices.actor)
+        with self.attributed(role):
+            recipe = self.recipe(replace(role, apart=True), "causal")
+            model = replace(recipe, adapter=self._models.adapter) if player == INITIAL else recipe
+            return role, self._checked(role, model)
 
     def critic(self, source: str) -> tuple[PreTrainedModel, Loadable]:
         role = replace(self._deployment.roles["critic"], source=source)
@@ -295,12 +307,7 @@ class ServedRewardModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardModels:
-    """Loads and serves the reward models of a run.
-
-    Attributes:
-        tokenizer: the policy's.
-        prompt_column: the column of the data with the prompt.
-    """
+    """Loads and serves the reward models of a run."""
 
     tokenizer: HfTokenizer
     load: RoleLoader

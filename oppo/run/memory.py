@@ -14,6 +14,7 @@ from rich.filesize import decimal
 from torch import nn
 from transformers import PreTrainedModel
 
+from oppo.config.environment import INITIAL
 from oppo.config.scorers import ModelRewardSection, OnVllm, VllmRewardSection
 from oppo.config.sections import SamplingSection
 from oppo.declared import declared
@@ -40,7 +41,7 @@ from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, K
 from oppo.hf.model_parts import FAILURES
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
-from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
+from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS, most_gpu_tokens
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.deployment import Deployment, named_reward
@@ -289,10 +290,7 @@ class Outlines:
 
 
 def expected(deployment: Deployment, load: Load | None, known: Known | None = None) -> list[Expected]:
-    """Return the memory of each model under a load; ``None``: weights, optimizer states, states of rollouts.
-
-    ``known``: what has been counted, which grows; of runs of the same settings but for those that count here.
-    """
+    """Return the memory of each model under a load; ``None``: weights, optimizer states, states of rollouts."""
     return planned(deployment, load, {} if known is None else known)[1]
 
 
@@ -312,7 +310,11 @@ def planned(deployment: Deployment, load: Load | None, known: Known) -> tuple[in
     given, on_cpu = deployment.trainer.micro_batch_tokens, deployment.devices.trainer[0].type == "cpu"
     tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)
     needs = _needs(_with_tokens(deployment, tokens), load, known)
-    for times in () if given or on_cpu or load is None else (8, 4, 2):
+    most = tokens
+    if not (given or on_cpu or load is None):
+        most = most_gpu_tokens(sum(each.numel() for each in Outlines(deployment, known).actor().parameters()))
+    while most > tokens:
+        times, most = most // tokens, most // 2
         larger = [need.with_activations(times) if is_of_training(need) else need for need in needs]
         if not crowded(larger, deployment.assumed, spread=deployment.settings.placement.spread):
             return times * tokens, larger
@@ -327,6 +329,8 @@ def _needs(deployment: Deployment, load: Load | None, known: Known) -> list[Expe
         for number, device in enumerate(devices.policies):
             needs.append(Expected(deployment.policy_name(number), device, policy, remote))
     needs += _of_scorers(deployment, made, load)
+    for role, player in settings.agents.frozen.items():
+        needs.append(Expected(f"role {role!r}", devices.actor, _player(made, f"agents.roles.{role}", player, load)))
     unshared = None
     if settings.shares_weights:
         apart = {"policy": made.actor, "critic": made.critic}
@@ -494,6 +498,17 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
     mine = replace(share(deployment.load(1) if load is None else load), chunk=1)
     chosen = settings.sampling.temperature > 0, settings.sampling.top_k, settings.sampling.top_p
     return made.counted("policy", ("policy", deployment.models.policy, made.adapter, mine, load is None, chosen), count)
+
+
+def _player(made: Outlines, key: str, player: str, load: Load | None) -> Bytes:
+    # Of a frozen role, which at most all rollouts ask at a time.
+    models, sampling = made.deployment.models, _sampling(made.deployment.settings.sampling)
+    path = models.policy if player == INITIAL else player
+    make = partial(made._made, key, CAUSAL, path)  # noqa: SLF001 - of this module
+    if load is None:
+        return Bytes(at_rest(make).weights)
+    count = partial(of_policy, make, load, sampling, prefill_tokens=PREFILL_TOKENS)
+    return made.counted(key, ("player", path, load), count)
 
 
 def _served(made: Outlines, model: str, load: Load | None, device: torch.device) -> Bytes:

@@ -31,7 +31,8 @@ from oppo.hf.devices import DeviceLayout, ModelPlace, memory_gauges
 from oppo.hf.loading import Loadable, ModelRecipe, load_tokenizer, positions_of
 from oppo.hf.lora import add_lora, load_lora, merged, share_base
 from oppo.hf.model_files import ADAPTER, CONFIG, located, processor_files, quiet, read_object
-from oppo.hf.model_parts import end_ids, passes_at, vocabulary
+from oppo.hf.model_parts import end_ids, pads_of, passes_at, vocabulary
+from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
     AveragedTeacher,
     ProximalLogprobs,
@@ -52,6 +53,7 @@ from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.fit import fitted
+from oppo.run.images import check_sight
 from oppo.run.loading import (
     RewardModels,
     RoleLoader,
@@ -189,12 +191,14 @@ def assemble(
     columns: Iterable[Collection[str]],
     engine_log: Path | None,
     environment: AnyEnvironment | None,
+    images: bool = False,
 ) -> Assembly:
     """Return the models of a run, loaded and probed, the policy on its engine.
 
     Args:
         columns: of the data, of each kind of prompts; they are checked before a model is loaded.
         engine_log: the file for what an engine's processes write; ``None``: nowhere.
+        images: prompts may show some.
     """
     settings = deployment.settings
     deployment = fitted(deployment)
@@ -219,8 +223,9 @@ def assemble(
         on_vllm = ScorersOnVllm(deployment, load, engine_log)
         stack.callback(on_vllm.close)
         assembly = _assembled(
-            deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm, taught=taught
+            deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm, taught=taught, images=images
         )
+        _seat(deployment, load, assembly)
         stack.pop_all()
     return assembly
 
@@ -235,9 +240,9 @@ def _assembled(
     serve: Callable[[ServeRequest], Serving],
     on_vllm: ScorersOnVllm,
     taught: PrivilegedPrompt | None,
+    images: bool,
 ) -> Assembly:
     settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
-    deterministic = settings.run.deterministic
     actor, reference, start = _actor_and_reference(deployment, load)
     teachers = load.teachers(actor, start or reference)
     rewards = _reward_models(deployment, tokenizer, places, load, on_vllm)
@@ -250,7 +255,9 @@ def _assembled(
         "critic": [critic.trained],
     }
     read = [positions_of(model) for loaded in models.values() for model in loaded if model is not None]
-    sampling = _sampling(settings.sampling, tokenizer, actor)
+    if images:
+        check_sight(deployment, models, rewards, reads_text=any(reader for _, reader in teachers.values()))
+    sampling = _sampling(settings.sampling, tokenizer, actor, barred=pads_of(actor.config) if images else ())
     _check_ends(code.environment, sampling, tokenizer)
     if settings.step.most_overcommit and not sampling.varies:
         logger.warning(
@@ -264,10 +271,6 @@ def _assembled(
     trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
     served = load.actor_recipe(devices.policy) if "policy" in devices.apart else actor
     serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places))
-    value = None
-    if critic.served is not None:
-        value = ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
-
     teacher = _served_teacher(
         deployment,
         sampling,
@@ -285,7 +288,7 @@ def _assembled(
         reference=_reference(deployment, reference, sampling, places, on_vllm),
         teacher=teacher,
         reward=code.reward({key: reward.scorer for key, reward in rewards.items()}),
-        critic=value,
+        critic=_served_critic(critic, places, deterministic=settings.run.deterministic),
         proximal=_proximal(deployment, actor, sampling, places) if settings.algorithm.corrects else None,
         environment=code.environment,
         trainer=trainer,
@@ -349,6 +352,15 @@ def _reference(
     place = _scoring(places, "reference")
     deterministic = deployment.settings.run.deterministic
     return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
+
+
+def _seat(deployment: Deployment, load: RoleLoader, assembly: Assembly) -> None:
+    options: dict[str, Any] = {"sampling": assembly.sampling, "decode": assembly.tokenizer.decode}
+    for name, player in deployment.settings.agents.frozen.items():
+        role, model = load.player(name, player)
+        place = ModelPlace(assembly.places.place_of(role.name), role.name, SERVING)
+        policy = HfPolicy(model, place=place, deterministic=deployment.settings.run.deterministic, **options)
+        cast("Agents", assembly.environment).seat(name, policy)
 
 
 def _check_teacher_columns(column: str, taught: PrivilegedPrompt | None, known: Collection[str]) -> None:
@@ -560,12 +572,14 @@ def _proximal(
     )
 
 
-def _sampling(section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel) -> Sampling:
+def _sampling(
+    section: SamplingSection, tokenizer: HfTokenizer, actor: PreTrainedModel, *, barred: tuple[int, ...]
+) -> Sampling:
     settings = {name: getattr(section, name) for name in declared(SamplingSettings)}
     settings["stop_strings"] = tokenizer.stop_strings(section.stop_strings)
     stop = tokenizer.stop(section.stop, end_ids(actor), eos=section.eos)
     # given even where the policy's table is not padded: a reference's or a teacher's may be
-    return Sampling(**settings, stop=stop, vocabulary=min(tokenizer.size, vocabulary(actor)))
+    return Sampling(**settings, stop=stop, vocabulary=min(tokenizer.size, vocabulary(actor)), barred=barred)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -604,6 +618,12 @@ def load_critic(
             f"which starts from {'the policy' if source == models.policy else source} instead"
         )
     return Critic(*load.critic(source), source)
+
+
+def _served_critic(critic: Critic, places: DeviceLayout, *, deterministic: bool) -> ValueModel | None:
+    if critic.served is None:
+        return None
+    return ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
 
 class Saving:

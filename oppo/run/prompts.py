@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
@@ -17,7 +17,7 @@ from oppo.config.load import BY_DATA
 from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named, sources
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
-from oppo.data.prompts import Begin, PrivilegedPrompt
+from oppo.data.prompts import TEXT_ONLY, Begin, PrivilegedPrompt, ReadImages
 from oppo.durable import nearby
 from oppo.environments import verifiers
 from oppo.errors import ConfigError, DataError, RunComplete
@@ -29,6 +29,11 @@ from oppo.scorers import SIBLING, BehindPrompt
 
 Rows: TypeAlias = Iterable[Mapping[str, object]] | AsyncIterable[Mapping[str, object]]
 """Rows of a program, a mapping of columns each. Those of a length are read at once; others as they come."""
+
+ImagesIn: TypeAlias = Callable[[Path], ReadImages]
+"""Returns what reads prompts with images, whose relative paths begin in a folder."""
+
+UNSAID: Final = "rows that come one by one show images with data.images = true only"
 
 P = TypeVar("P", bound="Iterable[Prompt] | AsyncIterable[Prompt]")
 
@@ -53,6 +58,7 @@ class Supplied:
         steps: ``run.steps``, or as many as the prompts last for.
         columns: of all prompts that are trained on, and of all that are held out, as far as they are known.
         most: tokens that a prompt may have whose length is known only when it is asked for.
+        images: prompts may show images.
     """
 
     stream: Supply
@@ -61,6 +67,7 @@ class Supplied:
     provenance: Provenance
     columns: Sequence[frozenset[str]]
     most: int = 0
+    images: bool = False
 
     @property
     def longest(self) -> int:
@@ -72,9 +79,14 @@ def supplied(
     tokenizer: Tokenizer,
     provenance: Provenance,
     rows: ProgramRows = NOTHING,
+    *,
     begin: Begin | None = None,
+    images: ImagesIn | str = TEXT_ONLY,
 ) -> Supplied:
-    """Return the prompts of a run, tokenized; ``provenance`` is from before any file was read."""
+    """Return the prompts of a run, tokenized; ``provenance`` is from before any file was read.
+
+    ``images`` returns what reads the images of rows, given the folder of relative paths; or says why none are read.
+    """
     data, prompts, held_out = settings.data, rows.prompts, rows.held_out
     named_by = {"prompts": (prompts, data.prompts), "eval_prompts": (held_out, settings.eval.prompts)}
     for argument, (given, chosen) in named_by.items():
@@ -84,14 +96,20 @@ def supplied(
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
     encoding = {"tokenizer": tokenizer, "begin": begin, **encoding_of(data, read_by=settings.agents.program)}
-    trained = {} if as_they_come else _pools("data.prompts", data.prompts, encoding, prompts)
-    apart = _pools("eval.prompts", settings.eval.prompts, encoding, held_out)
+    if data.images and not as_they_come:
+        raise ConfigError("data.images is for rows that come one by one, and others show what they have: leave it out")
+    if data.images and isinstance(images, str):
+        raise ConfigError(f"data.images = true reads images in prompts, and {images}: leave it out")
+    trained = {} if as_they_come else _pools("data.prompts", data.prompts, encoding, prompts, images)
+    apart = _pools("eval.prompts", settings.eval.prompts, encoding, held_out, images)
     for file in provenance.changed(settings.files):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
     stream = (
-        RowStream(cast("Rows", prompts), **encoding)
+        RowStream(
+            cast("Rows", prompts), **encoding, images=images(Path()) if data.images and callable(images) else UNSAID
+        )
         if as_they_come
         else _stream(data, [*trained.values()], settings.step.batch)
     )
@@ -111,6 +129,7 @@ def supplied(
         steps=steps,
         provenance=provenance.with_digests(unfiled),
         columns=[_columns(pools) for pools in (trained, apart) if pools],
+        images=data.images or any(prompt.images for pool in pools.values() for prompt in pool),
         most=data.max_prompt_tokens if settings.agents.program else 0,
     )
 
@@ -133,8 +152,9 @@ def _pools(
     chosen: Prompts,
     encoding: Mapping[str, Any],
     rows: Rows | None,
+    images: ImagesIn | str,
 ) -> dict[str, list[Prompt]]:
-    return {name: read(source, encoding, rows) for name, source in named(key, chosen).items()}
+    return {name: read(source, encoding, rows, images) for name, source in named(key, chosen).items()}
 
 
 def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]], batch: int) -> PromptStream:
@@ -145,14 +165,15 @@ def _stream(data: DataSection, pools: Sequence[Sequence[Prompt]], batch: int) ->
     return PromptStream(prompts, seed=data.seed, epochs=data.epochs, multiple=batch if data.drop_last else 1)
 
 
-def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None = None) -> list[Prompt]:
+def read(source: PromptSource, encoding: Mapping[str, Any], rows: Rows | None, images: ImagesIn | str) -> list[Prompt]:
     if rows is None:
         logger.info(f"reading {nearby(source.path)}")
     if rows is None and source.taskset:
         rows = verifiers(source.taskset, **(source.config or {}))
     of = source.file or source.path if rows is None else cast("Iterable[Mapping[str, object]]", rows)
     own = {} if source.column is None else {"column": source.column}
-    return read_prompts(of, split=source.split, subset=source.subset, **{**encoding, **own})
+    seen = images if isinstance(images, str) else images(Path() if source.file is None else source.file.parent)
+    return read_prompts(of, split=source.split, subset=source.subset, images=seen, **{**encoding, **own})
 
 
 def encoding_of(data: DataSection, *, read_by: str) -> dict[str, Any]:
@@ -164,7 +185,8 @@ def content_digest(prompts: Sequence[Prompt]) -> str:
     content = hashlib.sha256()
     for prompt in prompts:
         columns = json.dumps(prompt.columns, sort_keys=True, default=lambda value: type(value).__name__)
-        content.update(f"{prompt.tokens.tolist()} {columns}\n".encode())
+        images = "".join(f" {image.sha256}" for image in prompt.images)
+        content.update(f"{prompt.tokens.tolist()} {columns}{images}\n".encode())
     return content.hexdigest()
 
 

@@ -99,7 +99,8 @@ def _decisions(session: PreparedRun) -> Iterator[tuple[str, str]]:
     if sources := [*filter(None, [named.source]), *named.tools, *named.factories.values()]:
         yield "environment", ", ".join(map(nearby, sources))
     if settings.agents.program:
-        yield "agent", nearby(settings.agents.program)
+        plays = [f"{player} plays {role}" for role, player in settings.agents.roles.items()]
+        yield "agent", ", ".join([nearby(settings.agents.program), *map(nearby, plays)])
     every = f"before the first step, every {counted(evaluated.every, 'step')}, and after the last"
     yield "evaluation", f"of held-out prompts {every}" if evaluated.prompts else "none: eval.prompts names no prompts"
     last = f"every {counted(run.checkpoint_every, 'step')} and after the last; kept: the newest {run.keep_last}"

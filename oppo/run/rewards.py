@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from oppo.agents import Agents
-from oppo.config.environment import AgentsSection, EnvironmentSection
+from oppo.config.environment import POLICY, AgentsSection, EnvironmentSection
 from oppo.config.extensions import naming
 from oppo.config.scorers import (
     EnvironmentRewardSection,
@@ -30,7 +30,7 @@ from oppo.config.sections import (
     sources,
 )
 from oppo.config.settings import Settings
-from oppo.data.prompts import Begin, Encoding, rows_of
+from oppo.data.prompts import Begin, Encoding, ReadImages, rows_of
 from oppo.data.rows import ask_hub, check_file, is_hub_name
 from oppo.durable import read_text
 from oppo.environments import (
@@ -231,7 +231,13 @@ def environment_of(
     if agents.program:
         served = {name: getattr(agents, name) for name in ("on_failure", "timeout", "host", "port", "public_url")}
         run = TaskAgent() if agents.program == VERIFIERS else agents.program
-        return Agents(run, tokenizer, sampling, **served)
+        return Agents(
+            run,
+            tokenizer,
+            sampling,
+            roles={role: POLICY if role in agents.trained else None for role in agents.roles},
+            **served,
+        )
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
     calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:
@@ -347,7 +353,9 @@ def first_look(settings: Settings) -> FirstLook | None:
     }
     code = UserCode.of(functions, tokenizer, None, environment, run=settings.run, data=data)
     given = encoding_of(data, read_by=settings.agents.program) | {"over_long": "truncate"}
-    encoding, prompts, whole = Encoding(tokenizer=tokenizer, begin=begin_of(environment), **given), list[Prompt](), True
+    unseen: ReadImages = lambda row, column, place: (row, [0], ())  # noqa: E731 - the images are read later
+    encoding = Encoding(tokenizer=tokenizer, begin=begin_of(environment), images=unseen, **given)
+    prompts, whole = list[Prompt](), True
     for source in chosen:
         found, ended_there = _looked_at(source, encoding)
         prompts, whole = [*prompts, *found], whole and ended_there
@@ -373,8 +381,8 @@ def _looked_at(source: PromptSource, encoding: Encoding) -> tuple[list[Prompt], 
         encoding = replace(encoding, column=source.column)
     rows, prompts = iter(rows_of(source.file)[1]), list[Prompt]()
     for place, row in islice(rows, LOOKED if encoding.begin is None else 1):  # an environment may ask a server for each
-        begun, tokens = encoding.read(place, row)
-        prompts.append(Prompt(len(prompts), len(prompts), tokens, columns=dict(begun)))
+        begun, tokens, images = encoding.read(place, row)
+        prompts.append(Prompt(len(prompts), len(prompts), tokens, columns=dict(begun), images=images))
     return prompts, next(rows, None) is None
 
 

@@ -164,7 +164,7 @@ def prepare(
     graph: MakeGraph | None = None,
     rows: ProgramRows = NOTHING,
 ) -> PreparedRun:
-    """Return a run with everything loaded and checked; writes nothing but the log of an engine with one.
+    """Return a run with everything loaded and checked; writes nothing but an engine's log, and images of rows as files.
 
     Args:
         resume: lock the run directory and go on from its newest checkpoint, or from the beginning if the run was killed
@@ -187,6 +187,7 @@ def prepare(
             require_unused(settings.run_directory)
         from oppo.run.deployment import Deployment  # noqa: PLC0415 - torch takes seconds to import
         from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
+        from oppo.run.images import reader_of_images  # noqa: PLC0415 - likewise
         from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - likewise
         from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415 - likewise
 
@@ -195,7 +196,8 @@ def prepare(
         require_trackers(chosen.track)
         tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
-        supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin_of(environment))
+        begin, images = begin_of(environment), reader_of_images(deployment, tokenizer)
+        supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin=begin, images=images)
         stream, provenance = supply.stream, supply.provenance
         if chosen.steps == BY_DATA:
             settings = settings.spanning(supply.steps)
@@ -212,6 +214,7 @@ def prepare(
             columns=supply.columns,
             engine_log=None if dry_run else settings.run_directory / ENGINE_LOG,
             environment=environment,
+            images=supply.images,
         )
         stack.callback(assembly.close)
         require_room(supply, assembly.sampling.max_new_tokens, assembly.positions, assembly.teacher)
@@ -560,11 +563,7 @@ class Reasons:
 
 @dataclass(slots=True)
 class EmptySteps:
-    """Counts consecutive steps that train nothing.
-
-    Attributes:
-        limit: this many in a row end the run; 0: no limit.
-    """
+    """Counts consecutive steps that train nothing."""
 
     limit: int
     _in_a_row: int = 0

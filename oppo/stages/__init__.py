@@ -6,6 +6,7 @@ from oppo.stages.dynamic_sampling import DynamicSampling
 from oppo.stages.generate import Generate
 from oppo.stages.hold import Siblings
 from oppo.stages.metrics import run_metrics
+from oppo.stages.role_baseline import RoleBaseline
 from oppo.stages.score import Score, synced_models
 from oppo.stages.update import Update
 
@@ -18,6 +19,7 @@ __all__ = [
     "Generate",
     "GroupRelative",
     "InParts",
+    "RoleBaseline",
     "Score",
     "ScoredRollout",
     "ScoredRollouts",

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from oppo.declared import Fraction, NonNegative, Positive, require_whole, validated
 from oppo.errors import ConfigError, ProtocolError
-from oppo.events import Batch, BoolArray, Defer, Drop, FloatArray, RolloutEvent, Scored
+from oppo.events import Batch, BoolArray, Defer, Drop, FloatArray, Prompt, RolloutEvent, Scored
 from oppo.graph import Receiver, Sender
 from oppo.returns import (
     AdaptiveKL,
@@ -406,7 +406,8 @@ class GroupRelative(AdaptiveObjective):
     each sampled token, follows from the returns of its group; rewards at tokens count by their sum. The batch has no
     critic's returns. A response that is dropped, or has a result or a return that is not finite, leaves its group; one
     left alone is dropped too. An agent with several conversations is compared once, by the score of the first one and
-    the KL of all, and all have its advantage. It has the named inputs of :class:`BatchStage`.
+    the KL of all, and all have its advantage; one with roles once in each, with the same role of the others. It has the
+    named inputs of :class:`BatchStage`.
 
     With ``credit = "turns"`` each turn has a return to go, of its rewards and those of later turns, and is compared
     with the same turn of all responses of its group (:func:`oppo.returns.zero_filled`). With ``credit = "state"`` a
@@ -479,11 +480,16 @@ class GroupRelative(AdaptiveObjective):
         drops = list(super().unfit(batch))
         gone = {drop.rollout for drop in drops}
         prompts = [response.prompt for response in batch.responses if response.prompt.rollout not in gone]
-        sizes = Counter(prompt.group for prompt in prompts if not prompt.branch)
+        heads = dict[tuple[int, str], Prompt]()  # a role may begin with a branch
+        for each in prompts:
+            if each.role or not each.branch:
+                heads.setdefault(each.trajectory, each)
+        sizes = Counter((each.group, each.role) for each in heads.values())
         least = 2 if self.credit == "response" else 1
-        drops += [Drop(each.rollout, ALONE) for each in prompts if not each.branch and sizes[each.group] < least]
-        compared = {each.rollout for each in prompts if not each.branch and sizes[each.group] >= least}
-        return [*drops, *(Drop(each.rollout, ASTRAY) for each in prompts if each.branch and each.first not in compared)]
+        alone = {each.rollout for each in heads.values() if sizes[each.group, each.role] < least}
+        compared = {each.trajectory for each in heads.values() if each.rollout not in alone}
+        left = [each.rollout for each in prompts if each.trajectory not in compared]
+        return [*drops, *(Drop(rollout, ALONE if rollout in alone else ASTRAY) for rollout in left)]
 
     def estimated(self, batch: Batch) -> Batch:
         """Return the batch with rewards and advantages, and update the KL controller from it."""
@@ -496,9 +502,10 @@ class GroupRelative(AdaptiveObjective):
             by_turn = np.array([rewards[turn].sum(dtype=np.float64) for turn in turns[first]])
             by_turn[-1] += sum(penalties[at[row]].sum(dtype=np.float64) for row in further)
             earned[first] = by_turn.astype(np.float32)
-        firsts = batch.firsts
-        group_of = np.array([batch.responses[row].prompt.group for row in firsts], np.int64)
-        groups = [firsts[group_of == group] for group in np.unique(group_of)]
+        members = defaultdict[tuple[int, str], list[int]](list)
+        for row in batch.firsts.tolist():
+            members[batch.responses[row].prompt.group, batch.responses[row].prompt.role].append(row)
+        groups = [np.array(members[group], np.int64) for group in sorted(members)]
         advantages = np.zeros(len(batch.tokens), np.float32)
         relative = self._relative(batch, earned, groups)
         for first, *further in conversations:
@@ -506,7 +513,7 @@ class GroupRelative(AdaptiveObjective):
                 advantages[turn] = advantage
             for row in further:
                 advantages[at[row]] = relative[first][0]
-        metrics = {**objective.metrics(batch), **_spread([objective.shaped[members] for members in groups])}
+        metrics = {**objective.metrics(batch), **_spread([objective.shaped[group] for group in groups])}
         return replace(batch, rewards=rewards, advantages=advantages, metrics=metrics)
 
     def _relative(
@@ -631,8 +638,8 @@ class InParts:
                 f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be "
                 "trained before: expected a GroupRelative, as in RLOO, GRPO and Dr. GRPO"
             )
-        if self.estimator.advantage in {"batch_standardised", "each_reward"}:
-            raise ConfigError("scores divided by the deviation of the batch cannot come in parts: divide by a group's")
+        if self.estimator.advantage in {"batch_standardised", "each_reward"} or hasattr(self.estimator, "baselines"):
+            raise ConfigError("scores compared over the batch cannot come in parts: compare them in a group")
         if self.estimator.shaping.norm:
             raise ConfigError("scores normalised by the moments of all cannot come in parts: leave norm out")
         if not isinstance(self.estimator.control, FixedKL):

@@ -8,6 +8,7 @@ the step decodes on. Nothing of this depends on timing.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -122,11 +123,14 @@ class DynamicSampling:
         self._steps[step] = _Verdicts()
 
     async def rejects(self, step: int, prompts: Sequence[Prompt]) -> bool:
-        """Return whether the group of these prompts is rejected, once all are scored: an agent has one score."""
+        """Return whether the group of these prompts is rejected, once all are scored: an agent has one score a role.
+
+        One is accepted if the scores of any role are.
+        """
         verdicts = self._steps[step]
         scores = await verdicts.scores_of(prompts)
         with blaming(f"accept of {type(self).__name__}"):
-            rejected = not len(scores) or not self.accept(scores)
+            rejected = not any(len(each) and self.accept(each) for each in scores)
         if rejected:
             verdicts.rejected.update(each.rollout for each in prompts)
         return rejected
@@ -144,10 +148,12 @@ class _Verdicts:
         self.scores[item.rollout] = math.nan if isinstance(item, Drop) else float(item.value)
         self.change.set()
 
-    async def scores_of(self, prompts: Sequence[Prompt]) -> FloatArray:
+    async def scores_of(self, prompts: Sequence[Prompt]) -> list[FloatArray]:
         while any(each.rollout not in self.scores for each in prompts):
             self.change = anyio.Event()
             await self.change.wait()
-        scores = np.array([self.scores[each.rollout] for each in prompts if not each.branch], np.float32)
-        finite: FloatArray = scores[np.isfinite(scores)]
-        return finite
+        by_role = defaultdict[str, dict[tuple[int, str], float]](dict)
+        for each in prompts:  # branches last
+            by_role[each.role].setdefault(each.trajectory, self.scores[each.rollout])
+        scores = [np.array([*each.values()], np.float32) for each in by_role.values()]
+        return [each[np.isfinite(each)] for each in scores]

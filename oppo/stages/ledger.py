@@ -42,6 +42,7 @@ from oppo.events import (
     TokenColumns,
     ToolTokens,
 )
+from oppo.images import ImageRef
 from oppo.limits import TurnLimit
 from oppo.log import logger
 from oppo.models import Decode
@@ -357,6 +358,8 @@ class RolloutSnapshot:
             "group": prompt.group,
             "branch": prompt.branch,
             "limit": asdict(prompt.limit),
+            "role": prompt.role,
+            "images": [asdict(image) for image in prompt.images],
             "prompt": prompt.tokens,
             "columns": dict(prompt.columns),
             "tokens": response.tokens,
@@ -379,6 +382,8 @@ class RolloutSnapshot:
             columns=state["columns"],
             branch=state["branch"],
             limit=TurnLimit(**state["limit"]),
+            role=state["role"],
+            images=tuple(ImageRef(**image) for image in state.get("images", ())),
         )
         columns = {name: state[name] for name in ("tokens", "logprobs", "versions", "sampled")}
         extra = TokenColumns(*(COLUMN_KINDS[name](**column) for name, column in state["extra"].items()))

@@ -312,13 +312,7 @@ WINDOW = 16  # steps over which lengths are compared: long beside the age of any
 
 @dataclass(slots=True)
 class LengthBias:
-    """Compares the lengths of trained responses with the lengths of generated ones.
-
-    A step's batch is biased towards short responses, since long ones are deferred. Below the oldest rollout in flight,
-    in admission order, every response is complete, so lengths there are unbiased. The bias of the last :data:`WINDOW`
-    steps is the mean length of the n rollouts they trained over that of the last n below the oldest in flight.
-    1: no bias; below 1: long responses are still to come. Dropped rollouts do not count.
-    """
+    """Compares the lengths of trained responses with the lengths of generated ones."""
 
     _steps: deque[list[int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _complete: deque[int] = field(default_factory=deque)

@@ -85,10 +85,7 @@ class ScorerWeights:
         self.together = any(share_tensors(self.scorer, each) for each in others)
 
     def awaited(self, step: Step) -> str:
-        """Return the stage that must have returned in later steps before weights may be given; mostly none.
-
-        It is its own if the weights can neither wait nor be copied.
-        """
+        """Return the stage that must have returned in later steps before weights may be given; mostly none."""
         can_wait = step.lookahead == 1 or isinstance(self.scorer, CopiesWeights)
         return "" if self._newest or not step.lookahead or (can_wait and not self.together) else self._stage
 

@@ -15,6 +15,7 @@ from benchmarks.gpu_day.__main__ import gpu_day
 from benchmarks.gpu_day.plan import DEFAULT, PARTS, RESULTS, TAKES, Card, Part, figures, printed, recorded
 from benchmarks.gpu_day.steps import FULL, LADDER, RULE, SMALL, fitted
 from benchmarks.ladder.workloads import WORKLOADS
+from benchmarks.peer.sweep import Peer
 from oppo.errors import ConfigError
 from oppo.simulate.costs import GPUS
 
@@ -46,6 +47,22 @@ def test_each_part_stands_beside_its_prediction_and_one_that_is_cut_or_fails_cos
     assert gpu_day(show=out) == 0
     again = capsys.readouterr().out
     assert all(line in shown for line in again.splitlines() if "/ serial |" in line)
+
+
+def test_a_peer_without_an_environment_is_left_out_by_name_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere(peer: Peer) -> Path:
+        raise ConfigError(f"`make bench-peer PEER={peer.name}` makes it")
+
+    monkeypatch.setattr(Peer, "interpreter", nowhere)
+    monkeypatch.setattr("benchmarks.gpu_day.__main__.DEFAULT", ("peer", "agree"))
+    assert gpu_day(device="cpu", out=tmp_path / "day.json") == 0
+    parts = json.loads((tmp_path / "day.json").read_text())["parts"]
+    assert parts["peer"] == {"not run": "`make bench-peer PEER=trl-grpo` makes it"}
+    assert "mismatch/kl_current" in parts["agree"]
+    with pytest.raises(ConfigError, match="makes it"):
+        gpu_day(device="cpu", parts="agree,peer")
 
 
 @pytest.mark.parametrize(

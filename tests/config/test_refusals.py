@@ -149,7 +149,7 @@ step.algorithm=own.py:Doubled algorithm.twice=0 | algorithm.twice: expected more
 step.algorithm=own.py:Astray | algorithm.twice: expected more than 0, got -2.0
 step.algorithm=own.py:Doubled algorithm.twise=1 | 'algorithm.twise' (did you mean 'twice'?)
 step.algorithm=own.py:Doubled run.trainer=process | which cannot import DoubledLoss from a file
-step.algorithm=dpoo | 'online_dpo', 'distill' or file.py:name, got 'dpoo'
+step.algorithm=dpoo | 'online_dpo', 'rae', 'distill' or file.py:name, got 'dpoo'
 step.algorithm=7 | step.algorithm: expected a string, got 7
 step.admission=mine.py:Tails admission.share=1.5 | admission.share: expected at most
 step.admission=mine.py:Tails admission.shale=1 | unknown key 'admission.shale' (did you mean 'share'?)
@@ -193,6 +193,9 @@ agents.program=verifiers data.prompts=[{path="verifiers:s",split="x"}] | has a s
 agents.program=verifiers data.prompts=[{path="verifiers:s",column="q"}] | has a column, and a taskset has no such
 agents.timeout=5 | agents.timeout is of an agent, and agents.program names none
 AGENT agents.public_url=http://host/v1 | agents.public_url = 'http://host/v1' | agents.port = 0 is any
+AGENT agents.roles={one="initial"} | no role that the policy plays, so nothing would be trained
+agents.program=verifiers data.prompts=verifiers:sums agents.roles={one="policy"} | know none: leave them out
+AGENT EXACT agents.roles={one="policy",two="policy"} | 'one' and 'two' | run.deterministic = true decodes one
 AGENT environment.source=a.py:b | agents.program = 'agent.py:run' | leave environment.source out
 AGENT environment.tools=["a.py:b"] | agents.program = 'agent.py:run' | leave environment.tools out
 AGENT data.tools=tools.json | agents.program = 'agent.py:run' | leave data.tools out

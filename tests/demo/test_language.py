@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from oppo.demo import language
+from oppo.demo.assets import END, PAD, train_tokenizer
 from oppo.demo.language import Review, sample_preferences, utility
-from oppo.demo.models import END, PAD, train_tokenizer
 
 TOPIC_NAMES = st.sampled_from([topic.name for topic in language.TOPICS])
 SEEDS = st.integers(0, 2**32)

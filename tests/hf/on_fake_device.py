@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen2Config
 
 from oppo.events import Batch, Chunk, Prompt, Support, TokenColumns
+from oppo.hf import head
+from oppo.hf.kv.states import StateKey, StateSlots
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, ModuleT, WithoutData, longest_batch
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
@@ -58,6 +60,7 @@ Counts = dict[str, dict[str, object]]
 causal = partial(tiny.causal, "qwen2", dtype=torch.bfloat16)
 scalar = partial(tiny.scalar, "qwen2")
 STOP = 5
+VOCABULARY = 1 << 12
 
 
 def bare(make: Make) -> PreTrainedModel:
@@ -66,7 +69,7 @@ def bare(make: Make) -> PreTrainedModel:
 
 
 class TritonKernels(ModuleType):
-    """In place of :mod:`oppo.hf.serve.kernels`, whose launches are counted where it is interpreted."""
+    """In place of :mod:`oppo.hf.kernels`, whose launches are counted where it is interpreted."""
 
     @staticmethod
     def draw(logits: Tensor, *given: Tensor, **options: object) -> tuple[Tensor, Tensor]:
@@ -143,6 +146,42 @@ def _chunk(rollout: int, start: int, count: int) -> Chunk:
     support = Support(np.tile(np.arange(4, dtype=np.int32), count), np.full(count, 4, np.int32))
     tokens = np.ones(count, np.int32)
     return Chunk(rollout, start, tokens, np.zeros(count, np.float32), np.zeros(count, np.int32), TokenColumns(support))
+
+
+def resized(layers: int) -> Counts:
+    """Windows and recurrent states of rows that come and go."""
+    with watched() as watch:
+        slots = StateSlots()
+        slots.admit(range(4))
+        with slots.reading(range(4), None):
+            for layer in range(layers):
+                slots.keep(StateKey(layer, "window", 0), torch.zeros(4, 8, 4, device="gpu:0"))
+                slots.keep(StateKey(layer, "recurrent", 0), torch.zeros(4, 2, 8, 8, device="gpu:0"))
+        watch.taken()
+        slots.admit(range(4, 40))
+        found = {"grown": watch.taken()}
+        slots.dismiss(range(2, 40))
+        assert slots.capacity == 2
+        return found | {"shrunk": watch.taken()}
+
+
+class Measured(torch.autograd.Function):
+    """In place of what :mod:`oppo.hf.kernels` reads and writes: one operation each way."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits)
+        return logits.sum(-1), logits.new_empty(len(logits))
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: Tensor, _: Tensor) -> Tensor:
+        return ctx.saved_tensors[0] * of_rows[:, None]
+
+
+def of_logits(kernels: object = None) -> Counts:
+    """An update, with logits of 16 tokens at a time."""
+    head.LOGITS_BYTES, head.WIDE, head.kernels_on = 16 * VOCABULARY * 4, frozenset({"gpu"}), lambda device: kernels
+    return update(lambda: ActorCritic(bare(partial(sized, vocab_size=VOCABULARY)), head_apart=True))
 
 
 def with_critic() -> ActorCritic:
@@ -294,7 +333,13 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "adapters, merged": merge,
     "streamed update": streamed,
     "weight sync": sync,
+    "states of one layer": partial(resized, 1),
+    "states of 24 layers": partial(resized, 24),
     "the harness": refused,
+    "update of logits": of_logits,
+    "update of logits, by Triton": partial(
+        of_logits, SimpleNamespace(measured=lambda logits, *_, **options: Measured.apply(logits))
+    ),
 }
 """By name; each returns what it did, by phase."""
 
@@ -317,6 +362,8 @@ JOINS = frozenset({"cat", "stack"})
 COPIES = frozenset({"_to_copy", "copy_"})
 NO_KERNEL = frozenset({"device", "detach_", "empty", "empty_like", "new_empty"})
 """Operations that launch nothing, beside views."""
+READ_LITTLE = frozenset({"gather", "index", "nll_loss_forward", "nll_loss_backward"})
+"""Operations that read few elements of their inputs."""
 TENSORS_A_LAUNCH = 64  # tensors that one launch copies, of a list of dense ones
 INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
 """Operations that take indices from the CPU, and send them to the device."""
@@ -356,11 +403,12 @@ class Watch(WithoutData):
         waits: results that were read back: each waits until the device has done all its work.
         uploads: tensors that were sent to a device.
         kernels: operations on a device that are a kernel at least.
+        moved: bytes that kernels read and write at least, by the sizes of the tensors that have several dimensions.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits, self.uploads, self.kernels = Counter[str](), Counter[str](), Counter[str]()
+        self.taken()
 
     def __torch_dispatch__(
         self,
@@ -387,6 +435,9 @@ class Watch(WithoutData):
             self.uploads[_place()] += 1
         if _on_device(inputs | outputs) and (launches := _launches(func, name, args)):
             self.kernels[_place()] += launches
+            for each in tree_leaves((() if name in READ_LITTLE else (args, kwargs), result)):
+                if isinstance(each, Tensor) and len(sizes := sorted(size for size in each.shape if size > 1)) > 1:
+                    self.moved["x".join(map(str, sizes))] += each.nbytes
         return result
 
     def _transferred(self, name: str, args: Sequence[Any], outputs: set[torch.device]) -> None:
@@ -398,8 +449,9 @@ class Watch(WithoutData):
             self.uploads[_place()] += 1
 
     def taken(self) -> dict[str, object]:
-        found = {"waits": dict(self.waits), "uploads": dict(self.uploads), "kernels": dict(self.kernels)}
-        self.waits, self.uploads, self.kernels = Counter[str](), Counter[str](), Counter[str]()
+        names = ("waits", "uploads", "kernels", "moved")
+        found = {name: dict(vars(self).get(name, {})) for name in names}
+        self.waits, self.uploads, self.kernels, self.moved = (Counter[str]() for _ in names)
         return dict[str, object](found)
 
 

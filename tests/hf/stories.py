@@ -190,10 +190,9 @@ def graph_of(
     """Return the graph of PPO or, without a critic, of GRPO with groups of two."""
     exact: dict[str, Any] = {"deterministic": deterministic}
     reading: dict[str, Any] = {"sampling": sampling, "place": scoring, **exact}
-    served = policy.pop("served", actor)
     kept = {name: policy[name] for name in ("kv_on_sync",) if name in policy}
     parts: dict[str, Any] = {
-        "policy": HfPolicy(served, sampling=sampling, place=acting, **exact, **policy),
+        "policy": HfPolicy(actor, sampling=sampling, place=acting, **exact, **policy),
         "reference": ReferenceLogprobs(reference or tiny.causal(seed=1), **reading),
         "reward": RewardModel(reward or tiny.scalar(seed=2), place=scoring, **exact),
         "trainer": trainer,

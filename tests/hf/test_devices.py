@@ -40,6 +40,7 @@ from oppo.hf.weights import copies
 from oppo.placement import Process, Thread
 from oppo.scheduling import GPU_TIME_SLICE
 from tests.hf import tiny
+from tests.hf.on_fake_device import VOCABULARY
 from tests.kit.forked import Program
 from tests.kit.workplace import furnish, run
 
@@ -392,6 +393,10 @@ BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "adapters, merged": {"all": (0, 0)},
     "streamed update": {"accumulate": (2, 2 * 2), "commit": (6, 2)},
     "weight sync": {"sync": (0, 0), "copies": (0, 0)},
+    "states of one layer": {"grown": (0, 0), "shrunk": (0, 0)},
+    "states of 24 layers": {"grown": (0, 0), "shrunk": (0, 0)},
+    "update of logits": {"update": (4, 3 * 2)},
+    "update of logits, by Triton": {"update": (4, 3 * 2)},
 }
 """By work and phase: how often the host may wait for the device, and what it may send there.
 
@@ -403,6 +408,14 @@ KERNELS_OF_A_LAYER = 3
 KERNELS_OF_AN_END = 8  # launched because a row has ended in the decode step before, with any number of layers
 DRAWING = {"decode": 12, "decode, large vocabulary": 106, "decode, drawn by Triton": 4}
 """Kernels that a decode step launches to draw its tokens: of a small table noise is made ahead; Triton adds two."""
+
+
+MOVED = {"update of logits": 70, "update of logits, by Triton": 34}
+"""Bytes for each logit that kernels read and write in an update whose logits are computed a chunk at a time, twice.
+
+Of 34, the products write 8 and read 4 of the gradient's 16 bits, to which 6 convert it; the rest is Triton's: two
+passes that read, and one that reads and writes.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -455,6 +468,19 @@ def test_tokens_are_drawn_in_few_launches(work: str, found: Found) -> None:
     for phase in ("step", "after an end", "last"):
         places: Mapping[str, int] = found[work]["phases"][phase]["kernels"]
         assert sum(count for place, count in places.items() if place.startswith("oppo/hf/serve/")) <= DRAWING[work]
+
+
+def test_recurrent_states_grow_and_shrink_in_launches_that_do_not_grow_with_the_layers(found: Found) -> None:
+    one, many = (found[f"states of {layers}"]["phases"] for layers in ("one layer", "24 layers"))
+    for phase in ("grown", "shrunk"):
+        assert sum(many[phase]["kernels"].values()) == sum(one[phase]["kernels"].values()) <= 6, phase
+
+
+@pytest.mark.parametrize("work", MOVED)
+def test_an_update_moves_few_bytes_for_each_logit(work: str, found: Found) -> None:
+    update: Found = found[work]["phases"]["update"]
+    logits = 6 * 16 * VOCABULARY  # of as many tokens, in as many chunks
+    assert update["moved"][f"16x{VOCABULARY}"] <= MOVED[work] * logits
 
 
 def test_rows_of_any_length_decode_as_one_segment(found: Found) -> None:

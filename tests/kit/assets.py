@@ -105,6 +105,27 @@ async def chief(row, base_url, api_key):
         parts = [[{"role": "user", "content": f"part {part} of {row['number']}"}] for part in range(2)]
         tokens += sum(await asyncio.gather(*(ask(part) for part in parts)))
     return tokens % 7 / 7
+
+
+async def duel(row, base_url, api_key):
+    import anthropic
+    import openai
+
+    url, said, tokens = base_url.removesuffix("/v1"), list(row["prompt"]), {"one": 0, "two": 0}
+    async with (
+        openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as one,
+        anthropic.AsyncAnthropic(base_url=url, api_key=api_key) as two,
+    ):
+        for turn in range(2):
+            reply = await one.chat.completions.create(model="one", messages=said, max_tokens=9)
+            content = reply.choices[0].message.content
+            asked = [{"role": "user", "content": f"{turn} of {row['number']}: {len(content)}"}]
+            answer = await two.messages.create(model="two", messages=asked, max_tokens=5 + turn)
+            tokens["one"] += reply.usage.completion_tokens
+            tokens["two"] += answer.usage.output_tokens
+            said += [{"role": "assistant", "content": content}]
+            said += [{"role": "user", "content": f"{answer.usage.output_tokens} {answer.content[0].text[:2]!r}"}]
+    return {"one": tokens["one"] % 7 / 7, "two": -tokens["two"] / 7}
 '''
 
 

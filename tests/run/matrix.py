@@ -275,6 +275,21 @@ OF_THE_TURNS = {
 }
 
 
+RAE = "step.algorithm=rae"
+
+
+def in_roles(row: Row) -> list[str]:
+    """Return what makes agents of some rows play two roles, of which the second is frozen where one may be held."""
+    if row["dialogue"] == "agent" and row["sampling"] in ("default", "cool", "top-k"):
+        second = "teacher" if row["lookahead"] == "1" else "initial"
+    elif row["dialogue"] == "branches" and row["lookahead"] != "0":
+        second = "policy"
+    else:
+        return []
+    rae = [RAE] * (row["algorithm"] == "reinforce_pp")
+    return ["agents.program=code.py:duel", f'agents.roles={{one="policy",two="{second}"}}', *rae]
+
+
 def own_teacher(row: Row) -> list[str]:
     """Return what makes the policy its own teacher, behind another prompt, in most rows that have one; no axis."""
     if row["teacher"] == "no" or row["dialogue"] in ("agent", "branches") or row["data"] == "mixed":
@@ -289,14 +304,16 @@ def own_teacher(row: Row) -> list[str]:
 def overrides(row: Row) -> list[str]:
     """Return what a row sets, ``section.key=value`` each."""
     dialogue, given = row["dialogue"], dict(row)
-    credit = CREDIT.get(row["algorithm"], {}).get(dialogue)
+    roles = in_roles(row)
+    credit = None if RAE in roles else CREDIT.get(row["algorithm"], {}).get(dialogue)
     more = [] if credit is None else [credit]
     if dialogue in ("agent", "branches"):
         del given["rewards"]
     elif dialogue in ("function", "class") and row["rewards"] in OF_THE_TURNS:
         more.append(OF_THE_TURNS[given.pop("rewards")])
     muon = ["trainer.optimizer=muon"] * (row["update"] == "cosine" and row["adapters"] == "no")
-    return [*(each for axis, value in given.items() for each in AXES[axis][value]), *more, *own_teacher(row), *muon]
+    chosen = [each for axis, value in given.items() for each in AXES[axis][value]]
+    return [*chosen, *more, *roles, *own_teacher(row), *muon]
 
 
 class Killer(Observer):

@@ -27,6 +27,7 @@ from oppo.hf.devices import CPU, Devices, DeviceThread
 from oppo.hf.loading import ModelRecipe, positions_of
 from oppo.hf.memory import Bytes
 from oppo.hf.train.actor_critic import ActorCritic
+from oppo.hf.train.packing import most_gpu_tokens
 from oppo.placement import Place, Process, Ranks, Thread
 from oppo.run.checkpoint import fingerprints, require_same
 from oppo.run.deployment import Deployment, places_of
@@ -298,7 +299,7 @@ def micro_batch(folder: Path, chosen: Sequence[str], assumed: Hardware) -> int |
 
 def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(folder: Path) -> None:
     roomy = Hardware.assumed("1xH100-80GB")
-    assert micro_batch(folder, [], roomy) == 32768
+    assert micro_batch(folder, [], roomy) == 131072
     assert micro_batch(folder, ["trainer.micro_batch_tokens=512"], roomy) == 512
     assert micro_batch(folder, ["models.device=cpu"], roomy) == 2048
     settings = load_settings(folder / "config.toml", ["trainer.micro_batch_tokens=4096"])
@@ -306,8 +307,13 @@ def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(fold
     needs = expected(deployment, deployment.load(64))
     least = sum(each.bytes.total for each in needs)
     once = sum(each.bytes.activations for each in needs if each.model == "trainer")
-    sizes = [micro_batch(folder, [], replace(roomy, bytes=least + times * once)) for times in (0, 1, 3, 6, 7)]
-    assert sizes == [4096, 8192, 16384, 16384, 32768]
+    sizes = [micro_batch(folder, [], replace(roomy, bytes=least + times * once)) for times in (0, 1, 3, 6, 7, 30, 31)]
+    assert sizes == [4096, 8192, 16384, 16384, 32768, 65536, 131072]
+
+
+@pytest.mark.parametrize(("billions", "tokens"), [(0.1, 131072), (0.5, 65536), (1.5, 32768), (70, 32768)])
+def test_a_small_model_s_micro_batches_may_be_larger(billions: float, tokens: int) -> None:
+    assert most_gpu_tokens(int(billions * 1e9)) == tokens
 
 
 def test_memory_is_counted_of_sequences_that_the_models_read(folder: Path) -> None:
@@ -318,7 +324,7 @@ def test_memory_is_counted_of_sequences_that_the_models_read(folder: Path) -> No
     deployment = Deployment.of(settings, roomy)
     most = deployment.load(settings.data.max_prompt_tokens)
     assert most.sequence > longest
-    assert with_micro_batches(deployment, most).trainer.micro_batch_tokens == 32768
+    assert with_micro_batches(deployment, most).trainer.micro_batch_tokens == 131072
     fits = deployment.load(longest - settings.sampling.max_new_tokens)
     assert expected(deployment, most) == expected(deployment, fits)
 

@@ -232,21 +232,6 @@ def test_a_process_and_a_thread_go_on_with_each_other_s_checkpoints_to_the_same_
     assert capsys.readouterr().err.count("starting the process of the trainer") == 2
 
 
-def test_what_is_streamed_is_the_same_update(folder: Path) -> None:
-    chosen = (
-        *("run.panel=off", "step.algorithm=rloo", "algorithm.samples=2", "step.batch=4", "run.steps=3"),
-        *("rewards.0.source=reward.py:short", "run.checkpoint_every=2", "run.trainer=process"),
-    )
-    assert oppo(folder, "", *chosen, "step.stream_updates=true", "run.name=in-parts") == DONE
-    assert oppo(folder, "", *chosen, "models.share_weights=false", "run.name=at-once", "run.steps=1") == DONE
-    one, *others = records(folder, "in-parts", "metrics.jsonl")
-    (other,) = records(folder, "at-once", "metrics.jsonl")
-    for name in ("objective/scores", "loss/policy_avg", "train/grad_norm", "train/tokens", "train/minibatches"):
-        assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
-    assert [line["version"] for line in (one, *others)] == [1, 2, 3]
-    assert resume(folder, "in-parts", "run.steps=4") == DONE
-
-
 EXACT = ("run.deterministic=true", "run.panel=off", "step.batch=4", "step.overcommit=2")
 AHEAD = ("step.lookahead=1", "run.checkpoint_every=3")
 

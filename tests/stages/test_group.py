@@ -327,7 +327,7 @@ def test_what_it_cannot_compare_is_refused() -> None:
         GroupRelative("each_reward", shaping=ScoreShaping(scale=2.0))
     with pytest.raises(ConfigError, match=r"cannot have a KL in the reward"):
         GroupRelative("each_reward", kl=0.1)
-    with pytest.raises(ConfigError, match=r"deviation of the batch cannot come in parts"):
+    with pytest.raises(ConfigError, match=r"compared over the batch cannot come in parts"):
         InParts(GroupRelative("each_reward"), 3)
     with pytest.raises(ConfigError, match=r"one by one, and score_clip = 2\.0 changes their sum"):
         GRPO(scale_scores="each_reward", score_clip=2.0)

@@ -221,31 +221,6 @@ async def test_the_engine_makes_nothing_between_two_decodings(on: str) -> None:
 
 @on_both
 @virtually
-async def test_a_rollout_may_be_closed_while_the_others_are_decoded(on: str) -> None:
-    bench = Bench(FakeAsyncLLM(length=lambda prompt: 8), on=on)
-    async with running(bench.llm):
-        decodes = await bench.policy.open(varied(3))
-
-        async def close() -> None:
-            await anyio.sleep(0.035)
-            await decodes[1].aclose()
-
-        async def wait_in_vain() -> None:
-            with pytest.raises(ProtocolError, match="closed"):
-                await decodes[1].read(100)
-
-        async with anyio.create_task_group() as tasks, bench.policy.decoding(decodes, lambda ended: False):
-            tasks.start_soon(close)
-            tasks.start_soon(wait_in_vain)
-            bench.pieces[0] = [await read_chunk(decodes[0], 100)]
-            bench.pieces[2] = [await read_chunk(decodes[2], 100)]
-    assert (len(bench.tokens(0)), len(bench.tokens(2))) == (8, 8)
-    (request,) = bench.llm.aborted
-    assert len(request.tokens) < 8
-
-
-@on_both
-@virtually
 async def test_decoding_ends_when_every_rollout_was_closed(on: str) -> None:
     bench = Bench(FakeAsyncLLM(length=lambda prompt: 50), sampling=LONG, on=on)
     async with running(bench.llm):

@@ -401,44 +401,6 @@ def test_a_pool_of_engines_keeps_the_contract_of_a_policy() -> None:
     run_virtual(main)
 
 
-def test_rollouts_of_an_engine_that_dies_go_on_in_another_one(messages: list[str]) -> None:
-    async def main() -> None:
-        async with engines(3) as llms:
-
-            async def start(index: int) -> VllmPolicy:
-                return VllmPolicy(engine_of(llms[2]), sampling=SAMPLING)
-
-            members = [VllmPolicy(engine_of(llm), sampling=SAMPLING) for llm in llms[:2]]
-            async with PolicyPool(members, start=start) as pool:
-                asked, ended, pieces = varied(4), list[int](), list[int]()
-                decodes = await pool.open(asked)
-
-                def cut(finished: Sequence[int]) -> bool:
-                    ended.extend(finished)
-                    return False
-
-                async def read(k: int) -> None:
-                    state, length, newest = "live", 0, 0
-                    while state == "live":
-                        piece = await read_chunk(decodes[k], 2)
-                        assert (piece.versions >= newest).all()
-                        state, length, newest = piece.state, length + len(piece.tokens), pool.version
-                    pieces.append(length)
-
-                async with pool.decoding(decodes, cut), anyio.create_task_group() as readers:
-                    for k in range(len(decodes)):
-                        readers.start_soon(read, k)
-                    await anyio.sleep(0.02)
-                    llms[0].die()
-                    await pool.load(Weights(1, WEIGHTS))
-                assert sorted(ended) == [0, 1, 2, 3]
-                assert len(pieces) == 4
-                assert (pool.version, len(pool.living)) == (1, 2)
-
-    run_virtual(main)
-    assert messages[0].startswith("member 0 (VllmPolicy) of the pool is lost: ModelLost")
-
-
 def test_engines_of_different_models_are_no_pool() -> None:
     async def main() -> None:
         async with engines(2) as llms:

@@ -169,14 +169,20 @@ class Masks:
             self._masks |= dict.fromkeys((*layers, FULL, "attention"), FULL) | dict.fromkeys((*STATES, "moe", "mlp"))
         self._kinds = tuple({kind: None for kind in map(MASKS.get, layers) if kind is not None})
 
-    def __call__(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor | None] | None:
+    def __call__(
+        self, positions: Tensor, end: int, blocks: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor | None] | None:
         """Return the mask [n, 1, q, end] of queries at ``positions`` (int64 [n, q]) over keys ``0 .. end``."""
+        # blocks: int64 [n, end], the number of the image at each key, whose tokens attend to all of it; -1: none.
         # For several kinds of layers, a mask by the name of each kind; None where no layer attends.
         if not self._kinds:
             return None
         keys = torch.arange(end, device=positions.device)
         queries = positions[:, None, :, None]
         causal = keys <= queries
+        if blocks is not None:
+            own = blocks.gather(1, positions)[:, None, :, None]
+            causal = causal | ((own == blocks[:, None, None]) & (own >= 0))
         masks: dict[str | None, Tensor | None] = {None: None}
         for kind in self._kinds:
             allowed = causal

@@ -484,6 +484,7 @@ class DecodeBatch:
     views: Sequence[KVView]
     positions: Tensor
     picks: Tensor | None
+    rotary: Tensor | None = None  # int64 [n], where images have turned them apart from positions
 
     @property
     def end(self) -> int:
@@ -498,6 +499,8 @@ class DecodeBatch:
 
     def advance(self) -> None:
         self.positions += 1
+        if self.rotary is not None:
+            self.rotary += 1
         for _, region in self.views:
             region.advance()
 

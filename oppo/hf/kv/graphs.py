@@ -23,8 +23,11 @@ COLUMNS: Final = 256
 
 MOST: Final = 32  # graphs that are kept: each takes some memory of the device
 
-Forward: TypeAlias = Callable[[KVView, Tensor, Tensor], Tensor]
-"""Returns the outputs [n, D] of tokens, int64 [n, 1], at positions, int64 [n, 1], for the rows of a view."""
+Forward: TypeAlias = Callable[[KVView, Tensor, Tensor, Tensor | None], Tensor]
+"""Returns the outputs [n, D] of tokens, int64 [n, 1], at positions, int64 [n, 1], for the rows of a view.
+
+Rotary positions, int64 [n], may be others.
+"""
 
 
 class Capture:
@@ -76,7 +79,8 @@ class StepGraphs:
         self._forward = forward
         self._capture: Capture | None = capture
         self._memory: tuple[Slab, int] | None = None
-        self._graphs: dict[tuple[int, int], tuple[Callable[[], None], Tensor] | None] = {}
+        self._graphs: dict[tuple[int, int, bool], tuple[Callable[[], None], Tensor] | None] = {}
+        self._rotary: Tensor | None = None
         self._ids = self._positions = torch.empty(0, 1)
 
     def step(self, batch: DecodeBatch, ids: Tensor) -> Tensor | None:
@@ -90,13 +94,23 @@ class StepGraphs:
         if self._memory != (slab, slab.version):
             self._memory = slab, slab.version
             self._graphs.clear()
+            self._rotary = None
             self._ids, self._positions = ids.new_zeros(slab.capacity, 1), ids.new_zeros(slab.capacity, 1)
         self._ids[:rows, 0] = ids
         self._positions[:rows, 0] = batch.positions
         self._positions[rows : shape[0]].zero_()
-        return self._made(self._capture, slab, shape)[:rows]
+        if batch.rotary is not None:
+            self._rotary = self._positions.new_zeros(len(self._positions)) if self._rotary is None else self._rotary
+            self._rotary[:rows] = batch.rotary
+        return self._made(self._capture, slab, (*shape, batch.rotary is not None))[:rows]
 
-    def _made(self, capture: Capture, slab: Slab, shape: tuple[int, int]) -> Tensor:
+    def refuse(self, why: str) -> None:
+        if self._capture is not None:
+            logger.info(f"decode steps are launched kernel by kernel: {why}")
+        self._capture = None
+        self._graphs.clear()
+
+    def _made(self, capture: Capture, slab: Slab, shape: tuple[int, int, bool]) -> Tensor:
         work = partial(self._pass, slab, *shape)
         if shape not in self._graphs:
             if len(self._graphs) == MOST:
@@ -109,19 +123,18 @@ class StepGraphs:
             try:
                 captured = self._graphs[shape] = capture(work)
             except RuntimeError as error:
-                logger.info(f"decode steps are launched kernel by kernel: the model cannot be captured ({error})")
-                self._capture = None
-                self._graphs.clear()
+                self.refuse(f"the model cannot be captured ({error})")
                 return work()
         launch, output = captured
         launch()
         self.replayed += 1
         return output
 
-    def _pass(self, slab: Slab, rows: int, end: int) -> Tensor:
+    def _pass(self, slab: Slab, rows: int, end: int, turned: bool) -> Tensor:
         ids, positions = self._ids[:rows], self._positions[:rows]
-        slots = torch.arange(rows, device=ids.device)
-        return self._forward(KVView(slab, KVRegion(slice(0, rows), end, slots, positions[:, 0], None)), ids, positions)
+        slots, rotary = torch.arange(rows, device=ids.device), self._rotary
+        view = KVView(slab, KVRegion(slice(0, rows), end, slots, positions[:, 0], None))
+        return self._forward(view, ids, positions, rotary[:rows] if turned and rotary is not None else None)
 
 
 def _rounded(count: int, to: int) -> int:

@@ -141,6 +141,8 @@ class IncrementalPrefill:
     def _received(self, event: Prompt | Chunk | ToolTokens) -> ReadState:
         extra = event.extra if self._predictive and isinstance(event, Chunk) else NO_COLUMNS
         state = self._states.receive(event, extra)
+        if isinstance(event, Prompt) and event.images:
+            self._reader.show(event.rollout, event.tokens, event.images)
         state.extra = TokenColumns.concatenate([(state.extra, len(state.unread)), (extra, len(event.tokens))])
         state.unread = np.concatenate((state.unread, event.tokens.astype(np.int64)))
         return state
@@ -155,17 +157,23 @@ class IncrementalPrefill:
 
     def _blocks(self, states: Sequence[ReadState], *, final: bool) -> Iterator[list[TokenSpan]]:
         for state in states:
-            while len(state.unread) >= EXACT_BLOCK or (final and len(state.unread)):
-                yield [self._next_span(state, len(state.unread) if self._whole else EXACT_BLOCK)]
+            while len(state.unread) >= (size := self._cut(state, EXACT_BLOCK)) or (final and len(state.unread)):
+                yield [self._next_span(state, len(state.unread) if self._whole else size)]
+
+    def _cut(self, state: ReadState, limit: int) -> int:
+        return limit if isinstance(self._reader, WholeRows) else self._reader.cut(state.rollout, state.read, limit)
 
     def _batches(self, states: Sequence[ReadState]) -> Iterator[list[TokenSpan]]:
         waiting = list(states)
         while waiting := [state for state in waiting if len(state.unread)]:
-            limits = (min(len(state.unread), math.inf if self._whole else TOKENS_PER_PASS) for state in waiting)
-            spans = [self._next_span(state, int(limit)) for state, limit in zip(waiting, limits, strict=True)]
+            spans = [self._next_span(state, self._most(state)) for state in waiting]
             rows, lengths = [span.state.rollout for span in spans], [len(span.tokens) for span in spans]
             for group in self._reader.groups(rows, lengths, TOKENS_PER_PASS):
                 yield [spans[at] for at in group]
+
+    def _most(self, state: ReadState) -> int:
+        least = min(len(state.unread), math.inf if self._whole else TOKENS_PER_PASS)
+        return self._cut(state, int(least))
 
     def _next_span(self, state: ReadState, limit: int) -> TokenSpan:
         tokens, state.unread = state.unread[:limit], state.unread[limit:]

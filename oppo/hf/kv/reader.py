@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from oppo.errors import ProtocolError
+from oppo.errors import ModelError, ModelRefused, ProtocolError
+from oppo.events import IntArray
 from oppo.hf.head import widen_head
 from oppo.hf.kv.attention import (
     Masks,
@@ -49,6 +50,8 @@ from oppo.hf.kv.graphs import Capture, StepGraphs
 from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.model_parts import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.routers import RouteRecords
+from oppo.hf.sight import UNSEEN, Eyes, Seen, Sight, seen_in_pieces
+from oppo.images import ImageRef
 
 SHORTEST_CLASS = 64  # length of the first length class, in tokens; each next class is twice as long
 
@@ -91,14 +94,16 @@ class Incremental:
         self._pads = True  # whether rows of a pass may be padded: not before states whose gates are unknown
         self.routes: RouteRecords | None = None
         self._graphs: StepGraphs | None = None
-        if self.device.type == "cuda" and self._states is None and not ordered:
+        self.eyes: Eyes | None = None
+        self._sights: dict[int, Sight] = {}
+        if self.device.type == "cuda" and not ordered:
             self.capture_steps(Capture(self.device))
 
     def capture_steps(self, capture: Capture) -> None:
-        """Launch decode steps of one segment as graphs from now on; the model has no recurrent states."""
+        """Launch decode steps of one segment as graphs from now on, if the model can be captured."""
 
-        def forward(view: KVView, ids: Tensor, positions: Tensor) -> Tensor:
-            return self._forward([view], (), ids, positions, keep=1)[:, 0]
+        def forward(view: KVView, ids: Tensor, positions: Tensor, rotary: Tensor | None) -> Tensor:
+            return self._forward([view], (), ids, positions, keep=1, seen=_turned(rotary))[:, 0]
 
         self._graphs = StepGraphs(forward, capture)
 
@@ -113,6 +118,15 @@ class Incremental:
     def length(self, row: int) -> int:
         return self._rows.length(row)
 
+    def show(self, row: int, prompt: IntArray, images: tuple[ImageRef, ...]) -> None:
+        """Let a row see the images of its prompt, before its first token is read; forgotten with the row."""
+        self.eyes = self.eyes or Eyes(self._model)
+        self._sights[row] = self.eyes.sight(prompt, images)
+
+    def cut(self, row: int, start: int, limit: int) -> int:
+        """Return how many tokens to read from ``start`` on: ``limit``, or a multiple of it that cuts no image."""
+        return self._sights[row].cut(start, limit) if row in self._sights else limit
+
     @torch.inference_mode()
     def extend(
         self, rows: Sequence[int], tokens: Sequence[Tensor], *, last: Sequence[int] | None = None
@@ -126,6 +140,8 @@ class Incremental:
             raise ProtocolError(f"row {rows[sizes.index(0)]} was extended by no tokens; expected at least one")
         outputs: dict[int, Tensor] = {}
         pieces = dict(zip(rows, tokens, strict=True))
+        if self._sights:
+            self._check_features(pieces)
         wanted = dict(zip(rows, sizes if last is None else last, strict=True))
         by_slab = self._rows.by_class(rows, sizes)
         if self._states is not None:
@@ -161,15 +177,22 @@ class Incremental:
         # segmented anew when other rows are stepped, or after extend() or forget(); in between rows grow alike, and
         # padding shrinks.
         self._make_states()
+        if self._sights and any(self._reads_prompt(row) for row in rows):
+            return torch.cat(self.extend(rows, tokens.split(1)))
         batch, self._decode_batch = self._decode_batch, None
         if batch is None or not batch.continues(rows, self.max_length):
             batch = self._batched(rows)
         batch.make_room()
         ids, picks = tokens.to(batch.positions.device), batch.picks
         ids = ids if picks is None else ids[picks]
-        out = None if self._graphs is None or self.routes is not None else self._graphs.step(batch, ids)
+        if self._graphs is not None and self._states is not None:
+            self._graphs.refuse("the model has recurrent states, whose slots change with the rows")
+        elif self._graphs is not None and self.routes is not None:
+            self._graphs.refuse("the experts of each token are recorded, which the host reads back")
+        out = None if self._graphs is None else self._graphs.step(batch, ids)
         if out is None:
-            out = self._forward(batch.views, batch.members, ids[:, None], batch.positions[:, None], keep=1)[:, 0]
+            given = ids[:, None], batch.positions[:, None]
+            out = self._forward(batch.views, batch.members, *given, keep=1, seen=_turned(batch.rotary))[:, 0]
         out = out if picks is None else out.index_copy(0, picks, out)
         for row in rows:
             self._rows.grow(row, 1)
@@ -198,6 +221,8 @@ class Incremental:
     @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
         rows = list(rows)
+        for row in rows if self._sights else ():
+            self._sights.pop(row, None)
         if self.routes is not None:
             for row in rows:
                 self.routes.pop(row)
@@ -222,7 +247,8 @@ class Incremental:
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
         # Rows without a token so far are packed where the model reads packed rows, if that costs less. A group has at
         # most `budget` tokens, padding included, or one row.
-        overhead, new = pass_overhead(self.device), [at for at, row in enumerate(rows) if not self.length(row)]
+        overhead = pass_overhead(self.device)
+        new = [at for at, row in enumerate(rows) if not self.length(row) and row not in self._sights]
 
         def padded(chosen: Iterable[int]) -> list[list[int]]:
             return cheapest_groups(lengths, chosen, overhead=overhead, budget=budget)
@@ -244,6 +270,7 @@ class Incremental:
     def _packs(self, rows: Sequence[int], sizes: Sequence[int]) -> bool:
         return (
             not any(map(self.length, rows))
+            and self._sights.keys().isdisjoint(rows)
             and self._cost_packed(sizes) < len(sizes) * max(sizes)
             and self._can_pack(max(sizes))
         )
@@ -283,7 +310,25 @@ class Incremental:
         sizes = np.array([len(piece) for piece in ragged])
         views, positions, ids = self._views(by_slab, sizes, ids)
         members, pads = [row for rows in by_slab.values() for row in rows], sizes.max() - sizes
-        return self._forward(views, members, ids, positions, keep=keep, pads=pads if pads.any() else None)
+        seen = UNSEEN if self._sights.keys().isdisjoint(members) else self._seen(members, sizes, views)
+        return self._forward(views, members, ids, positions, keep=keep, pads=pads if pads.any() else None, seen=seen)
+
+    def _reads_prompt(self, row: int) -> bool:
+        return row in self._sights and self.length(row) < self._sights[row].length
+
+    def _check_features(self, pieces: Mapping[int, Tensor]) -> None:
+        for row, piece in pieces.items():
+            start, sight = self.length(row), self._sights.get(row)
+            expected = 0 if sight is None else sight.count(start, start + len(piece))
+            if self.eyes is not None and (found := int((piece == self.eyes.pad).sum())) != expected:
+                raise ModelError(
+                    f"row {row} has {found} image tokens among its tokens {start} to {start + len(piece) - 1}, and its "
+                    f"prompt shows {expected} there: such a token comes from images only, and is never sampled or given"
+                )
+
+    def _seen(self, rows: Sequence[int], sizes: NDArray[np.int64], views: Sequence[KVView]) -> Seen:
+        sights, end = [*map(self._sights.get, rows)], max(view.region.end for view in views)
+        return seen_in_pieces(sights, [*map(self.length, rows)], sizes.tolist(), end, self.device)
 
     def _batched(self, rows: Sequence[int], overhead: int | None = None) -> DecodeBatch:
         by_slab = self._rows.by_segment(rows, overhead, self.device if self._segmented else None)
@@ -297,7 +342,11 @@ class Incremental:
         position_of = {row: at for at, row in enumerate(rows)}
         picks = torch.tensor([position_of[row] for row in batch])
         views, positions, picks = self._views(by_slab, np.ones(len(batch), np.int64), picks)
-        return DecodeBatch(list(rows), batch, views, positions[:, 0], picks if batch != list(rows) else None)
+        made = DecodeBatch(list(rows), batch, views, positions[:, 0], picks if batch != list(rows) else None)
+        offsets = [self._sights[row].offset if row in self._sights else 0 for row in batch] if self._sights else []
+        if any(offsets):
+            made.rotary = made.positions + sent(self.device, offsets)[0]
+        return made
 
     def _views(
         self, by_slab: Mapping[Slab, Sequence[int]], sizes: NDArray[np.int64], others: Tensor
@@ -354,8 +403,9 @@ class Incremental:
         *,
         keep: int | Tensor,
         pads: NDArray[np.int64] | None = None,
+        seen: Seen = UNSEEN,
     ) -> Tensor:
-        options: dict[str, object] = {self._cache_argument: self._cache}
+        options: dict[str, object] = {self._cache_argument: self._cache, "position_ids": positions, **seen.arguments}
         if self._keeps_logits:
             options["logits_to_keep"] = keep
         padding = real = None
@@ -367,8 +417,7 @@ class Incremental:
             with self._cache.reading(views, rows, padding), self._gates.neutral(real), recorded:
                 output = self._model(
                     input_ids=ids,
-                    attention_mask=self._mask(views, positions),
-                    position_ids=positions,
+                    attention_mask=self._mask(views, positions, seen.blocks),
                     use_cache=True,
                     **options,
                 )
@@ -379,10 +428,16 @@ class Incremental:
                 outputs = outputs[:, keep]
             return outputs if self._head is None else self._head(outputs)
 
-    def _mask(self, views: Sequence[KVView], positions: Tensor) -> Tensor | Mapping[str, Tensor | None] | None:
+    def _mask(
+        self, views: Sequence[KVView], positions: Tensor, blocks: Tensor | None
+    ) -> Tensor | Mapping[str, Tensor | None] | None:
         if packed_rows() is not None:
             return packed_mask(self._model)
-        return self._masks(positions, max(region.end for _, region in views))
+        return self._masks(positions, max(region.end for _, region in views), blocks)
+
+
+def _turned(rotary: Tensor | None) -> Seen:
+    return UNSEEN if rotary is None else Seen({"position_ids": rotary[:, None]})
 
 
 def _of_equal_sizes(
@@ -434,6 +489,13 @@ class WholeRows:
         return [
             out[size - count - first : size - first] for out, size, count in zip(outputs, sizes, wanted, strict=True)
         ]
+
+    def show(self, row: int, prompt: IntArray, images: tuple[ImageRef, ...]) -> None:
+        del row, prompt, images
+        raise ModelRefused(
+            f"{type(self._model).__name__} reads whole sequences only, and images are shown to models that read pieces "
+            f"of them: {only_whole(self._model)}"
+        )
 
     def groups(self, rows: Sequence[int], lengths: Sequence[int], budget: float = math.inf) -> list[list[int]]:
         return cheapest_groups(lengths, range(len(rows)), overhead=pass_overhead(self.device), budget=budget)

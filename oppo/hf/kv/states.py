@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from oppo.errors import ModelRefused
-from oppo.hf.kv.cache import SLACK, KVView, SlabLayer, Slots, as_slice, sent
+from oppo.hf.kv.cache import BLOCK_BYTES, SLACK, KVView, SlabLayer, Slots, as_slice, sent
 
 NEUTRAL: Final = -1e4
 """The input of gates at padding: its softplus and sigmoid are exactly 0 in every dtype; infinity times 0 is NaN."""
@@ -126,11 +126,20 @@ class StateSlots(Slots):
         return next((store.device for store in self._states.values()), torch.device("cpu"))
 
     def _resize(self, capacity: int) -> None:
+        # States of one shape are views of a block, as many as it may hold, which is in memory twice: many layers then
+        # have the launches of one.
         self._capacity, live = capacity, len(self.rows)
-        for key, store in self._states.items():  # one by one, so that only one is in memory twice
-            new = store.new_zeros(capacity, *store.shape[1:])
-            new[:live] = store[:live]
-            self._states[key] = new
+        alike = dict[tuple[torch.Size, torch.dtype], list[StateKey]]()
+        for key, store in self._states.items():
+            alike.setdefault((store.shape[1:], store.dtype), []).append(key)
+        for (shape, dtype), keys in alike.items():
+            most = max(1, BLOCK_BYTES // max(1, capacity * math.prod(shape) * dtype.itemsize))
+            for at in range(0, len(keys), most):
+                some = keys[at : at + most]
+                old = [self._states[key] for key in some]
+                new = old[0].new_zeros(len(old), capacity, *shape).unbind()
+                torch._foreach_copy_([store[:live] for store in new], [store[:live] for store in old])
+                self._states.update(zip(some, new, strict=True))
 
     def _tensors(self) -> Iterable[Tensor]:
         return self._states.values()

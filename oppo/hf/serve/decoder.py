@@ -118,6 +118,9 @@ class Decoder:
         live = [row for row in ordered if self._is_paused(row)]
         tokens = torch.tensor([row.tokens[-1] for row in live], dtype=torch.int64)
         others = [row for row in ordered if not self._is_paused(row)]
+        for row in others:
+            if row.prompt.images:
+                self.reader.show(row.key, row.prompt.tokens, row.prompt.images)
         prefill = ChunkedPrefill(self.reader, others, budget=self._prefill_tokens, deterministic=self._deterministic)
         while live or prefill:
             for at in signals.closed():
@@ -230,7 +233,9 @@ class ChunkedPrefill:
     def _read_all(self, signals: Signals) -> list[tuple[DecodeRow, Tensor]]:
         complete: list[tuple[DecodeRow, Tensor]] = []
         for row, tokens in self._waiting:
-            for block in tokens.split(EXACT_BLOCK):
+            while len(tokens):
+                size = self._reader.cut(row.key, self._reader.length(row.key), EXACT_BLOCK)
+                block, tokens = tokens[:size], tokens[size:]  # noqa: PLW2901
                 if signals.stopped:
                     self._reader.forget([row.key for row, _ in self._waiting])
                     return []
@@ -242,8 +247,11 @@ class ChunkedPrefill:
     def _portion(self) -> list[tuple[DecodeRow, Tensor]]:
         if self._waiting and len(self._waiting[0][1]) > self._budget:
             row, tokens = self._waiting[0]
-            self._waiting[0] = row, tokens[self._budget :]
-            return [(row, tokens[: self._budget])]
+            size = self._reader.cut(row.key, self._reader.length(row.key), self._budget)
+            if size < len(tokens):
+                self._waiting[0] = row, tokens[size:]
+                return [(row, tokens[:size])]
+            return [self._waiting.pop(0)]
         count = 0
         while count < len(self._waiting) and (count + 1) * len(self._waiting[count][1]) <= self._budget:
             count += 1

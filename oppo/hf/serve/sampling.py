@@ -19,12 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.errors import one_line
 from oppo.events import Support
-from oppo.hf.devices import CPU
+from oppo.hf.devices import CPU, triton_kernels
 from oppo.hf.kv.cache import runs
 from oppo.hf.serve.noise import Noise, keys_at, noise_of, table_on
-from oppo.log import logger
 from oppo.models import Sampling
 
 _NUCLEUS = 1024  # tokens among which the nucleus of `top_p` is searched first: sorting a whole vocabulary is slow
@@ -52,7 +50,7 @@ class Drawn(NamedTuple):
 
 
 class Drawing:
-    """Draws the next token of rows; on a GPU with Triton in two launches (:mod:`oppo.hf.serve.kernels`)."""
+    """Draws the next token of rows; on a GPU with Triton in two launches (:mod:`oppo.hf.kernels`)."""
 
     def __init__(self, sampling: Sampling, device: torch.device, kernels: ModuleType | None = None) -> None:
         self._sampling = sampling
@@ -70,8 +68,9 @@ class Drawing:
         if self._kernels is None:
             noise = self._noise(rows, positions, vocabulary) if sampling.temperature > 0 else None
             return draw(logits, noise, sampling, too_short)
+        allowed = _without(logits, range(len(logits)), sampling.barred) if sampling.barred else logits
         tokens, logprobs = self._kernels.draw(
-            *(logits, self._noise(rows, positions), table),
+            *(allowed, self._noise(rows, positions), table),
             temperature=sampling.temperature,
             ends=self._ends if too_short else self._ends[:0],
             least=sampling.min_new_tokens,
@@ -81,23 +80,16 @@ class Drawing:
 
 @cache
 def _kernels_on(device: torch.device) -> ModuleType | None:
-    # None: they do not run here, or give other tokens than a CPU.
     sampling, keys, table = Sampling(temperature=0.7), keys_at(0, torch.arange(12).view(4, 3)), table_on(CPU)
     logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
     expected = draw(logits, noise_of(keys, torch.arange(5000), table), sampling).tokens
-    ends = torch.empty(0, dtype=torch.int32)
-    try:
-        from oppo.hf.serve import kernels  # noqa: PLC0415 - Triton is not installed everywhere
 
-        given = (each.to(device) for each in (logits, keys, table))
+    def agrees(kernels: ModuleType) -> bool:
+        given, ends = (each.to(device) for each in (logits, keys, table)), torch.empty(0, dtype=torch.int32)
         tokens, _ = kernels.draw(*given, temperature=sampling.temperature, ends=ends.to(device), least=0)
-        if torch.equal(tokens.cpu(), expected):
-            return kernels
-        why = "its tokens are others than a CPU's"
-    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way
-        why = one_line(error)
-    logger.info(f"tokens are drawn operation by operation on {device}: the kernel of Triton cannot be used ({why})")
-    return None
+        return torch.equal(tokens.cpu(), expected)
+
+    return triton_kernels("oppo.hf.kernels", device, agrees, "tokens are drawn")
 
 
 def draw(
@@ -120,8 +112,10 @@ def draw(
     else:
         logits = logits / sampling.temperature
     barred = _barred(sampling, logits.shape, too_short)
+    if sampling.barred:
+        logits = _without(logits, range(len(logits)), sampling.barred)
     if too_short:
-        logits = _without_stop(logits, too_short, sampling.stop)
+        logits = _without(logits, too_short, sampling.stop)
     kept, ids = _kept(logits, sampling), None
     if kept is None:
         tokens = (logits if noise is None else logits + cast("Tensor", noise)).argmax(-1, keepdim=True)
@@ -135,24 +129,26 @@ def draw(
     return Drawn(tokens.squeeze(1), logprobs.squeeze(1), ids, barred)
 
 
-def _without_stop(logits: Tensor, too_short: Sequence[int], stop: Sequence[int]) -> Tensor:
-    allowed = logits.clone()
-    for (rows,) in runs(too_short):
-        for (tokens,) in runs(_ends(stop, logits.shape[-1])):
-            allowed[rows, tokens].fill_(-torch.inf)
+def _without(logits: Tensor, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
+    allowed, known = logits.clone(), _known(ids, logits.shape[-1])
+    for (some,) in runs(rows) if known else ():
+        for (tokens,) in runs(known):
+            allowed[some, tokens].fill_(-torch.inf)
     return allowed
 
 
 def _barred(sampling: Sampling, shape: Sequence[int], too_short: Sequence[int]) -> Support:
-    if not too_short:
+    always = np.array(_known(sampling.barred, shape[1]), np.int32)
+    if not too_short and not len(always):
         return Support()
-    counts, ends = np.zeros(shape[0], np.int32), _ends(sampling.stop, shape[1])
-    counts[list(too_short)] = -len(ends)
-    return Support(np.tile(np.array(ends, np.int32), len(too_short)), counts)
+    early = np.array(_known((*sampling.barred, *sampling.stop), shape[1]), np.int32)
+    short = set(too_short)
+    listed = [early if row in short else always for row in range(shape[0])]
+    return Support(np.concatenate(listed), np.array([-len(ids) for ids in listed], np.int32))
 
 
-def _ends(stop: Sequence[int], vocabulary: int) -> list[int]:
-    return sorted({token for token in stop if token < vocabulary})
+def _known(ids: Sequence[int], vocabulary: int) -> list[int]:
+    return sorted({token for token in ids if token < vocabulary})
 
 
 def _truncates(sampling: Sampling, vocabulary: int) -> bool:

@@ -39,13 +39,14 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.hf.devices import synchronised
-from oppo.hf.head import Measure, OwnHead, separable_head, widen_head
+from oppo.hf.head import Measure, OwnHead, separable_head, token_measures, widen_head
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
 from oppo.hf.loading import Loadable, ModelRecipe, worker_maker
 from oppo.hf.model_parts import backbone, score_head, token_head, vocabulary
 from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
-from oppo.losses import Input, SupportIndex, token_logprobs, top_logprobs
+from oppo.images import ImageRef
+from oppo.losses import Input, top_logprobs
 from oppo.models import Sampling, Weights
 from oppo.placement import Hosting, Make
 from oppo.returns import TokenRewards, TopLogprobs
@@ -66,8 +67,8 @@ class ScorerInput:
         return _unpacked, (packed,)
 
 
-_Packed: TypeAlias = tuple[type[Growth], int, int, Mapping[str, object], bytes, TokenColumns]
-"""Kind, rollout, start and columns of an event; its tokens, int32, and their further columns."""
+_Packed: TypeAlias = tuple[type[Growth], int, int, Mapping[str, object], bytes, TokenColumns, tuple[ImageRef, ...]]
+"""Kind, rollout, start and columns of an event; its tokens, int32, and their further columns; its images."""
 
 
 def _packed(event: Growth, extra: Sequence[type[TokenColumn]], columns: Sequence[str]) -> _Packed:
@@ -75,15 +76,16 @@ def _packed(event: Growth, extra: Sequence[type[TokenColumn]], columns: Sequence
     given = event.columns if isinstance(event, Prompt) else {}
     held = {name: given[name] for name in columns if name in given}
     further = event.extra.only(extra) if isinstance(event, Chunk) else NO_COLUMNS
-    return type(event), event.rollout, start, held, event.tokens.astype(np.int32, copy=False).tobytes(), further
+    tokens, images = event.tokens.astype(np.int32, copy=False).tobytes(), getattr(event, "images", ())
+    return type(event), event.rollout, start, held, tokens, further, images
 
 
 def _unpacked(packed: Sequence[_Packed]) -> ScorerInput:
     events: list[Growth] = []
-    for kind, rollout, start, columns, buffer, extra in packed:
+    for kind, rollout, start, columns, buffer, extra, images in packed:
         tokens = np.frombuffer(buffer, np.int32)
         if kind is Prompt:
-            events.append(Prompt(rollout, rollout, tokens, columns=columns))
+            events.append(Prompt(rollout, rollout, tokens, columns=columns, images=images))
         elif kind is ToolTokens:
             events.append(ToolTokens(rollout, start, tokens))
         else:
@@ -199,15 +201,14 @@ class LogprobWorker(ScorerWorker[T]):
         def measure(logits: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
             del again
             given = support.slice(at.start, at.stop)
-            return {"logprobs": self._measured(logits[:, self._sampling.ids], targets[at], given)}
+            return {"logprobs": self._measured(logits, targets[at], given)}
 
         return self._measured_by(outputs, measure)
 
 
 class ReferenceWorker(LogprobWorker[FloatArray]):
     def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
-        index = SupportIndex.of(support, logits.device)
-        return token_logprobs(logits, targets, self._sampling.temperature, index)
+        return token_measures(logits, targets, support, self._sampling)["logprobs"]
 
     def finish(self, lengths: Mapping[int, int]) -> list[FloatArray]:
         return read_back(self.reader.finish(lengths))
@@ -225,10 +226,10 @@ class TeacherWorker(LogprobWorker[TopLogprobs]):
         super().__init__(model, deterministic, sampling)
 
     def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
-        index, temperature = SupportIndex.of(support, logits.device), self._sampling.temperature
+        logprobs = token_measures(logits, targets, support, self._sampling)["logprobs"]
+        logits = logits[:, self._sampling.ids]
         ids = logits.topk(self._top_k).indices
-        logprobs = token_logprobs(logits, targets, temperature, index)
-        floats = torch.cat((logprobs[:, None], top_logprobs(logits, ids, temperature)), 1)
+        floats = torch.cat((logprobs[:, None], top_logprobs(logits, ids, self._sampling.temperature)), 1)
         return torch.cat((floats.view(torch.int32), ids.int()), 1)  # one tensor of bits [t, 2 k + 2]: one transfer
 
     def finish(self, lengths: Mapping[int, int]) -> list[TopLogprobs]:

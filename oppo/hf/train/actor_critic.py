@@ -21,6 +21,7 @@ from oppo.hf.loading import ModelRecipe
 from oppo.hf.model_files import SCALAR
 from oppo.hf.model_parts import backbone, keeps_logits, score_head, takes
 from oppo.hf.routers import record_routers, replayed, replaying
+from oppo.hf.sight import WHOLE, Eyes, shown_to
 from oppo.hf.train.packing import MicroBatch
 from oppo.losses import Input
 
@@ -110,6 +111,7 @@ class ActorCritic(nn.Module):
         self._one_trunk = critic is not None and shares_trunk(actor, critic)
         self._own_head = OwnHead(actor) if head_apart or self._one_trunk else None
         self._packs = packs
+        self._eyes: dict[PreTrainedModel, Eyes] = {}
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         made = partial(type(self), head_apart=self._own_head is not None, packs=self._packs)
@@ -120,8 +122,9 @@ class ActorCritic(nn.Module):
         self._own_head = self._own_head or separable_head(self.actor)
         self._packs = self._own_head is not None and all(map(reads_packed, self.pretrained))
 
-    def packs(self, longest: int) -> bool:
-        return self._packs and all(packs(model, longest) for model in self.pretrained)
+    def packs(self, longest: int, *, images: bool = False) -> bool:
+        apart = images and any(model.config.model_type in WHOLE for model in self.pretrained)
+        return self._packs and not apart and all(packs(model, longest) for model in self.pretrained)
 
     @property
     def pretrained(self) -> list[PreTrainedModel]:
@@ -155,7 +158,7 @@ class ActorCritic(nn.Module):
         def inputs(model: PreTrainedModel) -> dict[str, object]:
             placed = {"position_ids": batch.positions} if takes(model, "position_ids") else {}
             masked = {"attention_mask": packed_mask(model)} if batch.packed else {}  # else none: see MicroBatch
-            return {"use_cache": False, **placed, **masked}
+            return {"use_cache": False, **placed, **masked, **(self._seen(model, batch) if batch.prompts else {})}
 
         def read(model: PreTrainedModel) -> Tensor:
             trunk = backbone(model)
@@ -184,6 +187,13 @@ class ActorCritic(nn.Module):
                 hidden = read(self.critic)
         values: Tensor = self.critic.get_submodule("score")(hidden).squeeze(-1)
         return measured, values.float()
+
+    def _seen(self, model: PreTrainedModel, batch: MicroBatch) -> dict[str, object]:
+        trunk = backbone(model)
+        if trunk not in self._eyes:
+            self._eyes[trunk] = Eyes(trunk, frozen=True)
+        sights = [self._eyes[trunk].sight(each.tokens, each.images) if each.images else None for each in batch.prompts]
+        return shown_to(sights, batch.lengths, batch.ids.device, packed=batch.packed)
 
 
 def _trained(model: PreTrainedModel, name: str, *, but: PreTrainedModel | None = None) -> list[nn.Parameter]:

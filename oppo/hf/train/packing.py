@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oppo.events import Batch, FloatArray, Support
+from oppo.events import Batch, FloatArray, Prompt, Support
 from oppo.hf.kv.attention import cheapest_groups, filled, pass_overhead
 from oppo.losses import Input, Unit
 
@@ -22,6 +22,15 @@ CPU_TOKENS: Final = 2048
 """Tokens of a forward pass on a CPU; twice as many take as long each, and a quarter more memory of a small run."""
 
 GPU_TOKENS: Final = 16384  # the same on a GPU, where Python needs as long to start a pass of few tokens as of many
+
+HOST_WORK: Final = 5e12
+"""Parameters times tokens that an H100 trains while the host starts a pass: 10,000 tokens of 0.5B, 700 of 7B."""
+
+
+def most_gpu_tokens(parameters: int) -> int:
+    """Return a power of two, about ten times the tokens in whose time the host starts a pass: 32,768 to 131,072."""
+    enough = int(10 * HOST_WORK / parameters)
+    return min(max(2 * GPU_TOKENS, 1 << (enough.bit_length() - 1)), 8 * GPU_TOKENS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +56,7 @@ class MicroBatch:
     support: Support  # of the T tokens
     top_ids: Tensor | None = None  # int64 [T, k], the likeliest ids of a teacher, if the loss reads them
     routed_experts: Tensor | None = None  # int64 [layers, ids, k], see oppo.hf.routers.replaying; None: free
+    prompts: Sequence[Prompt] = ()  # of each row, where one shows images
 
     @property
     def padding(self) -> int:
@@ -121,12 +131,16 @@ def _read(batch: Batch, row: int) -> int:
 
 
 def shares(batch: Batch) -> FloatArray:
-    """Return the share of each row in the sampled tokens of its rollout, float32 [N]: 1 if it is the only one."""
+    """Return the share of each row in the sampled tokens of its trajectory, float32 [N]: 1 if it is the only one."""
     sampled = np.array([len(row) for row in batch.sampled_rows()], np.float64)
     whole = np.ones(len(batch))
     for rows in batch.conversations():
         whole[rows] = max(1.0, sampled[rows].sum())
     return (sampled / whole).astype(np.float32)
+
+
+def shows_images(batch: Batch, rows: Sequence[int] | None = None) -> bool:
+    return any(batch.responses[row].prompt.images for row in (range(len(batch)) if rows is None else rows))
 
 
 def pack(
@@ -194,6 +208,7 @@ def pack(
         shares=floats["shares"],
         given={name: floats[name] for name in given if name in inputs},
         support=batch.column(Support, rows),
+        prompts=[batch.responses[row].prompt for row in rows] if shows_images(batch, rows) else (),
         **whole,
     )
 

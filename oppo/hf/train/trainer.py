@@ -31,14 +31,25 @@ from oppo.durable import writing
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Batch
 from oppo.hf.devices import use_stream
+from oppo.hf.head import token_measures
 from oppo.hf.lora import adapter_matrices, has_adapters, merged
 from oppo.hf.model_files import quiet
-from oppo.hf.model_parts import vocabulary
+from oppo.hf.model_parts import pads_of, vocabulary
 from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_routes
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training
-from oppo.hf.train.packing import MicroBatch, longest_read, micro_batches, minibatches, pack, shares, tokens_read, units
+from oppo.hf.train.packing import (
+    MicroBatch,
+    longest_read,
+    micro_batches,
+    minibatches,
+    pack,
+    shares,
+    shows_images,
+    tokens_read,
+    units,
+)
 from oppo.hf.train.ranks import SHARDS, Ranked, Replicas, Team, reset, whole
 from oppo.hf.weights import SharedModel
 from oppo.losses import (
@@ -47,11 +58,8 @@ from oppo.losses import (
     Inputs,
     Loss,
     LossValue,
-    SupportIndex,
     Whole,
     default_loss,
-    entropies,
-    token_logprobs,
     top_logprobs,
 )
 from oppo.losses.base import evaluated, require_inputs, require_loss
@@ -223,6 +231,12 @@ class HfTrainerCore:
 
     def _require_known(self, batch: Batch) -> None:
         require_inputs(self.loss, batch)
+        if shows_images(batch) and (pads := np.isin(batch.tokens, pads_of(self._models.actor.config))).any():
+            found = [batch.rollouts[row] for row, tokens in enumerate(batch.rows()) if pads[tokens].any()]
+            raise ModelError(
+                f"rollouts {found} have tokens in their responses that stand for images, and have none: such a token "
+                "is never sampled (Sampling.barred) or given"
+            )
         size, ids = vocabulary(self._models.actor), batch.teacher_ids
         if ids is not None and ids.size and ids.max() >= size:
             raise ModelError(
@@ -373,7 +387,7 @@ class HfTrainerCore:
         return replace(part, routed_experts=experts.to(part.ids.device))
 
     def _packs(self, batch: Batch) -> bool:
-        return self._models.packs(longest_read(batch))
+        return self._models.packs(longest_read(batch), images=shows_images(batch))
 
     def _idle(self, batch: Batch, rows: list[int]) -> None:
         # Passes without a gradient: other ranks' passes need this one's shards.
@@ -401,14 +415,12 @@ class HfTrainerCore:
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         def measure(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:
-            temperature, logits = self._sampling.temperature, logits[..., self._sampling.ids]
-            support = SupportIndex.of(part.support.slice(at.start, at.stop), logits.device)
-            found: dict[Input, Tensor] = {"logprobs": token_logprobs(logits, part.tokens[at], temperature, support)}
-            if "entropies" in (self.loss.reads if again else self._inputs):
-                source = logits if "entropies" in self.loss.reads else logits.detach()
-                found["entropies"] = entropies(source, temperature, support)
-            if part.top_ids is not None and "top_logprobs" in (self.loss.reads if again else self._inputs):
-                found["top_logprobs"] = top_logprobs(logits, part.top_ids[at], temperature)
+            wanted, learnt = self.loss.reads if again else self._inputs, "entropies" in self.loss.reads
+            given, sampling = (logits, part.tokens[at], part.support.slice(at.start, at.stop)), self._sampling
+            found = {**token_measures(*given, sampling, entropy="entropies" in wanted, learnt=learnt)}
+            if part.top_ids is not None and "top_logprobs" in wanted:
+                likeliest = part.top_ids[at]
+                found["top_logprobs"] = top_logprobs(logits[..., sampling.ids], likeliest, sampling.temperature)
             return found
 
         learns = self.counts.version >= self.settings.critic_warmup

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from oppo.hf.kv.graphs import Capture
 from oppo.hf.kv.reader import Incremental
+from oppo.hf.routers import RouteRecords, RouterReplay, record_routers
+from tests.hf import tiny
 from tests.hf.kv.test_reader import CLASSES, Operation, model_of, operations, reader_of, run, sequence
 
 Call = tuple[object, ...]
@@ -151,6 +153,24 @@ def test_a_model_that_cannot_be_captured_is_stepped_as_it_is(messages: list[str]
     assert counts_of(messages, "cannot be captured (operation not permitted") == 1
     assert reader._graphs is not None
     assert reader._graphs.replayed == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("lfm2", "the model has recurrent states"), ("qwen3-moe", "the experts of each token are recorded")],
+)
+def test_what_no_graph_can_hold_is_refused_by_its_reason(name: str, why: str, messages: list[str]) -> None:
+    model = tiny.of(tiny.STATEFUL[name]()) if name in tiny.STATEFUL else model_of(name)
+    reader, capture = Incremental(model, classes=CLASSES), Replayed()
+    reader.capture_steps(capture)
+    if replay := RouterReplay.of(model) if name == "qwen3-moe" else None:
+        record_routers(model)
+        reader.routes = RouteRecords(replay)
+    reader.extend([0, 1], [sequence(0)[:9], sequence(1)[:5]])
+    for _ in range(5):
+        reader.step([1, 0], torch.tensor([7, 8]))
+    assert counts_of(messages, f"decode steps are launched kernel by kernel: {why}") == 1
+    assert capture.captured == 0
 
 
 def counts_of(messages: list[str], part: str) -> int:

@@ -235,16 +235,6 @@ async def test_it_has_the_weights_that_are_synced(serving: Serving) -> None:
 DRAWN = Sampling(max_new_tokens=24, stop=(2, 3), seed=3)
 
 
-async def test_a_pool_keeps_the_contract_of_a_policy() -> None:
-    with ExitStack() as stack:
-        threads = [stack.enter_context(Thread(f"actor {k}", setup=ONE)) for k in range(2)]
-
-        async def make() -> PolicyPool:
-            return PolicyPool([HfPolicy(tiny.causal(), sampling=SAMPLING, place=thread) for thread in threads])
-
-        await check_policy(make, prompts(6))
-
-
 class Checking(HfTrainer):
     """Compares, before each update, log-probs with those of the weights that it would train."""
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import anyio
@@ -98,7 +99,8 @@ def test_rows_read_their_tokens_again_before_their_memory_is_freed() -> None:
     assert core.counters.prefilled == len(prompt.tokens) + len(prompt.tokens) + 1
 
 
-async def test_a_child_killed_while_it_decodes_is_lost_for_every_reader() -> None:
+async def lose_while_decoding(policy: HfPolicy, end: Callable[[], object], message: str) -> None:
+    """End the process of a policy while it decodes, and check that every reader hears of it."""
     lost: list[BaseException] = []
 
     async def read(decode: HfDecode) -> None:
@@ -108,26 +110,31 @@ async def test_a_child_killed_while_it_decodes_is_lost_for_every_reader() -> Non
         except ModelLost as error:
             lost.append(error)
 
-    async def decode_all(process: Process, policy: HfPolicy, decodes: Sequence[HfDecode]) -> None:
+    decodes = await policy.open(prompts(3))
+
+    async def decode_all() -> None:
         async with policy.decoding(decodes, lambda _: False), anyio.create_task_group() as readers:
             await decodes[0].read(3)
-            os.kill(process.pid, signal.SIGKILL)
+            end()
             for decode in decodes:
                 readers.start_soon(read, decode)
 
+    with pytest.raises(ModelLost, match=f"{message}.* while it did 'decode' for 'actor'") as raised:
+        await decode_all()
+    assert lost == [raised.value] * 3
+    assert raised.value.__notes__ == ["while decoding rollouts [0, 1, 2]"]
+    for decode in decodes:
+        await decode.aclose()
+    (late,) = await policy.open(prompts(1))
+    with pytest.raises(ModelLost):
+        async with policy.decoding([late], lambda _: False):
+            await late.read(1)
+
+
+async def test_a_child_killed_while_it_decodes_is_lost_for_every_reader() -> None:
     endless = Sampling(max_new_tokens=450, seed=3)
     with Process("actor", setup=ONE) as process, serving(sampling=endless, place=process) as policy:
-        decodes = await policy.open(prompts(3))
-        with pytest.raises(ModelLost, match=r"killed by SIGKILL.* while it did 'decode' for 'actor'") as raised:
-            await decode_all(process, policy, decodes)
-        assert lost == [raised.value] * 3
-        assert raised.value.__notes__ == ["while decoding rollouts [0, 1, 2]"]
-        for decode in decodes:
-            await decode.aclose()
-        (late,) = await policy.open(prompts(1))
-        with pytest.raises(ModelLost):
-            async with policy.decoding([late], lambda _: False):
-                await late.read(1)
+        await lose_while_decoding(policy, partial(os.kill, process.pid, signal.SIGKILL), "killed by SIGKILL")
 
 
 def unreadable(tokens: Sequence[int]) -> NoReturn:

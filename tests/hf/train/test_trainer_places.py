@@ -13,7 +13,6 @@ import anyio.to_thread
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelLost
@@ -22,7 +21,6 @@ from oppo.graph import Graph
 from oppo.hf.lora import add_lora, share_base
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.weights import weights_digest
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Hosting, Place, Process, Thread
@@ -93,30 +91,6 @@ async def steps(graph: Graph[StepReport], count: int) -> None:
     async with graph.open(prompts) as run:
         async for _ in run.steps(count):
             pass
-
-
-async def test_what_a_process_has_written_a_thread_goes_on_with_and_the_other_way_round(
-    thread: Thread, process: Process, tmp_path: Path
-) -> None:
-    models = [tiny.apart(plain)() for _ in range(4)]
-    batch = rollouts(models[0].actor, tiny.scalar(seed=3))
-    places: tuple[Place, ...] = (thread, process, thread, process)
-    here, there, again_here, again_there = (trainer_of(each, place) for each, place in zip(models, places, strict=True))
-    for trainer, name in ((here, "here"), (there, "there")):
-        await trainer.update(batch)
-        (tmp_path / name).mkdir()
-        await trainer.write(tmp_path / name)
-        await trainer.update(batch)
-    await again_here.restore(tmp_path / "there")
-    await again_there.restore(tmp_path / "here")
-    for trainer in (again_here, again_there):
-        assert (trainer.version, trainer.has_learned) == (1, False)
-        await trainer.update(batch)
-        assert (trainer.version, trainer.has_learned) == (2, True)
-    assert len({weights_digest(each.actor) for each in models}) == 1
-    ours, theirs = (load_file(tmp_path / name / "trainer.safetensors") for name in ("here", "there"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 async def test_columns_of_the_data_stay_where_they_are(process: Process) -> None:

@@ -6,35 +6,27 @@ import inspect
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import anyio
-import numpy as np
 import pytest
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import PreTrainedModel
 
-from oppo.errors import ConfigError, ModelError, ModelLost
-from oppo.events import Batch, Prompt
+from oppo.errors import ConfigError, ModelError
 from oppo.hf.loading import ModelRecipe
-from oppo.hf.serve.policy import HfDecode, HfPolicy
-from oppo.hf.tokenizer import HfTokenizer
-from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.weights import weights_digest
-from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling, Weights
-from oppo.placement import Hosting, Process, Thread
+from oppo.placement import Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
-from oppo.training import TrainerSettings
 from tests.hf import child, stories, tiny
 from tests.hf.serve import test_decoder, test_policy, test_policy_process
-from tests.hf.stories import SAMPLING, Serving, graph_of, prompts, told
-from tests.kit.pipelines import Tap
-from tests.kit.workplace import tokenizer
+from tests.hf.serve.test_policy_process import lose_while_decoding
+from tests.hf.stories import SAMPLING, Serving, prompts, told
 from tests.placement.ray.machines import Machine, Machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -54,90 +46,6 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> ModelRecipe:
 def place(cluster: Cluster) -> Iterator[RayPlace]:
     with RayPlace("actor", cluster, setup=child.set_up, restarts=0) as place:
         yield place
-
-
-@pytest.fixture(scope="module")
-def scoring() -> Iterator[Thread]:
-    with Thread("scorers", setup=child.set_up) as thread:
-        yield thread
-
-
-DRAWN = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)), seed=3)
-
-
-@dataclass
-class Ran:
-    digest: str
-    batches: list[Batch]
-
-
-async def ran(
-    acting: Hosting,
-    scoring: Thread,
-    *,
-    sampling: Sampling = DRAWN,
-    keep: bool = False,
-    groups: bool = False,
-    served: ModelRecipe | None = None,
-) -> Ran:
-    """Three deterministic steps that carry rollouts over: PPO, or GRPO with groups of two.
-
-    Args:
-        served: how the policy is loaded; in place of the model that is trained.
-    """
-    actor, critic = tiny.causal(seed=1), tiny.scalar(seed=3)
-    trained = (actor,) if groups else (actor, critic)
-    settings = TrainerSettings(learning_rate=1e-3, epochs=2)
-    made = [Prompt(n, n, np.arange(10 + n, 13 + n + n % 5, dtype=np.int32), group=n) for n in range(18)]
-    trainer = HfTrainer(
-        actor,
-        None if groups else critic,
-        sampling=sampling,
-        place=scoring,
-        settings=settings,
-        loss=ClippedLoss() if groups else PPOLoss(),
-    )
-    graph = graph_of(
-        actor,
-        None if groups else critic,
-        trainer=trainer,
-        acting=acting,
-        scoring=scoring,
-        sampling=sampling,
-        kv_on_sync="keep" if keep else "recompute",
-        decode=HfTokenizer(tokenizer()).decode,
-        served=served or actor,
-    )
-    tap, carried = Tap(), 0
-    async with graph.open(made, observers=[tap]) as run:
-        async for step in run.steps(3):
-            carried += len(step.deferred)
-    assert carried, "this run is meant to carry rollouts over"
-    batches = [item for _, _, item in tap.items if isinstance(item, Batch)]
-    return Ran("".join(map(weights_digest, trained)), batches)
-
-
-RUNS = {
-    "ppo, keep": partial(ran, keep=True),
-    "grpo, stop strings": partial(
-        ran, groups=True, sampling=replace(DRAWN, stop=(2,), stop_strings=("w7 w", "w11", "w40"))
-    ),
-    "top k": partial(ran, sampling=replace(DRAWN, top_k=20, min_new_tokens=5)),
-}
-
-
-@pytest.mark.parametrize("kind", RUNS)
-async def test_an_exact_run_is_the_same_when_its_policy_is_on_another_machine(
-    kind: str, scoring: Thread, place: RayPlace, actor: ModelRecipe
-) -> None:
-    with Thread("actor", setup=child.set_up) as thread:
-        expected = await RUNS[kind](thread, scoring)
-    got = await RUNS[kind](place, scoring, served=actor)
-    for ours, theirs in zip(got.batches, expected.batches, strict=True):
-        assert ours.rollouts == theirs.rollouts
-        for name in ("tokens", "logprobs", "versions", "reference", "rewards", "advantages"):
-            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
-    assert got.digest == expected.digest
 
 
 @pytest.mark.parametrize("kind", [Thread, Process])
@@ -180,42 +88,11 @@ def slowly(tokens: Sequence[int]) -> str:
     return ""
 
 
-async def lose_while_decoding(policy: HfPolicy, end: Callable[[], None]) -> None:
-    lost: list[BaseException] = []
-
-    async def read(decode: HfDecode) -> None:
-        try:
-            while (await decode.read(5)).state == "live":
-                pass
-        except ModelLost as error:
-            lost.append(error)
-
-    decodes = await policy.open(prompts(3))
-
-    async def decode_all() -> None:
-        async with policy.decoding(decodes, lambda _: False), anyio.create_task_group() as readers:
-            await decodes[0].read(3)
-            end()
-            for decode in decodes:
-                readers.start_soon(read, decode)
-
-    with pytest.raises(ModelLost, match="while it did 'decode' for 'actor'") as raised:
-        await decode_all()
-    assert lost == [raised.value] * 3
-    assert raised.value.__notes__ == ["while decoding rollouts [0, 1, 2]"]
-    for decode in decodes:
-        await decode.aclose()
-    (late,) = await policy.open(prompts(1))
-    with pytest.raises(ModelLost):
-        async with policy.decoding([late], lambda _: False):
-            await late.read(1)
-
-
 async def test_an_actor_killed_while_it_decodes_is_lost_for_every_reader(cluster: Cluster, actor: ModelRecipe) -> None:
     with RayPlace("actor", cluster, setup=child.set_up, restarts=0) as place, anyio.fail_after(120):
         policy = HfPolicy(actor, sampling=ENDLESS, place=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
-        await lose_while_decoding(policy, partial(os.kill, place.pid, signal.SIGKILL))
+        await lose_while_decoding(policy, partial(os.kill, place.pid, signal.SIGKILL), "")
 
 
 async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
@@ -228,7 +105,7 @@ async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
     ):
         policy = HfPolicy(actor, sampling=ENDLESS, place=place, decode=slowly)
         await told(policy.with_sampling(SAMPLING), prompts(1))
-        await lose_while_decoding(policy, partial(two.lose, third))
+        await lose_while_decoding(policy, partial(two.lose, third), "")
 
 
 # What a policy in a thread and one in a process keep.

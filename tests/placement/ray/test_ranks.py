@@ -11,7 +11,6 @@ from pathlib import Path
 import anyio
 import pytest
 import ray
-import torch
 
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch
@@ -141,21 +140,6 @@ async def test_the_ranks_are_on_machines_of_their_own(ranks: RayRanks, two: Mach
     await where.call("note", Where.note, tmp_path)
     assert (tmp_path / "0").read_text() == "the driver's"
     assert (tmp_path / "1").read_text() == two.all[1].node
-
-
-async def test_a_checkpoint_of_two_machines_is_that_of_one_process(
-    ranks: RayRanks, thread: Thread, batch: Batch, folder: Path, tmp_path: Path
-) -> None:
-    models = [tiny.apart(plain)() for _ in range(2)]
-    begun, resumed = trainer_of(models[0], ranks, recipe(folder)), trainer_of(models[1], thread, None)
-    await begun.update(batch)
-    await begun.write(tmp_path)
-    await resumed.restore(tmp_path)
-    assert all(torch.equal(weight, weights_of(models[0])[name]) for name, weight in weights_of(models[1]).items())
-    await begun.update(batch)
-    await begun.restore(tmp_path)
-    assert (begun.version, begun.has_learned) == (1, False)
-    assert all(torch.equal(weight, weights_of(models[1])[name]) for name, weight in weights_of(models[0]).items())
 
 
 async def test_what_cannot_be_made_on_another_machine_is_refused(ranks: RayRanks) -> None:

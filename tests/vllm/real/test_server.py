@@ -18,10 +18,7 @@ from transformers import LlamaForCausalLM
 
 from oppo.errors import ConfigError, ModelLost
 from oppo.events import Chunk
-from oppo.hf.devices import ModelPlace
-from oppo.hf.serve.policy import HfPolicy
 from oppo.models import Sampling, Weights
-from oppo.placement import PolicyPool, Thread
 from oppo.testing import check_policy
 from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.processes import kill_group
@@ -36,7 +33,6 @@ from tests.vllm.real.rollouts import (
     limit_of_deferred,
     read,
     some,
-    tokens_of,
     until,
     whole,
 )
@@ -209,29 +205,6 @@ async def test_a_server_killed_while_it_decodes_is_lost_at_once_and_usable_when_
     pieces = await whole(policy, prompts)
     assert {version for each in pieces for piece in each for version in piece.versions.tolist()} == {1}
     await assert_of([model, model], prompts, pieces)
-
-
-async def test_rollouts_of_a_killed_server_go_on_in_another_engine_from_their_tokens(served: Served) -> None:
-    sampling, models = Sampling(max_new_tokens=600, seed=4), [tiny_actor(seed) for seed in range(2)]
-    with Thread("actor") as thread:
-        remote = VllmPolicy(served.connected(), sampling=sampling)
-        beside = HfPolicy(tiny_actor(), sampling=sampling, place=ModelPlace(thread, "policy", ""))
-        pool, prompts = PolicyPool([remote, beside], timeout=60), some(6)
-        await pool.load(Weights(1, models[1].state_dict()))
-        decodes = await pool.open(prompts)
-        pieces: list[list[Chunk]] = [[] for _ in decodes]
-
-        async def kill() -> None:
-            await until(lambda: remote.tokens > 20)
-            served.kill()
-
-        async with pool.decoding(decodes, lambda ended: False), anyio.create_task_group() as tasks:
-            tasks.start_soon(kill)
-            for decode in decodes:
-                tasks.start_soon(read, decode, pieces[decode.prompt.rollout])
-        assert pool.living == (beside,)
-    assert [len(tokens_of(each)) for each in pieces] == [600] * 6
-    await assert_of(models, prompts, pieces)
 
 
 async def test_adapters_arrive_alone_and_make_the_tokens_that_name_them(directory: Path, tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+"""Images of rows: found wherever datasets have them, kept as files, and refused in one sentence."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from oppo.data.images import gathered
+from oppo.errors import DataError
+from oppo.images import ImageFiles, ImageRef, described, picture_of
+from tests.kit.seen import picture
+
+
+def _png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    picture(number).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ImageFiles:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.png").write_bytes(_png(1))
+    return ImageFiles(tmp_path / "images", tmp_path / "data")
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ({"prompt": "what is <image>?", "image": "a.png"}, ["what is ", "?"]),
+        ({"prompt": "<image><image>", "images": ["a.png", _png(2)]}, ["", "", ""]),
+        ({"prompt": "<image>", "image": {"bytes": _png(2), "path": None}, "images": [None]}, ["", ""]),
+    ],
+)
+def test_a_text_has_its_images_at_placeholders(row: Mapping[str, Any], parts: list[str], files: ImageFiles) -> None:
+    found, value, paths = gathered(row, "prompt", files, "row 1")
+    assert value == parts
+    assert len(paths) == len(parts) - 1
+    kept = found["images"] if row.get("images", [None])[0] else [found["image"]]
+    assert kept == list(map(str, paths))
+
+
+@pytest.mark.parametrize(
+    ("content", "images", "kinds"),
+    [
+        ("what?", ["a.png"], ["image", "text"]),
+        ("is <image> as <image>?", ["a.png", _png(2)], ["text", "image", "text", "image", "text"]),
+        ([_text("is "), {"type": "image"}, _text("<image>?")], ["a.png"], ["text", "image", "text"]),
+        ([{"type": "image", "image": _png(2)}, _text("what?")], None, ["image", "text"]),
+        ([{"type": "image", "path": "a.png"}], None, ["image"]),
+        ([{"type": "image", "image": picture(3)}], None, ["image"]),
+        (
+            [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "text": None}],
+            ["a.png"],
+            ["image"] * 2,
+        ),
+    ],
+)
+def test_messages_have_their_images_in_parts(
+    content: object, images: Sequence[object] | None, kinds: list[str], files: ImageFiles
+) -> None:
+    row = {"prompt": [{"role": "system", "content": "see"}, {"role": "user", "content": content}], "images": images}
+    found, messages, paths = gathered(row, "prompt", files, "row 1")
+    parts = messages[1]["content"]  # type: ignore[index] # messages, not texts
+    assert [part["type"] for part in parts] == kinds  # type: ignore[index]
+    assert [part["image"] for part in parts if part["type"] == "image"] == list(map(str, paths))  # type: ignore[index]
+    assert found["prompt"] == messages
+    assert all(path.is_file() for path in paths)
+
+
+def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: ImageFiles) -> None:
+    uri = f"data:image/png;base64,{base64.b64encode(_png(2)).decode()}"
+    paths = {files.file(each, "row 1") for each in (_png(2), uri, {"bytes": _png(2)}, picture(2))}
+    assert [*paths] == [files.directory / hashlib.sha256(_png(2)).hexdigest()]
+    before = next(iter(paths)).stat().st_mtime_ns
+    files.file(_png(2), "row 2")
+    assert next(iter(paths)).stat().st_mtime_ns == before
+    assert files.file("a.png", "row 1").parent.name == "data"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("https://a.b/c.png", "is a URL, and images are not fetched: save it, and give its path"),
+        ("b.png", r"there is no image 'b.png' \(did you mean 'a.png'"),
+        ("data:image/png;base64,%%", "the data URI of an image is not in base64"),
+        ("data:image/png,abc", "the data URI of an image is not in base64"),
+        (3, "expected an image as a path, bytes, a data URI or a picture of Pillow, got 3"),
+        ({"width": 3}, "an image is a table with bytes or a path"),
+    ],
+)
+def test_what_is_no_image_is_refused(value: object, words: str, files: ImageFiles) -> None:
+    with pytest.raises(DataError, match=f"row 1: .*{words}"):
+        files.file(value, "row 1")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "image": "a.png"}, "1 images, and 0 <image> in its text"),
+        ({"prompt": "<image> <image>", "image": "a.png"}, "1 images, and 2 <image> in its text"),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "image": "a.png"}, "1 images, and only 0 places"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}] * 2}], "image": "a.png"}, "1 images, and more pl"),
+        ({"prompt": 3, "image": "a.png"}, "expected text or a list of chat messages beside images"),
+    ],
+)
+def test_images_and_their_places_are_as_many(row: Mapping[str, Any], words: str, files: ImageFiles) -> None:
+    with pytest.raises(DataError, match=f"row 1: .*{words}"):
+        gathered(row, "prompt", files, "row 1")
+
+
+def test_a_picture_is_upright_and_without_transparency(tmp_path: Path) -> None:
+    turned = Image.new("RGB", (30, 20))
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "turned.jpg", exif=exif)
+    Image.new("RGBA", (5, 7)).save(tmp_path / "clear.png")
+    image, seen = described(tmp_path / "turned.jpg", "row 1")
+    assert (image.width, image.height, seen.size) == (20, 30, (20, 30))
+    assert described(tmp_path / "clear.png", "row 1")[1].mode == "RGB"
+
+
+def test_a_file_that_cannot_be_decoded_or_has_changed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(_png(1)[:60])
+    with pytest.raises(DataError, match=r"row 1: the image .*a\.png cannot be decoded: "):
+        described(path, "row 1")
+    path.write_bytes(_png(1))
+    image = described(path, "row 1")[0]
+    assert picture_of(image).size == (48, 32)
+    path.write_bytes(_png(2))
+    with pytest.raises(DataError, match=r"a\.png changed since its prompt was read .* put the old file back"):
+        picture_of(image)
+    path.unlink()
+    with pytest.raises(DataError, match=r"a\.png cannot be read: No such file"):
+        picture_of(ImageRef(image.sha256, image.path, 32, 48))

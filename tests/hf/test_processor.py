@@ -1,0 +1,86 @@
+"""The tokens that stand for images are the processor's own; and a message that spells one has text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo.errors import ConfigError, DataError
+from oppo.hf.loading import load_tokenizer
+from oppo.hf.processor import ImagePrompts, Processor
+from oppo.hf.tokenizer import HfTokenizer
+from oppo.images import ImageFiles, picture_of
+from tests.kit.seen import PROCESSORS, checkpoint, picture
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processors")
+    for name in PROCESSORS:
+        checkpoint(folder, name)
+    for number, (width, height) in enumerate(((48, 32), (40, 64), (16, 16))):
+        picture(number, width, height).save(folder / f"{number}.png")
+    return folder
+
+
+def _reader(folder: Path, name: str) -> ImagePrompts:
+    path = folder / name
+    return ImagePrompts(HfTokenizer(load_tokenizer(path)), Processor(path), ImageFiles(folder / "images", folder))
+
+
+def _asked(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("images", [["0.png"], ["1.png", "2.png"], ["2.png", "0.png", "1.png"]])
+def test_the_ids_are_those_of_the_processor(name: str, images: list[str], folder: Path) -> None:
+    reader = _reader(folder, name)
+    row = {"prompt": _asked("a<image>" * len(images) + "b"), "images": images}
+    written, ids, seen = reader(row, "prompt", "row 1")
+    inner = reader.processor.inner
+    text = reader.tokenizer.rendered(written["prompt"], answered=False).text  # type: ignore[arg-type] # messages
+    theirs = inner(text=[text], images=[picture_of(image) for image in seen], add_special_tokens=False)
+    assert ids == [*theirs["input_ids"][0]]
+    pads = [at for at, token in enumerate(ids) if token == reader.processor.pad]
+    assert [pads[sum(each.tokens for each in seen[:n])] for n in range(len(seen))] == [each.start for each in seen]
+    assert len(pads) == sum(image.tokens for image in seen)
+    text_too = {"prompt": "a<image>" * len(images), "images": images}
+    assert reader(text_too, "prompt", "row 2")[1][0] == reader.tokenizer.around[0][0]
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_an_image_token_that_a_message_spells_is_text(name: str, folder: Path) -> None:
+    reader = _reader(folder, name)
+    plain = reader({"prompt": _asked("<image>b"), "images": ["0.png"]}, "prompt", "row 1")
+    spelt = reader({"prompt": _asked("<image>b<|pad|><|begin|>"), "images": ["0.png"]}, "prompt", "row 1")
+    assert [image.tokens for image in plain[2]] == [image.tokens for image in spelt[2]]
+    assert len(spelt[1]) == len(plain[1]) + len("<|pad|><|begin|>")
+
+
+def test_what_the_processor_cannot_do_is_named(folder: Path) -> None:
+    picture(1, width=3000, height=10).save(folder / "narrow.png")
+    row = {"prompt": _asked("<image>"), "images": ["narrow.png"]}
+    with pytest.raises(
+        DataError, match=r"row 1, .*narrow.png: the image processor of .* takes no image of 3000 x 10 pi"
+    ):
+        _reader(folder, "qwen2_5_vl")(row, "prompt", "row 1")
+    blind = _reader(folder, "llava")
+    blind.tokenizer = HfTokenizer(load_tokenizer(folder / "gemma3"))
+    with pytest.raises(DataError, match="has 0 places for the 1 images of the prompt"):
+        blind({"prompt": _asked("<image>"), "images": ["0.png"]}, "prompt", "row 1")
+
+
+def test_another_tokenizer_than_the_processors_is_found_out(folder: Path) -> None:
+    reader = _reader(folder, "llava")
+    reader.tokenizer.inner.add_tokens(["zz"])
+    with pytest.raises(ConfigError, match=r"makes \d+ tokens of this prompt, and the tokenizer \d+ .* differ at \d+"):
+        reader({"prompt": _asked("<image> zz"), "images": ["0.png"]}, "prompt", "row 1")
+
+
+def test_processors_are_told_apart_by_what_makes_pixels(folder: Path) -> None:
+    digests = {Processor(folder / name).digest for name in PROCESSORS}
+    assert len(digests) == len(PROCESSORS)
+    assert Processor(folder / "llava").digest == Processor(folder / "llava").digest

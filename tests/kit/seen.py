@@ -1,0 +1,86 @@
+"""Checkpoints of tiny models that read images, with a tokenizer of bytes and an image processor; and pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from tests.hf.seeing import FAMILIES, TEXT
+from tests.hf.spot_tokenizers import byte_tokenizer
+
+TEMPLATE: Final = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A short chat template with parts; ``IMAGE`` stands for what the family writes of an image."""
+
+NAMED: Final = {
+    "image_token": "<|pad|>",
+    "video_token": "<|video|>",
+    "boi_token": "<|begin|>",
+    "eoi_token": "<|end_of_image|>",
+    "start_image_token": "<|begin|>",
+    "end_image_token": "<|end_of_image|>",
+    "context_image_token": "<|pad|>",
+}
+SPECIAL: Final = ("<|im_start|>", "<|im_end|>", *dict.fromkeys(NAMED.values()))
+VOCABULARY: Final = 260 + len(SPECIAL)
+
+_GRID: Final = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256, "max_pixels": 2304}
+PROCESSORS: Final[Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]]] = {
+    "qwen2_5_vl": ("Qwen2VLImageProcessor", _GRID, {}, "<|begin|><|pad|><|end_of_image|>"),
+    "qwen3_vl": ("Qwen2VLImageProcessor", _GRID, {}, "<|begin|><|pad|><|end_of_image|>"),
+    "gemma3": (
+        "Gemma3ImageProcessor",
+        {"size": {"height": 32, "width": 32}},
+        {"image_seq_length": 16},
+        "<|begin|>",
+    ),
+    "llava": (
+        "CLIPImageProcessor",
+        {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
+        {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        "<|pad|>",
+    ),
+}
+"""The image processor of a family: its class, its settings, those of the whole, and what a template writes."""
+
+
+def checkpoint(folder: Path, name: str, *, seed: int = 0) -> Path:
+    """Write a tiny model of a family with all that belongs to it, and return its directory."""
+    path = folder / name
+    text, vision, own, _ = FAMILIES[name]
+    kind, settings, whole, image = PROCESSORS[name]
+    tokenizer = byte_tokenizer(TEMPLATE.replace("IMAGE", image), special=SPECIAL)
+    number = tokenizer.inner.convert_tokens_to_ids
+    ids = {
+        key: number({90: "<|pad|>", 91: "<|video|>", 92: "<|begin|>", 93: "<|end_of_image|>"}[value])
+        if "token" in key and key != "mm_tokens_per_image"
+        else value
+        for key, value in own.items()
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
+        config = AutoConfig.for_model(name, text_config={**TEXT, **text, **sizes}, vision_config=dict(vision), **ids)
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    tokenizer.save(path)
+    written = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**written, "extra_special_tokens": NAMED}))
+    (path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind, **settings}))
+    (path / "processor_config.json").write_text(json.dumps(whole))
+    return path
+
+
+def picture(number: int, width: int = 48, height: int = 32) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8))
