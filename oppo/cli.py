@@ -224,7 +224,7 @@ def doctor(
     if trial and assume:
         raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
     from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.simulate.hardware import Hardware  # noqa: PLC0415 - likewise
+    from oppo.simulate.costs import Hardware  # noqa: PLC0415 - likewise
 
     machines = Hardware.assumed(assume) if assume else None
     settings, console = load_settings(config, in_cluster(override, ray)), Console()

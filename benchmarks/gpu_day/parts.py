@@ -28,13 +28,14 @@ from oppo import observe
 from oppo.errors import ModelError
 from oppo.events import Chunk, Prompt
 from oppo.hf.devices import synchronised
-from oppo.hf.memory import Load, Trained, longest_batch, planned_on
+from oppo.hf.memory import Load, Trained, longest_batch
 from oppo.hf.model_parts import transformer
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Deliver, Signals
 from oppo.hf.serve.scorers import ReferenceWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.hf.train.trainer import HfTrainerCore
+from oppo.hf.without_data import planned_on
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts

@@ -38,8 +38,8 @@ from transformers.utils import logging
 from oppo.durable import content, read_text
 from oppo.errors import ConfigError, ModelRefused, OppoError, one_line
 from oppo.hf.head import scored
-from oppo.hf.hub import copy_without_hub
 from oppo.hf.model_parts import score_head, token_head
+from oppo.hf.tokenizer import copy_without_hub
 
 MAKING: Final = threading.RLock()
 """Held while transformers makes a model: it changes its own classes for that time.

@@ -49,8 +49,7 @@ from oppo.run.models import policy_tokenizer
 from oppo.run.prompts import supplied
 from oppo.run.rewards import begin_of, environment_of
 from oppo.run.train import PreparedRun, prepare
-from oppo.simulate.costs import Gpu, Reached
-from oppo.simulate.hardware import Hardware
+from oppo.simulate.costs import Gpu, Hardware, Reached
 
 PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")
 

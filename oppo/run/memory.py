@@ -30,7 +30,6 @@ from oppo.hf.memory import (
     ServedScorer,
     Trained,
     at_rest,
-    planned_on,
     rows_of,
     same,
     served_critic,
@@ -42,12 +41,13 @@ from oppo.hf.model_parts import FAILURES
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS, most_gpu_tokens
+from oppo.hf.without_data import planned_on
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.deployment import Deployment, named_reward
 from oppo.run.engines import served_dtype
 from oppo.run.loading import adapter_of, critic_source, kind_of
-from oppo.simulate.hardware import Hardware
+from oppo.simulate.costs import Hardware
 from oppo.vllm.arguments import GIB, gpus_of, placed, workers_of
 
 SHARE: Final = "gpu_memory_utilization"
@@ -505,10 +505,12 @@ def _player(made: Outlines, key: str, player: str, load: Load | None) -> Bytes:
     models, sampling = made.deployment.models, _sampling(made.deployment.settings.sampling)
     path = models.policy if player == INITIAL else player
     make = partial(made._made, key, CAUSAL, path)  # noqa: SLF001 - of this module
+    served = made.kept(("player", path), lambda: ServedPolicy(make))
     if load is None:
-        return Bytes(at_rest(make).weights)
-    count = partial(of_policy, make, load, sampling, prefill_tokens=PREFILL_TOKENS)
-    return made.counted(key, ("player", path, load), count)
+        return served.at_rest
+    return made.counted(
+        key, ("player", path, load), lambda: served.under(load, sampling, prefill_tokens=PREFILL_TOKENS)
+    )
 
 
 def _served(made: Outlines, model: str, load: Load | None, device: torch.device) -> Bytes:

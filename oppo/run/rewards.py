@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -47,8 +47,7 @@ from oppo.environments.classes import kind_of as made_by
 from oppo.errors import ConfigError, one_line, shown
 from oppo.events import Drop, Finish, Prompt
 from oppo.hf.chat import ChatFormat, ChatMessage, chatting
-from oppo.hf.hub import copy_without_hub
-from oppo.hf.tokenizer import HfTokenizer, quick_tokenizer
+from oppo.hf.tokenizer import HfTokenizer, copy_without_hub, quick_tokenizer
 from oppo.hf.tool_calls import ToolSchema
 from oppo.libraries import require
 from oppo.models import Scorer
@@ -335,7 +334,10 @@ def first_look(settings: Settings) -> FirstLook | None:
             require(VERIFIERS, "a taskset of verifiers")
         elif is_hub_name(source.path):
             ask_hub(source.path)
-    for key, path in _models(settings):
+    models = settings.models
+    named = {"policy": models.policy, "reference": models.reference, "critic": models.critic, **settings.teachers}
+    scored = {key: each.source for key, each in settings.reward_tables.items() if isinstance(each, ModelRewardSection)}
+    for key, path in [*((f"models.{name}", path) for name, path in named.items() if path), *scored.items()]:
         if not Path(path).expanduser().is_dir():
             try:
                 copy_without_hub(path)
@@ -362,16 +364,6 @@ def first_look(settings: Settings) -> FirstLook | None:
     if whole:  # other rows may have other columns
         code.check_columns({name for prompt in prompts for name in prompt.columns})
     return FirstLook(tokenizer, environment, prompts)
-
-
-def _models(settings: Settings) -> Iterator[tuple[str, str]]:
-    models = settings.models
-    named = {"policy": models.policy, "reference": models.reference, "critic": models.critic}
-    yield from ((f"models.{name}", path) for name, path in named.items() if path)
-    yield from ((f"models.{name}", path) for name, path in settings.teachers.items())
-    for key, reward in settings.reward_tables.items():
-        if isinstance(reward, ModelRewardSection):
-            yield key, reward.source
 
 
 def _looked_at(source: PromptSource, encoding: Encoding) -> tuple[list[Prompt], bool]:

@@ -24,25 +24,23 @@ from oppo.hf.head import CPU_LOGITS_BYTES, OwnHead
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import (
     Bytes,
-    LiveBytes,
     Load,
     ServedPolicy,
     ServedScorer,
     Trained,
     longest_batch,
-    planned_on,
     served_critic,
     served_reference,
     served_reward,
-    without_data,
 )
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput, ScorerWorker, ValueWorker
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.trainer import HfTrainerCore
+from oppo.hf.without_data import LiveBytes, planned_on, without_data
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
-from oppo.simulate.hardware import Hardware
+from oppo.simulate.costs import Hardware
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.kit.known import deep

@@ -10,20 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from docs.make_models import PAGE, tiny_config
-from oppo.hf.memory import (
-    Bytes,
-    LiveBytes,
-    Load,
-    ServedPolicy,
-    Trained,
-    longest_batch,
-    planned_on,
-    served_critic,
-    served_reference,
-)
+from oppo.hf.memory import Bytes, Load, ServedPolicy, Trained, longest_batch, served_critic, served_reference
 from oppo.hf.model_files import CAUSAL, SCALAR
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainerCore
+from oppo.hf.without_data import LiveBytes, planned_on
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts

@@ -19,7 +19,7 @@ from oppo.run.deployment import Deployment
 from oppo.run.doctor import Layout, examine
 from oppo.run.fit import advice
 from oppo.run.memory import Known, crowded, expected, too_large
-from oppo.simulate.hardware import Hardware
+from oppo.simulate.costs import Hardware
 from tests.kit.known import deep
 
 COUNTED = Path(__file__).parents[1] / "golden" / "memory.json"

@@ -43,7 +43,7 @@ from oppo.run.memory import (
     with_micro_batches,
 )
 from oppo.run.train import FINAL
-from oppo.simulate.hardware import Hardware
+from oppo.simulate.costs import Hardware
 from oppo.vllm.arguments import placed, route_of
 from tests.hf import tiny
 from tests.kit.workplace import killed_and_replaced, oppo, records, resume, start, tokenizer
