@@ -10,11 +10,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -398,3 +399,16 @@ def test_hardware_is_named_with_its_memory_or_is_known(text: str, shown: str) ->
 def test_hardware_of_no_known_memory_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"of b200, h100, h200, .* the memory may be left out"):
         Hardware.assumed(text)
+
+
+@given(rollouts=st.integers(1, 40), prompt=st.integers(1, 60), response=st.integers(1, 60), tokens=st.integers(20, 900))
+@hypothesis_settings(max_examples=5, deadline=None)
+def test_one_micro_batch_is_counted_where_it_needs_the_most(
+    rollouts: int, prompt: int, response: int, tokens: int
+) -> None:
+    models = Trained(lambda: ActorCritic(tiny.causal()))
+    load, settings = Load(rollouts, prompt, response, 8), TrainerSettings(micro_batch_tokens=tokens)
+    found = models.under(load, SAMPLING, settings, ClippedLoss())
+    shapes = [replace(load, prompt=1), load]
+    with patch.object(Trained, "_expensive", lambda *_: shapes):
+        assert models.under(load, SAMPLING, settings, ClippedLoss()) == found
