@@ -413,14 +413,14 @@ class Finish:
     It carries the whole response: a stage that lost its state (an older session, a resumed run) restores it from that.
 
     Attributes:
-        answered: its answered turns, in order. The one that ended the response is there only if the environment gave it
-            a reward or a key, or its answer had no room.
+        answered: its turns, in order; the one that ended it only with a reward or a key, or an answer without room.
     """
 
     rollout: int
     response: Response
     reason: FinishReason
     answered: Sequence[AnsweredTurn] = ()
+    segments: int = 1  # of its rollout, where compaction made several; all have the reason of the last one
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,7 @@ class Capabilities:
         loads_while_decoding: when weights that are loaded during decoding take effect.
         turns: a response can go on after a token that would end it; the policy is a
             :class:`~oppo.turns.MultiTurnPolicy`.
+        adds_while_held: rollouts can join while an unanswered turn holds all others.
         varies_sampling: it can draw in several ways; the policy is a :class:`VariesSampling`.
         reports_progress: a watchdog can see that it works; the policy is a :class:`ReportsProgress`.
         defers: how responses go on that a cut has deferred, with the weights that they were begun with.
@@ -218,6 +219,7 @@ class Capabilities:
     adds_while_decoding: bool = False
     loads_while_decoding: Loads = "refused"
     turns: bool = False
+    adds_while_held: bool = False
     varies_sampling: bool = False
     reports_progress: bool = False
     defers: Literal["with the same tokens", "with other tokens"] = "with the same tokens"

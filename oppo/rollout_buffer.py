@@ -76,19 +76,6 @@ class RolloutBuffer(Generic[R]):
 
     It lives on the event loop. Its reader uses :meth:`read` and :meth:`aclose`, a conversation :meth:`turn`,
     :meth:`proceed` and :meth:`finish`; the engine the rest.
-
-    Args:
-        key: by which the engine names the rollout.
-        row: the engine's state of the rollout.
-        response: so far; it is not read again.
-        limit: length in tokens at which the response ends.
-        turns: whether a token that would end the response ends a turn.
-        ended: why a turn has ended with the response so far; ``None`` if none has.
-
-    Attributes:
-        enough: length of the response, in tokens, at which the waiting reader continues; may be read in any thread.
-        cutting: whether decoding has been cut, though the last tokens may still be on their way; set in any thread. An
-            answer then waits for the next decoding, whichever of the two comes first.
     """
 
     def __init__(
@@ -103,12 +90,14 @@ class RolloutBuffer(Generic[R]):
         ended: FinishReason | None = None,
     ) -> None:
         self.engine = engine
-        self.key = key
-        self.row = row
+        self.key = key  # by which the engine names the rollout
+        self.row = row  # the engine's state of the rollout
         self.prompt = response.prompt
-        self.limit = limit
-        self.turns = turns
-        self.enough = 0
+        self.limit = limit  # length in tokens at which the response ends
+        self.turns = turns  # whether a token that would end the response ends a turn
+        self.enough = 0  # length of the response at which the waiting reader continues; read in any thread
+        # Whether decoding has been cut, though the last tokens may be on their way; set in any thread. An answer then
+        # waits for the next decoding, whichever of the two comes first.
         self.cutting = False
         self.closed = False
         self._taken = len(response)
@@ -122,7 +111,7 @@ class RolloutBuffer(Generic[R]):
         self._answer: list[int] = []
         self._turn = turn_so_far(response) if turns else []
         self.bounds: tuple[TurnLimit, int] = UNLIMITED, 0
-        self._unanswered = ended
+        self._unanswered = ended  # why a turn has ended with the response so far
         self._final: FinishReason | None = None
         self._turned: anyio.Event | None = None
 

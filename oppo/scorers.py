@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
-from oppo.events import NO_COLUMNS, Chunk, Finish, FloatArray, Prompt, Response, TokenColumns, ToolTokens
+from oppo.events import NO_COLUMNS, Chunk, Drop, Finish, FloatArray, Prompt, Response, TokenColumns, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer, Shared, entered
-from oppo.returns import TopLogprobs
+from oppo.returns import NamedScores, TokenRewards, TopLogprobs
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Priority, TimeSlice, urged
 
 Growth: TypeAlias = Prompt | Chunk | ToolTokens
@@ -429,3 +429,64 @@ class BehindPrompt(Shared, Generic[T]):
     def _taught(self) -> Mapping[str, Sequence[float]]:
         taught, self._finished = self._finished, []
         return {TAUGHT: taught} if taught else {}
+
+
+class OfLastSegment(Shared):
+    """A reward that scores a rollout in segments by its last one: all segments have that score.
+
+    Each is read while it grows, since it may be the last; to ``scorer`` it is the response of a rollout without
+    branches. What earlier segments have of rewards at tokens is their sum.
+
+    Args:
+        scorer: of frozen weights.
+    """
+
+    def __init__(self, scorer: Scorer[float | Drop]) -> None:
+        self.capabilities = capabilities_of(scorer)
+        self._given = scorer
+        self._scorer = prioritised(scorer)
+        self._scores: dict[int, list[float | Drop]] = {}  # for each segment, by the rollout of the first
+        self._news = anyio.Event()
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(await entered([self._given]))
+
+    @property
+    def version(self) -> int:
+        return self._scorer.version
+
+    async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
+        read = [replace(event, branch=0) if isinstance(event, Prompt) else event for event in events]
+        await self._scorer.extend(read, priority=priority)
+
+    async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[float | Drop]:
+        last = [each for each in finished if each.response.prompt.branch + 1 == each.segments]
+        if last:
+            alone = [_unbranched(each) for each in last]
+            for each, score in zip(last, await self._scorer.finish(alone, priority=priority), strict=True):
+                self._scores[each.response.prompt.first] = [score] * each.segments
+            self._news.set()
+            self._news = anyio.Event()
+        known = {each.rollout for each in last}
+        if earlier := [each.rollout for each in finished if each.rollout not in known]:
+            await self._scorer.forget(earlier, priority=priority)
+        found = list[float | Drop]()
+        for each in finished:
+            prompt = each.response.prompt
+            while not (left := self._scores.get(prompt.first)):  # a call for the last one goes on
+                await self._news.wait()
+            score = left.pop()
+            if not left:
+                del self._scores[prompt.first]
+            if isinstance(score, TokenRewards) and each.rollout not in known:
+                score = NamedScores(score.terms) if score.terms else float(score)
+            found.append(score)
+        return found
+
+    async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
+        await self._scorer.forget(rollouts, priority=priority)
+
+
+def _unbranched(finish: Finish) -> Finish:
+    response = finish.response
+    return replace(finish, response=replace(response, prompt=replace(response.prompt, branch=0)))

@@ -46,6 +46,7 @@ class Turn:
         state: what the answer to the turn before returned; ``None`` at the first.
         said: returns all turns of the response so far, this one included, with their log-probs. It waits until they are
             read, for as long as the scorers let their reader wait.
+        length: tokens of the response so far, of this turn and of answers too.
     """
 
     prompt: Prompt
@@ -53,6 +54,7 @@ class Turn:
     tokens: IntArray
     state: EnvironmentState = None
     said: Callable[[], Awaitable[Sequence[Chunk]]] = _unread
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +62,7 @@ class Answer:
     """The tool tokens that the policy reads after a turn before it goes on, and what the turn earned.
 
     Attributes:
-        tokens: int32 [n]; none: the response ends with the turn, which then has a reward or a key.
+        tokens: int32 [n]; none: the response ends with the turn, which then has a reward, a key or a segment.
         state: given back with the next turn; it is in checkpoints, so it holds JSON values.
         calls: of tools that the turn made.
         failures: how many of them failed.
@@ -70,6 +72,7 @@ class Answer:
         key: names the state in which the policy took the turn, for ``credit = "state"``; empty: it has no name.
         limit: of the next turn.
         within: the turn, which its limit has interrupted, goes on with these tokens: nothing was answered yet.
+        segment: int32 [P], the prompt of the next segment of the rollout, behind a response that ends with the turn.
     """
 
     tokens: IntArray
@@ -82,6 +85,7 @@ class Answer:
     key: str = ""
     limit: TurnLimit = UNLIMITED
     within: bool = False
+    segment: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,9 @@ class Environment(Protocol):
     nothing more is asked of the rollout: it was trained, dropped or evaluated, begins anew, or the run ends. One that
     has ``follow(prompt, number, turn)`` is called when tokens of a rollout were read, with how many turns were answered
     before and a function that returns the tokens of the present one so far.
+
+    One that has ``max_segments``, above 1, may have a rollout go on in further responses (``Answer.segment``), each a
+    branch with the number of the segment. They end alike: with the reason, or the drop, of the last one.
     """
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
@@ -266,6 +273,29 @@ class StopCriteria:
             return False
         earlier = [self._decode(tail[:n]) for n in range(1, len(tail))]
         return any(not any(before.startswith(stop, at) for before in earlier) for stop, at in found)
+
+
+class GrowingText:
+    """Decodes tokens that grow from call to call, of which it reads the newest and those of the call before.
+
+    A decoder looks at most at the token before, or goes on with an incomplete character. Where later tokens change what
+    earlier ones are, as bytes that are no character together, all are decoded anew.
+    """
+
+    def __init__(self, decode: Detokenize) -> None:
+        self._decode = decode
+        self._start = self._end = 0  # of the tokens that are read again, and whose text is known
+        self._text = self._again = ""
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, which begin with those of the call before."""
+        read = self._decode(tokens[self._start :])
+        grown = len(tokens) >= self._end and read.startswith(self._again)
+        text = self._text + read[len(self._again) :] if grown else self._decode(tokens)
+        if not text.endswith("\ufffd"):
+            self._start, self._end, self._text = min(self._end, len(tokens)), len(tokens), text
+            self._again = self._decode(tokens[self._start :])
+        return text
 
 
 def turn_ended(response: Response, stopping: StopCriteria, limit: int) -> FinishReason | None:

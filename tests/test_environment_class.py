@@ -567,11 +567,11 @@ class Asked(EnvironmentClass):
 
     def __init__(self, kind: type, **options: Any) -> None:
         super().__init__(kind, cast("ChatFormat", Stub()), **options)
-        self.of = Counter[int]()
+        self.calls = Counter[int]()
         self.made = 0
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        self.of[turn.prompt.rollout] = turn.number + 1
+        self.calls[turn.prompt.rollout] = turn.number + 1
         self.made += 1
         return await super().answer(turn)
 
@@ -609,7 +609,7 @@ async def test_an_instance_lives_as_long_as_its_rollout_and_what_was_done_is_sco
             assert lookahead or len(environment._lives) <= in_flight + len(report.trained) + len(report.dropped)
     scores = [(at, score) for batch in trainer.batches for at, score in zip(batch.rollouts, batch.scores, strict=True)]
     assert scores or drops
-    assert all(score == environment.of[at] for at, score in scores)
+    assert all(score == environment.calls[at] for at, score in scores)
     assert all((each.resets, each.left) == (1, 1) for each in Tallied.instances)
     assert sum(each.calls for each in Tallied.instances) == environment.made
     assert len(set(map(id, scored))) == len(scored)

@@ -112,7 +112,7 @@ def test_a_row_is_shown_the_tools_that_it_names_and_calls_no_others(names: list[
 @pytest.mark.parametrize("named", [["add", "sub"], "add", [3], {"add": 1}, [["add"]]])
 def test_a_row_that_names_an_unknown_tool_is_refused_when_it_is_read(named: object) -> None:
     begin = begin_of(Tools([add, pid], chat(), column="for"))
-    rows = [{"prompt": "Add.", "for": ["add"]}, {"prompt": "Add.", "for": named}]
+    rows: list[dict[str, object]] = [{"prompt": "Add.", "for": ["add"]}, {"prompt": "Add.", "for": named}]
     words = r"expected a list of some of add, pid in the column 'for', got .*: correct the data, or give"
     with pytest.raises(DataError, match=words) as caught:
         read_prompts(rows, chat().tokenizer, begin=begin)

@@ -243,8 +243,7 @@ def update(day: Day) -> Found:
     model, sizes = day.model("actor"), day.sizes
     load = Load(sizes.trained, sizes.read // 4, sizes.read - sizes.read // 4, sizes.chunk)
     settings = TrainerSettings(epochs=1, micro_batch_tokens=CPU_TOKENS if day.tries else GPU_TOKENS)
-    loss = ClippedLoss()
-    core = HfTrainerCore(ActorCritic(model), SAMPLING, settings, loss, TrainerCounts.new())
+    core = HfTrainerCore(ActorCritic(model), SAMPLING, settings, loss := ClippedLoss(), TrainerCounts.new())
     batch = longest_batch(sizes.trained, load, critic=False)
     memory: dict[str, float] = {}
     with day.peak(memory):

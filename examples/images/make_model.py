@@ -41,7 +41,7 @@ def make(folder: Path, count: int = 60) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": [image]})
     text = {**SIZES, "vocab_size": len(words), "max_position_embeddings": 64, "eos_token_id": 1, "pad_token_id": 0}
     tower = {**SIZES, "model_type": "clip_vision_model", "image_size": SIDE, "patch_size": 8}
-    config = LlavaConfig(vision_config=tower, text_config=text, image_token_id=words[image])
+    config = LlavaConfig(vision_config=tower, text_config=text, image_token_index=words[image])
     torch.manual_seed(0)
     LlavaForConditionalGeneration(config).save_pretrained(folder / "model")
     pixels = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})

@@ -6,21 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from oppo.agents.requests import (
-    Api,
-    ChatRequests,
-    Json,
-    Kind,
-    Refusal,
-    Request,
-    Said,
-    Stream,
-    Wanted,
-    asked,
-    called,
-    text_of,
-    with_calls,
-)
+from oppo.agents.requests import Api, ChatRequests, Json, Kind, Refusal, Request, Said, Stream, Wanted
 from oppo.errors import shown
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -48,11 +34,11 @@ class ChatCompletions(Api):
         tools = found.get("tools") or []
         return Wanted(
             self.path,
-            asked([_message(each, number) for number, each in enumerate(found["messages"])]),
+            Api.asked([_message(each, number) for number, each in enumerate(found["messages"])]),
             tools,
             most=min(filter(None, limits), default=0),
             thinking=requests.most("thinking_token_budget", found.get("thinking_token_budget")),
-            calls=with_calls(found.get("tool_choice"), tools),
+            calls=Api.with_calls(found.get("tool_choice"), tools),
             stream=bool(found.get("stream")),
             role=requests.role(found.get("model")),
             shows_ids=bool(found.get("return_token_ids")),
@@ -142,14 +128,14 @@ def _message(value: object, number: int) -> Json:
     if role is None or not isinstance(value, dict):
         raise Refusal(f"message {number}: expected one of role {', '.join(_ROLES)}, got {shown(value)}")
     where = f"message {number}"
-    found: Json = {"role": role, "content": text_of(value.get("content"), where)}
+    found: Json = {"role": role, "content": Api.text_of(value.get("content"), where)}
     found |= {name: value[name] for name in ("name", "tool_call_id", "reasoning_content") if value.get(name)}
     calls = value.get("tool_calls") or ()
     if any(not isinstance(each, dict) or not isinstance(each.get("function"), dict) for each in calls):
         raise Refusal(f"{where} has a call that cannot be read: {shown(calls)}")
     if calls:
         found["tool_calls"] = [
-            called(each.get("id"), each["function"].get("name"), each["function"].get("arguments"), where)
+            Api.called(each.get("id"), each["function"].get("name"), each["function"].get("arguments"), where)
             for each in calls
         ]
     return found

@@ -22,7 +22,6 @@ from oppo.agents.requests import (
     Said,
     Wanted,
     apart,
-    called,
     digest_of,
     quoted,
 )
@@ -30,6 +29,7 @@ from oppo.environments import EnvironmentFailure
 from oppo.errors import ConfigError, OppoError, one_line, shown
 from oppo.events import Drop
 from oppo.observe import WorkContext
+from oppo.turns import GrowingText
 
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
@@ -91,6 +91,7 @@ class Conversation:
         self.messages: list[Json] = []
         self._names: dict[str, tuple[str, str]] = {}
         self._turn: list[int] = []
+        self._text: GrowingText | None = None  # of a turn that is streamed
         self._read: list[int] = []
 
     @property
@@ -224,7 +225,9 @@ class Conversation:
     def follow(self, tokens: Sequence[int]) -> None:
         if self.request is not None and self._format is not None:
             request, (_, chat) = self.request, self._format
-            request.show(*chat.so_far(tokens, self._requests.stops, calls=request.wanted.calls))
+            if self._text is None:
+                self._text = GrowingText(chat.tokenizer.decode_whole)
+            request.show(*chat.so_far(tokens, self._requests.stops, calls=request.wanted.calls, decode=self._text))
 
     def tell(self, turn: Sequence[int], logprobs: Sequence[float] = (), *, cut: bool = False) -> None:
         # `cut`: the response had no room for more.
@@ -232,7 +235,7 @@ class Conversation:
         assert request is not None  # noqa: S101 - the caller has received it
         assert self._format is not None  # noqa: S101 - of the first request
         tokenizer, chat = self._format
-        self._turn = list(turn)
+        self._turn, self._text = list(turn), None
         parsed = chat.parse(self._turn)
         content, reasoning, calls = parsed.content, parsed.reasoning, list[Call]()
         if parsed.malformed or not request.wanted.calls:
@@ -247,7 +250,7 @@ class Conversation:
             calls.append(Call(key, call.name, dict(call.arguments)))
         message: Json = {"role": "assistant", "content": content}
         if calls:
-            message["tool_calls"] = [called(*call, "the answer") for call in calls]
+            message["tool_calls"] = [Api.called(*call, "the answer") for call in calls]
         self.messages = [*request.messages, message]
         self.said |= {essence(message)} - {""}
         self._read += request.tokens.tolist()

@@ -6,22 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from oppo.agents.requests import (
-    Api,
-    ChatRequests,
-    Json,
-    Kind,
-    Refusal,
-    Request,
-    Said,
-    Stream,
-    Wanted,
-    asked,
-    called,
-    spoken,
-    text_of,
-    with_calls,
-)
+from oppo.agents.requests import Api, ChatRequests, Json, Kind, Refusal, Request, Said, Stream, Wanted
 from oppo.errors import shortened, shown
 
 _SAMPLING: Final = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "stop_sequences": "stop"}
@@ -39,15 +24,16 @@ class Messages(Api):
         found = requests.fields(body, _READ.split(), _SAMPLING, messages="messages")
         if not isinstance(found["messages"], list) or "max_tokens" not in found:
             raise Refusal("expected a JSON object with a list of messages, and max_tokens: of the turn, 1 or more")
-        system = [{"role": "system", "content": text_of(found.get("system"), "system")}] if found.get("system") else []
+        said = Api.text_of(found.get("system"), "system")
+        system = [{"role": "system", "content": said}] if found.get("system") else []
         tools = [_tool(each) for each in found.get("tools") or ()]
         return Wanted(
             self.path,
-            asked([*system, *_messages(found["messages"])]),
+            Api.asked([*system, *_messages(found["messages"])]),
             tools,
             most=requests.most("max_tokens", found["max_tokens"]),
             thinking=_budget(found.get("thinking"), requests),
-            calls=with_calls(
+            calls=Api.with_calls(
                 found.get("tool_choice"),
                 tools,
                 same=({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
@@ -168,17 +154,17 @@ def _messages(values: list[object]) -> list[Json]:
         for block in blocks:
             kind = block.get("type")
             if role == "user" and kind == "tool_result":
-                text = text_of(block.get("content"), where)
+                text = Api.text_of(block.get("content"), where)
                 found.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
             elif role == "assistant" and kind == "tool_use":
-                call = called(block.get("id"), str(block.get("name")), block.get("input"), where)
-                spoken(found, tool_calls=[call])
+                call = Api.called(block.get("id"), str(block.get("name")), block.get("input"), where)
+                Api.spoken(found, tool_calls=[call])
             elif role == "assistant" and kind == "thinking":
-                spoken(found, reasoning_content=text_of(block.get("thinking"), where))
+                Api.spoken(found, reasoning_content=Api.text_of(block.get("thinking"), where))
             else:
                 texts.append(block)
         if texts and role == "user":
-            found.append({"role": "user", "content": text_of(texts, where)})
+            found.append({"role": "user", "content": Api.text_of(texts, where)})
         elif role == "assistant":
-            spoken(found, content=text_of(texts, where))
+            Api.spoken(found, content=Api.text_of(texts, where))
     return found

@@ -44,32 +44,20 @@ class Refusal(Exception):  # noqa: N818 - an answer to an agent
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request in the one form that all APIs are translated into.
+    """A request in the one form that all APIs are translated into."""
 
-    Attributes:
-        api: its path.
-        messages: as chat templates read them.
-        tools: as chat templates show them.
-        most: tokens of the answer; 0: as many as there is room for.
-        thinking: tokens after which thinking is ended; 0: never.
-        calls: whether calls of tools are answered as calls; otherwise as text.
-        previous: id of the answer that the messages follow, where they do not include it.
-        options: of the API's own, for its answer.
-        role: in which it is asked; empty where agents have none.
-    """
-
-    api: str
-    messages: list[Json]
-    tools: list[Json]
-    most: int = 0
-    thinking: int = 0
-    calls: bool = True
+    api: str  # its path
+    messages: list[Json]  # as chat templates read them
+    tools: list[Json]  # as chat templates show them
+    most: int = 0  # tokens of the answer; 0: as many as there is room for
+    thinking: int = 0  # tokens after which it is ended; 0: never
+    calls: bool = True  # whether calls of tools are answered as calls; otherwise as text
     stream: bool = False
     shows_ids: bool = False
     shows_logprobs: bool = False
-    previous: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    role: str = ""
+    previous: str = ""  # id of the answer that the messages follow, where they do not include it
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the API's own, for its answer
+    role: str = ""  # in which it is asked; empty where agents have none
 
     @property
     def model(self) -> str:
@@ -89,24 +77,16 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An answer in the one form that is translated into each API's.
-
-    Attributes:
-        reason: why it ended.
-        tokens: of it.
-        thought: how many of them are reasoning.
-        prompt_ids: the tokens before it, if they were asked for.
-        logprobs: of its tokens, with their texts, likewise.
-    """
+    """An answer in the one form that is translated into each API's."""
 
     content: str
     reasoning: str = ""
     calls: Sequence[Call] = ()
     reason: Literal["stop", "tool_calls", "length"] = "stop"
     tokens: Sequence[int] = ()
-    thought: int = 0
-    prompt_ids: Sequence[int] | None = None
-    logprobs: Sequence[tuple[str, float]] | None = None
+    thought: int = 0  # how many of them are reasoning
+    prompt_ids: Sequence[int] | None = None  # the tokens before it, if they were asked for
+    logprobs: Sequence[tuple[str, float]] | None = None  # of its tokens, with their texts, likewise
 
 
 Kind: TypeAlias = Literal["reasoning", "content"]
@@ -192,6 +172,61 @@ class Api(ABC):
     def error(refusal: Refusal) -> Json:
         kind = "invalid_request_error" if refusal.status < 500 else "server_error"
         return {"error": {"message": shortened(str(refusal)), "type": kind, "param": None, "code": refusal.code}}
+
+    @staticmethod
+    def text_of(content: object, where: str) -> str:
+        """Return the text of the content of a message: a text, or a list of parts that have one."""
+        if content is None or isinstance(content, str):
+            return content or ""
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise Refusal(f"{where} shows {shown(kind)}: the policy reads text only: leave it out")
+        if not isinstance(content, list):
+            raise Refusal(f"{where}: expected its content to be text, got {shown(content)}")
+        return "\n".join(part["text"] for part in content)
+
+    @staticmethod
+    def called(call: Any, name: str, arguments: object, where: str) -> Json:
+        """Return the call of a tool as a message has it; the arguments are JSON, or a text of it."""
+        try:
+            read = json.loads(arguments) if isinstance(arguments, str) and arguments else (arguments or {})
+        except (ValueError, RecursionError) as error:
+            raise Refusal(f"{where} has a call that cannot be read: {one_line(error)}") from error
+        if not isinstance(name, str) or not isinstance(read, dict):
+            raise Refusal(f"{where} has a call without a name, or whose arguments are no object: {shown(arguments)}")
+        return {"id": call, "type": "function", "function": {"name": name, "arguments": read}}
+
+    @staticmethod
+    def spoken(messages: list[Json], *, content: str = "", **more: Any) -> None:
+        """Add a part of what the assistant said to its message, which is the last one, or begins here."""
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        message = messages[-1]
+        message["content"] = "\n".join(filter(None, [message["content"], content]))
+        for name, value in more.items():
+            if value:
+                message[name] = message[name] + value if name in message else value
+
+    @staticmethod
+    def asked(messages: list[Json]) -> list[Json]:
+        if messages and messages[-1]["role"] == "assistant":
+            raise Refusal("the last message is the assistant's: expected one of a user or a tool, to be answered")
+        return messages
+
+    @staticmethod
+    def with_calls(choice: object, tools: Sequence[Json], *, same: Collection[object] = ("auto",)) -> bool:
+        """Return whether calls are answered as calls; ``same`` ask for nothing else than the policy's choice."""
+        if choice is None or not tools or choice in same:
+            return True
+        if choice in ("none", {"type": "none"}):
+            return False
+        raise Refusal(
+            f"tool_choice = {quoted(choice)}: a call that is forced is sampled from other probabilities than the "
+            "policy's, of which the engine tells none, so it cannot be trained: leave tool_choice out, or ask for the "
+            "call in a message; 'none' has calls answered as text",
+            code="unsupported_value",
+        )
 
 
 class ChatRequests:
@@ -323,60 +358,6 @@ class ChatRequests:
 
 def quoted(value: object) -> str:
     return shortened(repr(value), 200)
-
-
-def text_of(content: object, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise Refusal(f"{where} shows {shown(kind)}: the policy reads text only: leave it out")
-    if not isinstance(content, list):
-        raise Refusal(f"{where}: expected its content to be text, got {shown(content)}")
-    return "\n".join(part["text"] for part in content)
-
-
-def called(call: Any, name: str, arguments: object, where: str) -> Json:
-    """Return the call of a tool as a message has it; the arguments are JSON, or a text of it."""
-    try:
-        read = json.loads(arguments) if isinstance(arguments, str) and arguments else (arguments or {})
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"{where} has a call that cannot be read: {one_line(error)}") from error
-    if not isinstance(name, str) or not isinstance(read, dict):
-        raise Refusal(f"{where} has a call without a name, or whose arguments are no object: {shown(arguments)}")
-    return {"id": call, "type": "function", "function": {"name": name, "arguments": read}}
-
-
-def spoken(messages: list[Json], *, content: str = "", **more: Any) -> None:
-    """Add a part of what the assistant said to its message, which is the last one, or begins here."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    message = messages[-1]
-    message["content"] = "\n".join(filter(None, [message["content"], content]))
-    for name, value in more.items():
-        if value:
-            message[name] = message[name] + value if name in message else value
-
-
-def asked(messages: list[Json]) -> list[Json]:
-    if messages and messages[-1]["role"] == "assistant":
-        raise Refusal("the last message is the assistant's: expected one of a user or a tool, to be answered")
-    return messages
-
-
-def with_calls(choice: object, tools: Sequence[Json], *, same: Collection[object] = ("auto",)) -> bool:
-    """Return whether calls of tools are answered as calls; ``same`` ask for nothing else than the policy's choice."""
-    if choice is None or not tools or choice in same:
-        return True
-    if choice in ("none", {"type": "none"}):
-        return False
-    raise Refusal(
-        f"tool_choice = {quoted(choice)}: a call that is forced is sampled from other probabilities than the policy's, "
-        "of which the engine tells none, so it cannot be trained: leave tool_choice out, or ask for the call in a "
-        "message; 'none' has calls answered as text",
-        code="unsupported_value",
-    )
 
 
 async def apart(size: int, work: Callable[[], T]) -> T:

@@ -6,22 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from oppo.agents.requests import (
-    Api,
-    ChatRequests,
-    Json,
-    Kind,
-    Refusal,
-    Request,
-    Said,
-    Stream,
-    Wanted,
-    asked,
-    called,
-    spoken,
-    text_of,
-    with_calls,
-)
+from oppo.agents.requests import Api, ChatRequests, Json, Kind, Refusal, Request, Said, Stream, Wanted
 from oppo.errors import shown
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -45,15 +30,15 @@ class Responses(Api):
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         if not isinstance(items, list):
             raise Refusal(f"expected input to be a text or a list of items, got {shown(given)}")
-        instructed = [{"role": "system", "content": text_of(found.get("instructions"), "instructions")}]
+        instructed = [{"role": "system", "content": Api.text_of(found.get("instructions"), "instructions")}]
         tools = [_tool(each) for each in found.get("tools") or ()]
         return Wanted(
             self.path,
-            asked([*(instructed if found.get("instructions") else []), *_messages(items)]),
+            Api.asked([*(instructed if found.get("instructions") else []), *_messages(items)]),
             tools,
             most=requests.most("max_output_tokens", found.get("max_output_tokens")),
             thinking=requests.most("thinking_token_budget", found.get("thinking_token_budget")),
-            calls=with_calls(found.get("tool_choice"), tools),
+            calls=Api.with_calls(found.get("tool_choice"), tools),
             stream=bool(found.get("stream")),
             role=requests.role(found.get("model")),
             shows_ids=bool(found.get("return_token_ids")),
@@ -209,19 +194,19 @@ def _messages(items: Sequence[object]) -> list[Json]:
         if not isinstance(item, dict) or kind is None:
             raise Refusal(f"{where}: expected an item, got {shown(item)}")
         if kind == "message" and item.get("role") in _ROLES:
-            role, text = _ROLES[item["role"]], text_of(item.get("content"), where)
+            role, text = _ROLES[item["role"]], Api.text_of(item.get("content"), where)
             if role == "assistant":
-                spoken(found, content=text)
+                Api.spoken(found, content=text)
             else:
                 found.append({"role": role, "content": text})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            spoken(found, reasoning_content=text_of(parts, where))
+            Api.spoken(found, reasoning_content=Api.text_of(parts, where))
         elif kind == "function_call":
-            call = called(item.get("call_id"), str(item.get("name")), item.get("arguments"), where)
-            spoken(found, tool_calls=[call])
+            call = Api.called(item.get("call_id"), str(item.get("name")), item.get("arguments"), where)
+            Api.spoken(found, tool_calls=[call])
         elif kind == "function_call_output":
-            text = text_of(item.get("output"), where)
+            text = Api.text_of(item.get("output"), where)
             found.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
         else:
             raise Refusal(

@@ -12,7 +12,8 @@ from typing import Annotated, Final, Literal
 from annotated_types import Ge, Le
 
 from oppo.config.sections import OPENENV, VERIFIERS, DataSection, RunSection, StepSection, placed
-from oppo.declared import Filled, FromList, OneOf, Positive, PositiveCount, setting
+from oppo.declared import Filled, FromList, OneOf, Positive, PositiveCount, changed, setting
+from oppo.environments.functions import REQUEST
 from oppo.errors import in_toml
 from oppo.user_code import SPEC
 
@@ -50,6 +51,17 @@ class EnvironmentSection:
     max_turns: PositiveCount | None = setting(
         None, "answers of tools in a response, after which a call ends it; absent: no limit"
     )
+    compact: PositiveCount | None = setting(
+        None,
+        "tokens of a response, of answers too, after which the policy is asked for a summary of its work with `tools`, "
+        "and goes on behind it in another response, a segment of the rollout; absent: never",
+    )
+    summary_tokens: PositiveCount = setting(512, "of a summary at most")
+    summary_request: Filled = setting(REQUEST, "for a summary, the message of a user")
+    max_segments: Annotated[int, Ge(2)] = setting(
+        8,
+        "of a rollout; the last one goes on until it ends or has no room, where `algorithm.mask_truncated` masks all",
+    )
     process: bool = setting(
         default=False,
         description="call a sync function in its own processes, where it may hold the interpreter lock for long; a "
@@ -70,6 +82,11 @@ class EnvironmentSection:
         description="keep special tokens in the text for the function, and take those that its answer spells as "
         "special tokens; otherwise an answer is ordinary text, whatever it spells",
     )
+
+    @property
+    def longer(self) -> int:
+        """Tokens by which a summary may make a prompt longer; tokenized anew it may have more than it had."""
+        return 0 if self.compact is None else 2 * self.summary_tokens
 
     @property
     def factories(self) -> Mapping[str, str]:
@@ -98,7 +115,9 @@ class EnvironmentSection:
         return replace(self, source=placed(self.source, folder), tools=tools, factory=factory)
 
 
-def environment_fault(given: EnvironmentSection, data: DataSection) -> str:
+def environment_fault(
+    given: EnvironmentSection, data: DataSection, step: StepSection, algorithm: object, *, privileged: bool
+) -> str:
     does = {"source": "answers every turn", "tools": "answer calls", "factory": "answers calls of its methods"}
     answering = [key for key in does if getattr(given, key)]
     served = (OPENENV + "http://", OPENENV + "https://")
@@ -112,7 +131,17 @@ def environment_fault(given: EnvironmentSection, data: DataSection) -> str:
             calls and given.keep_special_tokens,
             "text of a function; tools answer by the chat template",
         ),
-        "tools_column": (not given.tools and given.tools_column, "environment.tools"),
+        **{key: (not given.tools and getattr(given, key), "environment.tools") for key in ("tools_column", "compact")},
+    }
+    of_summaries = changed(given, {"summary_tokens", "summary_request", "max_segments"})
+    idle |= dict.fromkeys(of_summaries, (given.compact is None, "environment.compact"))
+    credit = getattr(algorithm, "credit", "response")
+    unlike = {
+        "step.admission = 'tail-batched' begins late ones anew": step.admission == "tail-batched",
+        "step.algorithm = 'online_dpo' compares two responses": step.algorithm == "online_dpo",
+        f"algorithm.credit = {credit!r} compares parts of one response": credit != "response",
+        "[teacher] has another prompt for one response": privileged,
+        "data.over_long = 'truncate' leaves prompts that cannot be rendered anew": data.over_long == "truncate",
     }
     words = dict[str, object]()
     for first, other in pairwise(answering):
@@ -128,6 +157,11 @@ def environment_fault(given: EnvironmentSection, data: DataSection) -> str:
     words |= {
         f"environment.{name} = {in_toml(getattr(given, name))} is for {of}: leave it out": is_given
         for name, (is_given, of) in idle.items()
+    }
+    words |= {
+        f"environment.compact = {given.compact} has rollouts go on in further responses, and {why}: leave one of the "
+        "two out": given.compact and holds
+        for why, holds in unlike.items()
     }
     return next((text for text, holds in words.items() if holds), "")
 

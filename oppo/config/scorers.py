@@ -404,7 +404,7 @@ def teacher_fault(
             teacher.of_siblings and algorithm.responses < 2
         ),
         f"{{{SIBLING}}} in teacher.template is a response whose score passed, and there are no scores without "
-        "[[rewards]]: give a reward, or another template": teacher.of_siblings and not scored,
+        "[[rewards]]: give a reward, or another template": teacher.of_siblings and not (scored or program),
         "step.weight_sync = 'in-flight' changes the policy while the teacher reads, and teacher.weights = 'live' makes "
         "them one model: leave one of the two out": teacher.weights == "live" and step.weight_sync == "in-flight",
     }

@@ -529,18 +529,19 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
             and next(iter(changed(cast("Any", s.algorithm), {"credit", "over"}).items()), None)
         )
     ),
+    "algorithm.credit = 'state' compares turns in equal states, and {found} says of none in which state it is: set "
+    "credit = 'turns', or give an environment.factory or environment.source that does": (
+        lambda s: (
+            getattr(s.algorithm, "credit", "") == "state"
+            and ("agents.program" if s.agents.program else s.environment.tools and "environment.tools")
+        )
+    ),
     "step.loss = {s.step.loss!r} is trained in place of the algorithm's loss, which alone reads {found}: leave that "
     "out, or make it a setting of yours in [loss]": lambda s: s.step.loss and _idle_of_loss(s.algorithm),
     "{found}": lambda s: (
-        environment_fault(s.environment, s.data)
+        environment_fault(s.environment, s.data, s.step, s.algorithm, privileged=s.teacher.privileged)
         or teacher_fault(
-            s.teacher,
-            s.models,
-            s.placement,
-            s.step,
-            s.algorithm,
-            program=s.agents.program,
-            scored=bool(s.rewards or s.agents.program),
+            s.teacher, s.models, s.placement, s.step, s.algorithm, program=s.agents.program, scored=bool(s.rewards)
         )
     ),
     "[scorers.{found[0]}] serves no model of this run: {found[1]}; {found[2]}, or leave the table out": (

@@ -388,7 +388,7 @@ def _last_of_user(given: str | Sequence[Message], place: str) -> tuple[int, str]
     for at in range(len(given) - 1, -1, -1):
         if given[at].get("role") == "user" and isinstance(text := given[at].get("content"), str):
             return at, text
-    raise DataError(f"{place}: teacher.template stands in place of a user's message with text, and there is none")
+    raise DataError(f"{place}: a template stands in place of a user's message with text, and there is none")
 
 
 def _got(row: Row, name: str) -> str:

@@ -171,7 +171,7 @@ async def make_rounds(
     for number in range(effort.rounds + 1):
         steps = effort.steps if number else 1  # the first round is slower, and not counted
         logger.info(f"round {number} of {effort.rounds}, every schedule in turn" if number else "warming up")
-        for name, chosen in variants.items() if number % 2 else reversed(variants.items()):
+        for name, chosen in variants.items() if number % 2 else reversed([*variants.items()]):
             session.prompts.load_state_dict(beginning)
             chunks = chunks_of(chosen.step, chosen.sampling.max_new_tokens)
             graph = chosen.algorithm.graph(roles_of(session.assembly, admission_of(chosen.step), chunks))

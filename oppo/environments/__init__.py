@@ -3,6 +3,7 @@
 from oppo.environments.classes import EnvironmentClass, Environments, tools_of
 from oppo.environments.functions import (
     LONGEST,
+    Compaction,
     EnvironmentFailure,
     EnvironmentFunction,
     FunctionEnvironment,
@@ -16,6 +17,7 @@ from oppo.environments.verifiers import TaskAgent, verifiers
 
 __all__ = [
     "LONGEST",
+    "Compaction",
     "EnvironmentClass",
     "EnvironmentFailure",
     "EnvironmentFunction",

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, SupportsF
 import anyio
 import numpy as np
 
+from oppo.data.prompts import PrivilegedPrompt
 from oppo.errors import ConfigError, DataError, OppoError, one_line, shortened, shown
 from oppo.events import Drop, Finish, IntArray, Prompt
+from oppo.limits import TurnLimit
 from oppo.models import Scorer, Shared, entered
 from oppo.returns import TokenRewards
 from oppo.scorers import WholeScorer
@@ -24,7 +26,8 @@ from oppo.turns import Answer, Environment, EnvironmentState, Turn
 from oppo.user_code import CallsFunction, CheckedFunction, UserCalls, UserFunction
 
 if TYPE_CHECKING:
-    from oppo.hf.chat import ChatFormat
+    from oppo.hf.chat import ChatFormat, ChatMessage
+    from oppo.hf.tokenizer import HfTokenizer
     from oppo.hf.tool_calls import ToolCall
 
 LONGEST = 250_000  # characters of an answer, which the event loop tokenises: more than a response has room for
@@ -163,11 +166,7 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         return self._calls.at_work
 
     async def answer(self, turn: Turn) -> Answer | Drop | None:
-        """Return the function's answer as tokens, ``None`` where it ends the response, or a ``Drop``.
-
-        Raises:
-            EnvironmentFailure: the function failed, and failures are not dropped.
-        """
+        """Return the function's answer as tokens, ``None`` where it ends the response, or a ``Drop``."""
         where = f"turn {turn.number} of rollout {turn.prompt.rollout}"
         try:
             said = await self._calls.make(self._as_text(turn), where)
@@ -261,6 +260,10 @@ class CalledTool(CalledByName[str]):
         return text
 
 
+NO_ROOM: Final = "Error: the result is longer than this conversation has room for"
+
+SUMMING: Final = {"summing": True}  # the state of a conversation that was asked for a summary
+
 OnToolFailure: TypeAlias = Literal["answer", "drop", "fail"]
 
 
@@ -277,6 +280,59 @@ class ToolResult:
     def message(self) -> Mapping[str, object]:
         content = f"Error: {self.failure}" if self.failure else self.text
         return {"role": "tool", "name": self.name, "content": content}
+
+
+REQUEST: Final = (
+    "This conversation ends here. You will go on in a new one, which shows the task and your summary, and nothing else "
+    "of it. Summarise now, without a call: what was done, what was found, and what is left to do."
+)
+
+_TEMPLATE: Final = "{prompt}\n\nYour summary of the work so far:\n{summary}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compaction:
+    """When tools have the policy summarise its work, and the prompt behind which it goes on.
+
+    Behind the answer with which a response has ``after`` tokens, a user asks for a summary. That is the policy's next
+    turn, is trained, and ends the response. The rollout's next segment is a response to its prompt with the summary
+    behind it. An answer that leaves no room for a summary is left out, which the policy is told.
+
+    Attributes:
+        after: tokens of a response.
+        room: tokens that a response has room for, ``Sampling.max_new_tokens``.
+        summary: tokens of a summary at most.
+        segments: of a rollout at most; the last one goes on until it ends or has no room.
+        longest: tokens of a segment's prompt at most; a rollout with a longer one is dropped.
+        request: for a summary, the message of a user.
+        prompt_column: of the data, with the prompt.
+
+    Raises:
+        ConfigError: a summary would have no room.
+    """
+
+    after: int
+    room: int
+    longest: int
+    summary: int = 512
+    segments: int = 8
+    request: str = REQUEST
+    prompt_column: str = "prompt"
+
+    def __post_init__(self) -> None:
+        if self.after + self.summary > self.room:
+            raise ConfigError(
+                f"a summary of {self.summary} tokens behind {self.after} of a response has no room in the {self.room} "
+                "of sampling.max_new_tokens: lower environment.compact or environment.summary_tokens"
+            )
+
+    def behind(self, prompt: Prompt, summary: str, tokenizer: HfTokenizer) -> IntArray:
+        make = PrivilegedPrompt(
+            tokenizer=tokenizer, decode=tokenizer.decode, template=_TEMPLATE, prompt_column=self.prompt_column
+        )
+        found = make(replace(prompt, columns={**prompt.columns, "summary": summary}))
+        assert found is not None  # noqa: S101 - the template shows no sibling
+        return found.tokens
 
 
 class Tools(Shared):
@@ -296,6 +352,7 @@ class Tools(Shared):
         max_turns: after this many answers a turn that calls a tool ends the response; ``None``: no limit.
         column: of a row, with a list of the names of those that it shows the policy, and lets it call; without it, or
             ``None`` in it, all.
+        compaction: of work that nears the room of its response; ``None``: it ends there.
 
     Raises:
         ConfigError: the policy is not shown a tool, two have one name, or a number is out of range.
@@ -313,6 +370,7 @@ class Tools(Shared):
         process: bool = False,
         max_turns: int | None = None,
         column: str = "",
+        compaction: Compaction | None = None,
     ) -> None:
         users = [UserFunction.of(tool, None, EnvironmentFailure) for tool in tools]
         self.names = [user.name for user in users]
@@ -337,6 +395,10 @@ class Tools(Shared):
         self._on_failure = on_failure
         self._max_turns = max_turns
         self.column = column
+        self._compaction = compaction
+        self.max_segments = 1 if compaction is None else compaction.segments
+        if compaction is not None and "user" not in chat.roles:
+            raise ConfigError("a user asks for summaries: give the chat format the role 'user'")
         self._views: dict[tuple[str, ...], Self] = {}
 
     def of(self, columns: Mapping[str, object]) -> Self:
@@ -376,11 +438,17 @@ class Tools(Shared):
     async def answer(self, turn: Turn) -> Answer | Drop | None:
         """Return what tools answer to the calls of a turn, ``None`` if it makes none, or a ``Drop``.
 
+        Behind a summary there is a segment in place of an answer.
+
         Raises:
             EnvironmentFailure: a tool failed, and failures are raised; or its answer cannot be rendered.
         """
         view = self.of(turn.prompt.columns)
-        return await (self._answered(turn) if view is self else view.answer(turn))
+        if view is not self:
+            return await view.answer(turn)
+        if self._compaction is not None and turn.state == SUMMING:
+            return self._segment(turn, self._compaction)
+        return await self._answered(turn)
 
     async def _answered(
         self, turn: Turn, owner: object = None, made: list[ToolCall] | None = None
@@ -410,14 +478,39 @@ class Tools(Shared):
             if result.error is not None and self._on_failure == "drop":
                 return Drop(turn.prompt.rollout, result.failure)
         said = [result.message for result in results]
-        answers = [{**each, "tool_call_id": result.call_id} for each, result in zip(said, results, strict=True)]
-        try:
-            tokens = self.chat.answer(turn.tokens.tolist(), answers)
-        except ConfigError as error:
-            raise EnvironmentFailure(f"the answer of tools cannot be rendered ({where}): {error}") from error
         seconds = [(result.name, result.seconds) for result in results if result.seconds is not None]
         failures = sum(bool(result.failure) for result in results)
-        return Answer(np.array(tokens, np.int32), calls=len(results), failures=failures, seconds=seconds, said=said)
+        try:
+            answer = self._rendered(turn, said, [result.call_id for result in results])
+        except ConfigError as error:
+            raise EnvironmentFailure(f"the answer of tools cannot be rendered ({where}): {error}") from error
+        return replace(answer, calls=len(results), failures=failures, seconds=seconds)
+
+    def _rendered(self, turn: Turn, said: Sequence[ChatMessage], ids: Sequence[str]) -> Answer:
+        def rendered(said: Sequence[ChatMessage], *more: ChatMessage) -> IntArray:
+            answers = [{**each, "tool_call_id": call_id} for each, call_id in zip(said, ids, strict=True)]
+            return np.array(self.chat.answer(turn.tokens.tolist(), [*answers, *more]), np.int32)
+
+        answer, compaction = Answer(rendered(said), said=said), self._compaction
+        if compaction is None or turn.prompt.branch + 1 >= compaction.segments:
+            return answer
+        if turn.length + len(answer.tokens) < compaction.after:
+            return answer
+        request, limit = {"role": "user", "content": compaction.request}, TurnLimit(compaction.summary)
+        for results in said, [{**each, "content": NO_ROOM} for each in said]:
+            tokens = rendered(results, request)
+            if turn.length + len(tokens) + compaction.summary <= compaction.room:
+                return Answer(tokens, SUMMING, said=[*results, request], limit=limit)
+        return answer
+
+    def _segment(self, turn: Turn, compaction: Compaction) -> Answer | Drop:
+        parsed = self.chat.parse(turn.tokens.tolist())
+        tokens = compaction.behind(turn.prompt, parsed.content or parsed.text, self.chat.tokenizer)
+        if len(tokens) > compaction.longest:
+            size = f"behind it the prompt has {len(tokens)} tokens, more than {compaction.longest}"
+            remedy = "raise data.max_prompt_tokens or environment.summary_tokens"
+            return Drop(turn.prompt.rollout, f"its summary has no room: {size}: {remedy}")
+        return Answer(np.zeros(0, np.int32), segment=tokens)
 
     def _understood(self, name: str, arguments: Mapping[str, object], result: ToolResult) -> bool:
         if (signature := self.signatures.get(name)) is None:

@@ -31,6 +31,7 @@ from oppo.hf.tool_calls import (
     settled,
     tool_schema,
 )
+from oppo.models import Detokenize
 
 ChatMessage: TypeAlias = Mapping[str, object]
 
@@ -41,18 +42,13 @@ _ANSWERED: Final[ChatMessage] = {"role": "assistant", "content": _SAID}
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A turn as a message.
-
-    Attributes:
-        malformed: what is wrong with the first call that cannot be read, or empty.
-        text: all behind the reasoning, with calls as they were written.
-    """
+    """A turn as a message."""
 
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    malformed: str = ""
-    text: str = field(default="", compare=False)
+    malformed: str = ""  # what is wrong with the first call that cannot be read
+    text: str = field(default="", compare=False)  # all behind the reasoning, calls as written
 
     @property
     def message(self) -> ChatMessage:
@@ -176,17 +172,25 @@ class ChatFormat:
         content, calls, fault = self._syntax.read(text, self.tools)
         return ParsedTurn(content.strip(), reasoning, calls, fault, text.strip())
 
-    def so_far(self, tokens: Sequence[int], stops: Sequence[str] = (), *, calls: bool = True) -> tuple[str, str]:
+    def so_far(
+        self,
+        tokens: Sequence[int],
+        stops: Sequence[str] = (),
+        *,
+        calls: bool = True,
+        decode: Detokenize | None = None,
+    ) -> tuple[str, str]:
         """Return the reasoning and the text of a turn that goes on, as far as no later token changes them.
 
         Args:
             tokens: of the turn so far.
             stops: texts that are left out where they end it.
             calls: whether calls are left out of the text.
+            decode: that of the tokenizer, such as a :class:`~oppo.turns.GrowingText` of it.
         """
         if getattr(self._tokenizer.inner, "response_template", None) is not None:
             return "", ""
-        reasoning, text = "", self._without_end(tokens).rstrip("\ufffd")
+        reasoning, text = "", self._without_end(tokens, decode).rstrip("\ufffd")
         if self._thinking is not None:
             opening, closing, _ = self._thinking
             begun = self._opens or text.lstrip().startswith(opening)
@@ -383,13 +387,13 @@ class ChatFormat:
         reasoning, _, rest = text.partition(closing)
         return reasoning.strip(), rest
 
-    def _without_end(self, tokens: Sequence[int]) -> str:
+    def _without_end(self, tokens: Sequence[int], decode: Detokenize | None = None) -> str:
         kept = list(tokens)
         if kept and kept[-1] in self._tokenizer.control_ids:
             end = self._tokenizer.decode_whole(kept[-1:])
             if self._syntax is None or not self._syntax.ends_with(end):
                 kept.pop()
-        return self._tokenizer.decode_whole(kept).removesuffix(self._close.strip() or "\0")
+        return (decode or self._tokenizer.decode_whole)(kept).removesuffix(self._close.strip() or "\0")
 
     def _parsed_by_template(self, tokens: list[int]) -> ParsedTurn:
         inner: Any = self._tokenizer.inner

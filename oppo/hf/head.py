@@ -176,6 +176,7 @@ def token_measures(
     # By kernels of Triton on a GPU, but where ids are listed that may be drawn (top_k, top_p). Only entropies that are
     # learnt have a gradient.
     kernels = None if (support.counts > 0).any() else kernels_on(logits.device)
+    measured: Callable[..., Mapping[Input, Tensor]]
     measured = _by_operations if kernels is None else partial(_by_kernels, kernels)
     return measured(logits, tokens, support, sampling, entropy=entropy, learnt=learnt)
 
@@ -233,7 +234,11 @@ def _agree(device: torch.device, kernels: ModuleType) -> bool:
     support = Support(np.array([7, 8500], np.int32), np.array([0, -2, 0, 0], np.int32))
 
     def found(on: torch.device, measured: Callable[..., Mapping[Input, Tensor]]) -> list[Tensor]:
-        logits, tokens, slopes = given.to(on).requires_grad_(), torch.arange(4).to(on), torch.arange(8.0).to(on)
+        logits, tokens, slopes = (
+            given.to(on, copy=True).requires_grad_(),
+            torch.arange(4).to(on),
+            torch.arange(8.0).to(on),
+        )
         outputs = measured(logits, tokens, support, Sampling(temperature=0.7), entropy=True, learnt=True)
         slope = torch.autograd.grad([*outputs.values()], logits, [*slopes.view(2, 4)])
         return [each.detach().cpu() for each in (*outputs.values(), *slope)]

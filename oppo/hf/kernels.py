@@ -143,9 +143,8 @@ def measured(
         barred: ids that have none at some tokens: where the ids of each token begin in this very tensor, where the last
             token's end, and the ids, int32 [T + 1 + n].
     """
-    found: tuple[Tensor, Tensor] = _Measured.apply(
-        logits.contiguous(), tokens, (vocabulary, temperature or 1.0), barred
-    )  # type: ignore[no-untyped-call] # torch's
+    numbers = vocabulary, temperature or 1.0
+    found: tuple[Tensor, Tensor] = _Measured.apply(logits.contiguous(), tokens, numbers, barred)
     return found
 
 

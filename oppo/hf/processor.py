@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +44,7 @@ class Processor:
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
+        self._lock = Lock()  # threads that serve one model share it, and tokenizers lend their state to one at a time
 
     def __reduce__(self) -> tuple[type[Processor], tuple[str]]:
         return type(self), (self.path,)
@@ -121,8 +123,10 @@ class Processor:
     def _processed(self, pictures: Sequence[Any], name: str, **options: object) -> Mapping[str, Any]:
         text = [self.placeholder * len(pictures)]
         given = options or {"return_tensors": "pt"}
+        inner = self.inner
         try:
-            made: Mapping[str, Any] = self.inner(images=[*pictures], text=text, **given)
+            with self._lock:
+                made: Mapping[str, Any] = inner(images=[*pictures], text=text, **given)
         except Exception as error:  # any kind: an image may be too large, too small, or too narrow
             sizes = ", ".join(f"{picture.size[0]} x {picture.size[1]}" for picture in pictures)
             raise DataError(

@@ -41,13 +41,7 @@ ARRAYS = (
 
 
 def dump_batch(batch: Batch, folder: Path) -> Path:
-    """Write ``batch.safetensors`` and ``batch.json`` into ``folder``, which is made, and return it.
-
-    Row ``r`` owns ``offsets[r] : offsets[r + 1]`` of the per-token arrays and ``prompt_offsets[r] :
-    prompt_offsets[r + 1]`` of ``prompts``. ``support_ids`` and ``support_counts`` are the ids that each token was drawn
-    from (see :class:`oppo.events.Support`), empty without truncation. Arrays that the batch lacks are left out, and so
-    are the data's other columns.
-    """
+    """Write ``batch.safetensors`` and ``batch.json`` into ``folder``, which is made, and return it."""
     prompts = [response.prompt.tokens for response in batch.responses]
     held = {name: getattr(batch, name) for name in ARRAYS}
     arrays = {name: np.ascontiguousarray(array) for name, array in held.items() if array is not None}

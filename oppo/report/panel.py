@@ -71,11 +71,7 @@ class _Harmless(logging.Formatter):
 
 @contextmanager
 def displays() -> Iterator[None]:
-    """Let standard output and standard error go away without an error while the context is open.
-
-    What user code logs without a handler of its own is shown without secrets and control characters, which may be a
-    model's.
-    """
+    """Let standard output and standard error go away without an error while the context is open."""
     out, err = (cast("TextIO", Display(stream)) for stream in (sys.stdout, sys.stderr))
     last = logging.lastResort or logging.NullHandler()
     before = last.formatter

@@ -3,9 +3,6 @@
 In a file step n is the one after which n steps are made: 1 is the first, and an evaluation before it has step 0.
 Records in memory have the index of a step, from 0 on.
 
-A line that is no record, such as the last one that a kill may tear, is left out, kept in a file of its own and
-reported. The lines after it stay.
-
 The journal: the events of every rollout and the controllers' observation of every step, one JSON object a line.
 
 A rollout's lines are ``admitted``, any number of ``answered`` (a turn, by its environment) and ``deferred``,
@@ -23,11 +20,14 @@ import json
 import math
 import os
 import queue
+import re
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final, TypeAlias, cast
 
@@ -116,14 +116,36 @@ def unnoticed(number: int, line: bytes) -> None:
     del number, line
 
 
-def read(path: Path, damaged: Damaged = unnoticed) -> Iterator[Record]:
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The first bytes of a file and their CRC-32: while they are the same, they need not be parsed again."""
+
+    size: int = 0
+    crc: int = 0
+    lines: int = 0
+
+    def after(self, data: bytes) -> Mark:
+        return Mark(self.size + len(data), zlib.crc32(data, self.crc), self.lines + data.count(b"\n"))
+
+    @classmethod
+    def of(cls, path: Path, most: int | None = None) -> Mark:
+        """Return the mark of a whole file, or of its first ``most`` bytes."""
+        mark = cls()
+        with opened(path, "r") as file:
+            while data := file.buffer.read(min(2**20, 2**20 if most is None else most - mark.size)):
+                mark = mark.after(data)
+        return mark
+
+
+def read(path: Path, damaged: Damaged = unnoticed, *, after: Mark = Mark()) -> Iterator[Record]:
     try:
         file = opened(path, "r")
     except FileNotFoundError:
         return
     with file:  # a torn line may end within a character
+        file.buffer.seek(after.size)
         lines = iter(partial(file.buffer.readline, _LONGEST), b"")
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines, after.lines + 1):
             record = _record(line, path.name)
             if record is None:
                 damaged(number, line)
@@ -184,11 +206,12 @@ def _is_evaluation(record: Record) -> bool:
     return all(isinstance(value, int | float | None) for key, value in record.items() if key.startswith("eval/"))
 
 
-def rewind(path: Path, steps: int) -> list[str]:
+def rewind(path: Path, steps: int, mark: Mark = Mark()) -> list[str]:
     """Keep in a file the records of the first ``steps`` steps, and what steers later ones; the file may be large.
 
     A resumed run repeats steps with the same observations, so that its controllers decide as before, and drains after
-    the same steps, however often the run is killed. Damaged lines go to ``<name>.damaged``.
+    the same steps, however often the run is killed. Damaged lines go to ``<name>.damaged``. What is before ``mark``,
+    which the file has, stays as it is.
     """
     numbers: list[int] = []
     aside = path.with_name(f"{path.name}.damaged")
@@ -198,9 +221,14 @@ def rewind(path: Path, steps: int) -> list[str]:
         with opened(aside, "a") as file:
             file.buffer.write(line.removesuffix(b"\n") + b"\n")
 
-    kept = _kept(read(path, keep_aside), steps)
-    put(path, map(line_of, kept))
+    kept = _kept(read(path, keep_aside, after=mark), steps)
+    put(path, chain(_lines(path, mark.lines), map(line_of, kept)))
     return [f"{path}: left out as damaged: {listed('line', numbers)}; see {aside.name}"] if numbers else []
+
+
+def _lines(path: Path, count: int) -> Iterator[str]:
+    with opened(path, "r") as file:
+        yield from (line.decode() for line in islice(file.buffer, count))
 
 
 def _kept(records: Iterator[Record], steps: int) -> Iterator[Record]:
@@ -342,14 +370,27 @@ class Replay:
 def read_replay(path: Path, first: int = 0) -> Replay:
     observed: dict[int, Observation] = {}
     drained: set[int] = set()
-    for record in read(path):
+    for record in _steering(path, first):
         if record.get("event") == OBSERVED and (each := _observation(record.get("seen"))) is not None:
             observed[each.step] = each
         elif record.get("event") == DRAINED:
             last = cast("int", record["step"])
-            drained.add(last)
+            drained = {*(step for step in drained if step < last), last}
             observed = {step: each for step, each in observed.items() if step <= last}  # later ones are made anew
     return Replay({step: each for step, each in observed.items() if step >= first}, frozenset(drained))
+
+
+def _steering(path: Path, first: int) -> Iterator[Record]:
+    # The few lines that may steer a run from step ``first`` on, without parsing the others
+    with suppress(FileNotFoundError), opened(path, "r") as file:
+        for line in iter(partial(file.buffer.readline, _LONGEST), b""):
+            made = _STEP.match(line)
+            steers = b'"drained"' in line or (b'"observed"' in line and (made is None or int(made[1]) > first))
+            if steers and (record := _record(line, path.name)) is not None:
+                yield {**record, "step": cast("int", record["step"]) - 1}
+
+
+_STEP: Final = re.compile(rb'{"step": (\d{1,18}),')
 
 
 def observations(path: Path, first: int = 0) -> Mapping[int, Observation]:
@@ -399,11 +440,7 @@ Job: TypeAlias = Callable[[], object]
 
 
 class Writer:
-    """Does jobs in order, in a thread of its own or at once.
-
-    A job that fails stops the writer, so that nothing is written after a gap. The next :meth:`submit` and
-    :meth:`close` raise its error.
-    """
+    """Does jobs in order, in a thread of its own or at once; after one that fails, none, so that no gap is written."""
 
     def __init__(self, *, threaded: bool = True, capacity: int = 4096) -> None:
         self._jobs: queue.Queue[Job | None] = queue.Queue(capacity)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TextIO
+from typing import Literal, Self, TextIO, TypeAlias, cast
 
 from oppo.declared import require_whole
 from oppo.durable import make, opened, put, sync
@@ -32,6 +32,7 @@ from oppo.report.records import (
     SUMMARY,
     WORK,
     Lock,
+    Mark,
     Record,
     Writer,
     clear,
@@ -106,6 +107,8 @@ def evaluation_record(found: Evaluated, count: int, decode: Detokenize | None) -
 # Files of one object a line, each with its `step` (:mod:`oppo.report.records`)
 RECORDS = (METRICS, SAMPLES, WORK, JOURNAL)
 
+Flushed: TypeAlias = Mapping[str, object]  # plain values of JSON
+
 _EVERY = 5.0  # seconds, at least, between looks at the machine and between writes of the timeline
 
 
@@ -125,6 +128,7 @@ class RunDirectory(Observer):
         resumed_at: steps made by the run in this directory, up to its checkpoint. Records of later steps are removed,
             except for observations and drains; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
         lock: of the directory, if it is already held; released when the directory is complete.
+        flushed: what :meth:`flush` returned before the checkpoint; files that begin so are not parsed again.
 
     Attributes:
         trained: rollouts that the run has trained so far; at least one if records of steps are lost.
@@ -149,6 +153,7 @@ class RunDirectory(Observer):
         source: str = "generate",
         resumed_at: int | None = None,
         lock: Lock | None = None,
+        flushed: Flushed | None = None,
     ) -> None:
         _require(config, keep=keep, trace=trace or 0, resumed_at=resumed_at or 0)
         self.path = path
@@ -167,6 +172,7 @@ class RunDirectory(Observer):
         self._at = 0.0  # loop time of the latest item
         self._extras: dict[int, dict[int, Mapping[str, object]]] = {}  # by step and rollout
         self._files: dict[str, TextIO] = {}
+        self._marks: dict[str, Mark] = {}  # of what is written; the writer's
         self._stack = ExitStack()
         self._closed = False
         self._concluded = False
@@ -180,7 +186,7 @@ class RunDirectory(Observer):
                 require_stepless(path)  # again: another run may have ended since
                 clear(path)
             else:
-                self._rewind(resumed_at)
+                self._rewind(resumed_at, flushed or {})
             put(path / "config.toml", [config])
             for name in RECORDS:
                 self._open(name, "a")
@@ -252,14 +258,12 @@ class RunDirectory(Observer):
         """Mark the run as complete: it reached its end, and its models are saved."""
         self._concluded = True
 
-    def flush(self) -> None:
-        """Block until the records of all steps so far are on the disk.
-
-        Raises:
-            OSError: a file could not be written.
-        """
+    def flush(self) -> Flushed:
+        """Block until the records of all steps so far are on the disk; return what a resumed run knows them by."""
         self._writer.flush()
         self._sync()
+        marks = {name: [mark.size, mark.crc, mark.lines] for name, mark in self._marks.items()}
+        return {"trained": self.trained, "marks": marks}
 
     def abandon(self) -> None:
         """Release the directory as it is, before the process ends at once."""
@@ -288,13 +292,19 @@ class RunDirectory(Observer):
         with behind(error, f"completing the run directory {self.path}"):
             self.close()
 
-    def _rewind(self, steps: int) -> None:
+    def _rewind(self, steps: int, flushed: Flushed) -> None:
         (self.path / SUMMARY).unlink(missing_ok=True)
-        for file in (path for name in (*RECORDS, EVALUATIONS) if (path := self.path / name).exists()):
-            self.faults += rewind(file, steps)
-        lost = gaps(self.path / METRICS, steps)
-        self.faults += [*lost, *gaps(self.path / JOURNAL, steps)]
-        self.trained = int(summary(metrics_of(self.path))["trained"]["total"] or bool(lost))
+        marks = cast("Mapping[str, Sequence[int]]", flushed.get("marks", {}))
+        there = [name for name in (*RECORDS, EVALUATIONS) if (self.path / name).exists()]
+        known = {name: Mark(*marks[name]) for name in there if name in marks}
+        known = {name: mark for name, mark in known.items() if Mark.of(self.path / name, mark.size) == mark}
+        for name in there:
+            self.faults += rewind(self.path / name, steps, known.get(name, Mark()))
+            self._marks[name] = Mark.of(self.path / name)
+        lost, unexplained = ([] if name in known else gaps(self.path / name, steps) for name in (METRICS, JOURNAL))
+        self.faults += [*lost, *unexplained]
+        counted = METRICS in known and flushed["trained"]
+        self.trained = int(counted or summary(metrics_of(self.path))["trained"]["total"] or bool(lost))
         self.evaluated = any(record["step"] == BEFORE for record in read(self.path / EVALUATIONS))
 
     def _trace_models(self, spans: Iterable[Span]) -> None:
@@ -311,7 +321,11 @@ class RunDirectory(Observer):
         if text:
             if name not in self._files:
                 self._open(name, "a")
-            self._writer.submit(partial(self._files[name].write, text))
+            self._writer.submit(partial(self._append, name, text))
+
+    def _append(self, name: str, text: str) -> None:
+        self._files[name].write(text)
+        self._marks[name] = self._marks.get(name, Mark()).after(text.encode())
 
     def _flush_files(self) -> None:
         for file in self._files.values():
@@ -334,11 +348,13 @@ class RunDirectory(Observer):
     def _complete(self) -> None:
         self._sync()
         self._write_timeline(tuple(self._timekeeper.steps))
+        put(self.path / SUMMARY, [json.dumps(self._facts(), indent=2) + "\n"])
+        write_report([recorded(self.path, over=True)])
+
+    def _facts(self) -> Record:
         records = metrics_of(self.path)
         figures = summary(records, list(read(self.path / EVALUATIONS)))
-        facts = {"steps": len(records), "complete": self._concluded, **figures}
-        put(self.path / SUMMARY, [json.dumps(facts, indent=2) + "\n"])
-        write_report([recorded(self.path, over=True)])
+        return {"steps": len(records), "complete": self._concluded, **figures}
 
 
 def _require(config: str, **counts: int) -> None:

@@ -92,11 +92,7 @@ class Timekeeper(Observer):
 
 
 class Cores:
-    """How busy this machine is beside this program and its child processes.
-
-    Attributes:
-        others: share of the cores' time that other processes took, from 0 to 1, as last measured.
-    """
+    """How busy this machine is beside this program and its children: ``others`` is a share of the cores' time."""
 
     def __init__(self) -> None:
         self.others = 0.0
@@ -188,10 +184,7 @@ class Trace:
 
 
 class TraceFile:
-    """Holds the first and the last steps of a run; those between are removed while the run goes on.
-
-    While it is open, the file holds up to twice as many of the last steps.
-    """
+    """Holds the first and the last steps of a run, and while it is open up to twice as many of the last."""
 
     def __init__(self, file: TextIO, steps: int | None) -> None:
         self._file = file

@@ -36,27 +36,16 @@ from oppo.vllm.arguments import workers_of
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A model of a run: its source, and what serves it where.
+    """A model of a run: its source, and what serves it where."""
 
-    Attributes:
-        name: ``policy``, ``reference``, ``critic`` or ``proximal``; of several teachers or rewards ``teacher.NAME``.
-        key: the setting that names its source, or that has its engine, for errors.
-        source: its directory or hub name.
-        device: on which it is served.
-        on: the settings of its engine, where vLLM serves it to score; ``None``: transformers does.
-        apart: it is loaded where it is served: in another process with its own memory, or on another machine.
-        remote: it is served on another machine.
-        quantization: of its base.
-    """
-
-    name: str
-    key: str
-    source: str
-    device: torch.device
-    on: OnVllm | None = None
-    apart: bool = False
-    remote: bool = False
-    quantization: Quantization = "none"
+    name: str  # policy, reference, critic or proximal; of several teachers or rewards teacher.NAME
+    key: str  # the setting that names its source, or that has its engine, for errors
+    source: str  # its directory or hub name
+    device: torch.device  # on which it is served
+    on: OnVllm | None = None  # of its engine, where vLLM serves it to score
+    apart: bool = False  # loaded where it is served: in a process with its own memory, or on another machine
+    remote: bool = False  # served on another machine
+    quantization: Quantization = "none"  # of its base
 
     @property
     def model(self) -> str:
@@ -69,24 +58,15 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Where each model of a run works.
+    """Where each model of a run works."""
 
-    Attributes:
-        settings: of the run, as its file has them.
-        models: with the type of the weights and the sync of adapters chosen.
-        trainer: with the tokens of a micro-batch chosen, once memory is counted.
-        roles: the models of the run, by name.
-        assumed: the hardware it is planned for; ``None``: this machine.
-        share: of the memory of each of its GPUs that the policy's engine takes; ``None``: as the engine chooses.
-    """
-
-    settings: Settings
-    models: ModelsSection
-    trainer: TrainerSettings
+    settings: Settings  # of the run, as its file has them
+    models: ModelsSection  # with the type of the weights and the sync of adapters chosen
+    trainer: TrainerSettings  # with the tokens of a micro-batch chosen, once memory is counted
     devices: Devices
-    roles: Mapping[str, Role]
-    assumed: Hardware | None = None
-    share: float | None = None
+    roles: Mapping[str, Role]  # the models of the run, by name
+    assumed: Hardware | None = None  # the hardware it is planned for; None: this machine
+    share: float | None = None  # of each of its GPUs that the policy's engine takes; None: as that chooses
 
     @classmethod
     def of(cls, settings: Settings, assumed: Hardware | None = None) -> Self:

@@ -83,40 +83,27 @@ Worker: TypeAlias = Place | Reporter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Serving:
-    """The policy of a run on its engine.
-
-    Attributes:
-        positions: the longest sequence, in tokens, that the engine can read.
-        gpus: on which it decodes, or 1 for a CPU; 0: not known.
-        abort: ends an engine whose calls may hang; safe to call from any thread.
-        close: ends the engine; idempotent.
-    """
+    """The policy of a run on its engine."""
 
     policy: Policy
-    positions: int
+    positions: int  # the longest sequence, in tokens, that the engine can read
     workers: tuple[Worker, ...] = ()
-    abort: Callable[[], None] = lambda: None
+    abort: Callable[[], None] = lambda: None  # for one whose calls may hang; from any thread
     close: Callable[[], None] = lambda: None
-    gpus: int = 1
+    gpus: int = 1  # on which it decodes, or 1 for a CPU; 0: not known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServeRequest:
-    """The policy that an engine is to serve.
-
-    Attributes:
-        actor: the model that is trained, as transformers has loaded it.
-        served: the same; or, of a policy on another machine, how it is loaded there.
-        log: the file for what the engine's processes write; ``None``: nowhere.
-    """
+    """The policy that an engine is to serve."""
 
     deployment: Deployment
-    actor: PreTrainedModel
-    served: Loadable
+    actor: PreTrainedModel  # the model that is trained, as transformers has loaded it
+    served: Loadable  # the same, or how it is loaded on another machine
     sampling: Sampling
     tokenizer: HfTokenizer
     places: DeviceLayout
-    log: Path | None = None
+    log: Path | None = None  # for what the engine's processes write
 
 
 def serve(request: ServeRequest) -> Serving:

@@ -90,20 +90,14 @@ _DIVIDES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Memory that a model will need on its device at its worst; weights that several models share count for the first.
-
-    Attributes:
-        remote: the device is on another machine, whose memory is not known here.
-        share: of its device's memory that an engine takes; ``None``: it takes what it needs.
-        sleeps: it needs none during an update.
-    """
+    """Memory that a model will need on its device at its worst; what several share counts for the first."""
 
     model: str
     device: torch.device
     bytes: Bytes
-    remote: bool = False
-    share: float | None = None
-    sleeps: bool = False
+    remote: bool = False  # on another machine, whose memory is not known here
+    share: float | None = None  # that an engine takes; None: it takes what it needs
+    sleeps: bool = False  # needs none during an update
 
     @property
     def where(self) -> str:

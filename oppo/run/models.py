@@ -71,17 +71,7 @@ _TRAINING = "lower trainer.micro_batch_tokens"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembly:
-    """The models of a run in their places; :meth:`close` closes them. A model that the run does not have is ``None``.
-
-    Attributes:
-        positions: the longest sequence, in tokens, that every model can read.
-        served_apart: a model is served from weights other than those that are trained, so it is synced before the first
-            step: a critic's head may be new, an engine has the policy without its adapter, a server an earlier run's.
-        described: what each model is and where it works, in words, by role.
-        ideal: the costs of what models read, at the peak of their devices, by role, where that is known.
-        gauges: of the devices' memory, by metric.
-        scoring: the scorers on vLLM.
-    """
+    """The models of a run in their places; :meth:`close` closes them. A model that it does not have is ``None``."""
 
     serving: Serving
     reference: Scorer[FloatArray] | None
@@ -94,13 +84,15 @@ class Assembly:
     saving: Saving
     tokenizer: HfTokenizer
     sampling: Sampling
-    positions: int
+    positions: int  # of the longest sequence that every model can read
     places: DeviceLayout
+    # A model is served from weights other than those that are trained, so it is synced before the first step: a
+    # critic's head may be new, an engine has the policy without its adapter, a server an earlier run's.
     served_apart: bool = False
-    described: Mapping[str, str] = field(default_factory=dict)
-    ideal: Mapping[str, Passes] = field(default_factory=dict)
-    gauges: Mapping[str, Gauge] = field(default_factory=dict)
-    scoring: tuple[VllmScorer[Any, Any], ...] = ()
+    described: Mapping[str, str] = field(default_factory=dict)  # what each model is and where it works
+    ideal: Mapping[str, Passes] = field(default_factory=dict)  # costs of what models read, at their peak
+    gauges: Mapping[str, Gauge] = field(default_factory=dict)  # of the devices' memory, by metric
+    scoring: tuple[VllmScorer[Any, Any], ...] = ()  # on vLLM
 
     @property
     def policy(self) -> Policy:
@@ -584,16 +576,11 @@ def _sampling(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Critic:
-    """A critic as it is trained and as it is served, or none.
-
-    Attributes:
-        served: the same module; of one that is served on another machine, how it is loaded there.
-        source: what it starts from; ``None`` without a critic, or on the actor's trunk.
-    """
+    """A critic as it is trained and as it is served, or none."""
 
     trained: PreTrainedModel | None = None
-    served: Loadable | None = None
-    source: str | None = None
+    served: Loadable | None = None  # the same module, or how it is loaded on another machine
+    source: str | None = None  # None without a critic, or on the actor's trunk
 
     @property
     def is_apart(self) -> bool:

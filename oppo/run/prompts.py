@@ -23,6 +23,7 @@ from oppo.environments import verifiers
 from oppo.errors import ConfigError, DataError, RunComplete
 from oppo.events import Prompt
 from oppo.log import logger
+from oppo.models import Sampling
 from oppo.report.records import ended
 from oppo.run.checkpoint import Provenance
 from oppo.scorers import SIBLING, BehindPrompt
@@ -52,22 +53,15 @@ NOTHING: Final = ProgramRows()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Supplied:
-    """The prompts of a run.
-
-    Attributes:
-        steps: ``run.steps``, or as many as the prompts last for.
-        columns: of all prompts that are trained on, and of all that are held out, as far as they are known.
-        most: tokens that a prompt may have whose length is known only when it is asked for.
-        images: prompts may show images.
-    """
+    """The prompts of a run."""
 
     stream: Supply
     held_out: Sequence[Prompt]
-    steps: int
+    steps: int  # run.steps, or as many as the prompts last for
     provenance: Provenance
-    columns: Sequence[frozenset[str]]
-    most: int = 0
-    images: bool = False
+    columns: Sequence[frozenset[str]]  # of all prompts that are trained on, and of all that are held out, if known
+    most: int = 0  # tokens that a prompt may have whose length is known only when it is asked for
+    images: bool = False  # prompts may show images
 
     @property
     def longest(self) -> int:
@@ -113,7 +107,7 @@ def supplied(
         if as_they_come
         else _stream(data, [*trained.values()], settings.step.batch)
     )
-    every = [prompt for pool in apart.values() for prompt in pool]
+    every, longer = [prompt for pool in apart.values() for prompt in pool], settings.environment.longer
     wanted = settings.run.steps
     steps = steps_of(wanted, data, settings.step.batch, stream)
     if as_they_come and (wanted == BY_DATA or data.drop_last):
@@ -130,7 +124,7 @@ def supplied(
         provenance=provenance.with_digests(unfiled),
         columns=[_columns(pools) for pools in (trained, apart) if pools],
         images=data.images or any(prompt.images for pool in pools.values() for prompt in pool),
-        most=data.max_prompt_tokens if settings.agents.program else 0,
+        most=data.max_prompt_tokens + longer if settings.agents.program or longer else 0,
     )
 
 
@@ -217,7 +211,20 @@ def few(count: int, batch: int, epochs: int) -> str:
     )
 
 
-def require_room(supply: Supplied, max_new_tokens: int, positions: int, teacher: object) -> None:
+def _check_image_tokens(supply: Supplied, pads: Sequence[int]) -> None:
+    # A text may spell one, where other prompts show images.
+    known = [*(supply.stream.prompts if isinstance(supply.stream, PromptStream) else ()), *supply.held_out]
+    for prompt in known if pads else ():
+        if (found := int(np.isin(prompt.tokens, pads).sum())) != (shown := sum(each.tokens for each in prompt.images)):
+            raise DataError(
+                f"the prompt that begins with the ids {prompt.tokens[:8].tolist()} has {found} tokens that stand for "
+                f"images, and its images have {shown}: other prompts show images, so take the text of such a token out"
+            )
+
+
+def require_room(supply: Supplied, sampling: Sampling, positions: int, teacher: object) -> None:
+    max_new_tokens = sampling.max_new_tokens
+    _check_image_tokens(supply, sampling.barred)
     if supply.longest + max_new_tokens > positions:
         raise ConfigError(
             f"a prompt of {supply.longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not "

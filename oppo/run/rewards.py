@@ -34,6 +34,7 @@ from oppo.data.prompts import Begin, Encoding, ReadImages, rows_of
 from oppo.data.rows import ask_hub, check_file, is_hub_name
 from oppo.durable import read_text
 from oppo.environments import (
+    Compaction,
     EnvironmentClass,
     EnvironmentFailure,
     Environments,
@@ -57,7 +58,7 @@ from oppo.rewards.combined import names_function
 from oppo.rewards.judge import columns_of, judge, key_of
 from oppo.rewards.tasks import CHECKERS
 from oppo.run.prompts import encoding_of
-from oppo.scorers import Unscored
+from oppo.scorers import OfLastSegment, Unscored
 from oppo.user_code import UserFunction, load_function
 
 JUDGED: Final = (
@@ -153,7 +154,11 @@ class UserCode:
             return self.environment.reward
         if not self.settings:
             return Unscored()
-        scorers = {**self.rewards, **models}
+        scorer = self._scorer({**self.rewards, **models})
+        compacts = isinstance(self.environment, Tools) and self.environment.max_segments > 1
+        return OfLastSegment(scorer) if compacts else scorer
+
+    def _scorer(self, scorers: Mapping[str, Scorer[float | Drop]]) -> Scorer[float | Drop]:
         named = {part.name: (part, scorers[key]) for key, part in self.settings.items() if part.name is not None}
         if not named:
             return next(iter(scorers.values()))
@@ -240,8 +245,10 @@ def environment_of(
     options: dict[str, Any] = {"timeout": section.timeout, "concurrency": section.concurrency}
     calling = {**options, "on_failure": section.on_failure or "answer", "max_turns": section.max_turns}
     if section.tools:
-        chat = ChatFormat(tokenizer, ("tool",))
-        return Tools(section.tools, chat, process=section.process, column=section.tools_column, **calling)
+        compaction = _compaction(section, data, sampling)
+        chat = ChatFormat(tokenizer, ("tool",) if compaction is None else ("tool", "user"))
+        calling |= {"process": section.process, "column": section.tools_column, "compaction": compaction}
+        return Tools(section.tools, chat, **calling)
     if isinstance(section.factory, dict):
         return Environments(
             {
@@ -272,6 +279,20 @@ def environment_of(
         process=section.process,
         prompt_column=data.column,
         **options,
+    )
+
+
+def _compaction(section: EnvironmentSection, data: DataSection, sampling: SamplingSection) -> Compaction | None:
+    if section.compact is None:
+        return None
+    return Compaction(
+        after=section.compact,
+        room=sampling.max_new_tokens,
+        longest=data.max_prompt_tokens + section.longer,
+        summary=section.summary_tokens,
+        segments=section.max_segments,
+        request=section.summary_request,
+        prompt_column=data.column,
     )
 
 

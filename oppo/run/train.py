@@ -87,14 +87,7 @@ FINAL = Path(CHECKPOINTS, "final")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun(Closing):
-    """A run that is ready to begin; a context manager that ends the models' threads and releases the run directory.
-
-    Attributes:
-        provenance: what the run is made of, its files as they were read.
-        checkpoint: where the run is resumed; ``None`` for a new run.
-        lock: of the run directory of a resumed run.
-        replay: the decisions that a resumed run repeats.
-    """
+    """A run that is ready to begin; a context manager that ends the models' threads and releases the run directory."""
 
     settings: Settings
     assembly: Assembly
@@ -139,8 +132,10 @@ class PreparedRun(Closing):
     async def _sync_weights(self) -> None:
         await self.assembly.trainer.sync_weights(*self.graph.stage("update", Update).synced)
 
-    async def keep(self, running: Run[StepReport], report: StepReport) -> None:
+    async def keep(self, running: Run[StepReport], report: StepReport, directory: RunDirectory) -> None:
+        """Write a checkpoint; the records of all steps are on the disk before it is."""
         state = {
+            "records": await anyio.to_thread.run_sync(directory.flush),
             "run": running.state_dict(),
             "prompts": self.prompts.state_dict(),
             "trainer": kind_of(self.assembly.trainer),
@@ -164,19 +159,7 @@ def prepare(
     graph: MakeGraph | None = None,
     rows: ProgramRows = NOTHING,
 ) -> PreparedRun:
-    """Return a run with everything loaded and checked; writes nothing but an engine's log, and images of rows as files.
-
-    Args:
-        resume: lock the run directory and go on from its newest checkpoint, or from the beginning if the run was killed
-            before its first. Otherwise the directory must be unused.
-        dry_run: prepare only, so the run directory may be in use.
-        accept_changed_code: resume with another content of a file of code than the run began with.
-        graph: makes the graph of a step, in place of ``step.algorithm``'s.
-        rows: of a program, in place of what settings name.
-
-    Raises:
-        OppoError: a setting, the data, the reward or a model cannot be used, or another run writes the run directory.
-    """
+    """Return a run with everything loaded and checked; a ``dry_run`` may look at a run directory that is in use."""
     chosen = settings.run
     checkpoints = Checkpoints(
         settings.run_directory / CHECKPOINTS, keep_last=chosen.keep_last, keep_best=chosen.keep_best
@@ -217,7 +200,7 @@ def prepare(
             images=supply.images,
         )
         stack.callback(assembly.close)
-        require_room(supply, assembly.sampling.max_new_tokens, assembly.positions, assembly.teacher)
+        require_room(supply, assembly.sampling, assembly.positions, assembly.teacher)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
         stream = of_agents(stream, assembly.environment, settings.data)
         composed = compose(settings, assembly, stream, replay.observations, graph)
@@ -257,21 +240,7 @@ async def run(
     *,
     last_resort: Callable[[HangError], None] | None = None,
 ) -> RunDirectory:
-    """Run every step, write the run directory, and save the trained models under ``checkpoints/final``.
-
-    They are saved however the run ends, once it has made an update. Ctrl-C, SIGTERM and SIGHUP end the run after the
-    steps in flight, with a checkpoint. A second signal ends it at once, after an update in progress.
-
-    ``console`` shows the panel and the effect of Ctrl-C; ``last_resort`` is that of :class:`oppo.liveness.Watchdog`.
-
-    Raises:
-        ConfigError: the run directory cannot be written.
-        HangError: nothing had moved for ``run.watchdog_seconds``.
-        ModelError: the trained models could not be saved.
-        CheckpointError: a checkpoint could not be written.
-        NothingTrained: no rollout was trained in ``run.max_empty`` steps in a row, or in the whole run.
-        Stopped: a signal came; in the last step, once the run is complete.
-    """
+    """Run every step, write the run directory, and save the trained models, however the run ends."""
     settings, assembly = session.settings, session.assembly
     heartbeat = Heartbeat()
     directory = directory_of(session)
@@ -331,18 +300,14 @@ def directory_of(session: PreparedRun) -> RunDirectory:
         trace=None if settings.run.trace == "all" else settings.run.trace,
         resumed_at=None if session.lock is None else session.done,
         lock=session.lock,
+        flushed=None if session.checkpoint is None else session.checkpoint.state().get("records"),
     )
 
 
 async def make_steps(
     session: PreparedRun, running: Run[StepReport], interrupt: Interrupt, directory: RunDirectory
 ) -> None:
-    """Make the remaining steps; write a checkpoint every ``run.checkpoint_every``, after the last and after a signal.
-
-    No step is in flight at a checkpoint. A signal lets those end that are, and the journal says which is the last: the
-    next step begins from another state than it would have. The records of all steps are on the disk before their
-    checkpoint is, so a resumed run has them.
-    """
+    """Make the remaining steps; a signal lets those in flight end, and the journal names the last."""
     chosen = session.settings.run
     empty, last, draining = EmptySteps(chosen.max_empty), None, False
     await session.restore(running)
@@ -358,25 +323,20 @@ async def make_steps(
             directory.drained(running.alive[-1])
             running.drain()
         if not running.alive and (ends or session.is_checkpointed(report.index)):
-            await anyio.to_thread.run_sync(directory.flush)
-            await session.keep(running, report)
+            await session.keep(running, report, directory)
             ends = interrupt.by if goes_on else None  # it may have come meanwhile
         if ends and not running.alive:
             raise Stopped(ends)
         empty.after(report)
         last = report
     if last is not None and chosen.checkpoint_every and not session.is_checkpointed(last.index):
-        await anyio.to_thread.run_sync(directory.flush)  # the prompts ended earlier than could be known
-        await session.keep(running, last)
+        await session.keep(running, last, directory)  # the prompts ended earlier than could be known
     empty.require_trained(directory.trained, session.steps)
 
 
 @asynccontextmanager
 async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
-    """Save the trained models when the context ends, however it ends; a failure never hides what ended the run.
-
-    Without an update in this run, ``path`` stays as it is.
-    """
+    """Save the trained models when the context ends, however it ends, unless this run made no update."""
 
     async def save() -> None:
         if assembly.trainer.has_learned:

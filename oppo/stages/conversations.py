@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -26,6 +26,9 @@ from oppo.stages.metrics import Averaged
 from oppo.turns import Answer, Answered, Environment, Turn, TurnDecode, turns_of
 
 TurnOutcome: TypeAlias = Answer | Drop | None
+
+BeginSegment: TypeAlias = Callable[[Prompt], Awaitable[bool]]
+"""Begins the next segment of a rollout, unless it was begun before; returns false once decoding has stopped."""
 
 
 @dataclass(slots=True)
@@ -94,6 +97,10 @@ class Conversations:
         self._known: dict[int, Prompt] = {}  # rollouts that the environment may hold something of
         self._over: dict[int, Sequence[int]] = {}  # those that ended, by step
         self._ended: list[_Memory] = []
+        self._most = getattr(environment, "max_segments", 1)
+        self._branches: dict[int, int] = {}  # the last segment of a rollout, while its responses are forgotten
+        self._segments: list[float] = []
+        self._summaries: list[float] = []  # their lengths, in tokens
         self._tools = False
         self._tasks: TaskGroup | None = None
         self._opened = AsyncExitStack()
@@ -120,7 +127,7 @@ class Conversations:
             self.release(self._over.pop(index))
         self._over[step.index] = ended
 
-    async def converse(self, rollout: InFlightRollout, step: Step) -> None:
+    async def converse(self, rollout: InFlightRollout, step: Step, begin: BeginSegment) -> None:
         number, decode = rollout.prompt.rollout, cast("TurnDecode", rollout.decode)
         while (tokens := await self._turn(number, decode)) is not None:
             memory = self._memories.setdefault(number, _Memory())
@@ -135,6 +142,11 @@ class Conversations:
             given = outcome.tokens if isinstance(outcome, Answer) and len(outcome.tokens) else None
             if isinstance(outcome, Drop):
                 rollout.dropped = outcome.reason
+            segment = outcome.segment if isinstance(outcome, Answer) else None
+            if segment is not None:
+                following = replace(rollout.prompt, tokens=segment, branch=rollout.prompt.branch + 1, limit=UNLIMITED)
+                if not await begin(following):
+                    return
             after = memory.after(outcome, call) if isinstance(outcome, Answer) else memory
             limits = [each.limit or rollout.prompt.limit for each in (memory, after)]
             if given is not None and limits != [UNLIMITED, UNLIMITED]:
@@ -145,6 +157,8 @@ class Conversations:
             if isinstance(outcome, Answer) and outcome.within:
                 self._memories[number] = after
                 continue
+            if segment is not None:
+                self._summaries.append(float(len(call.tokens)))
             step.note(call.answered(number, memory.answered, 0 if given is None else len(given), rollout.dropped))
             if isinstance(outcome, Answer):
                 self._before[number], self._memories[number] = memory, after
@@ -169,8 +183,8 @@ class Conversations:
             memory = self._memories.get(rollout.prompt.rollout, _Memory())
 
             def turn() -> list[int]:
-                tokens: list[int] = rollout.response().tokens[memory.length :].tolist()
-                return tokens
+                pieces = (each.tokens for each in rollout.pieces if each.start >= memory.length)
+                return [token for tokens in pieces for token in tokens.tolist()]
 
             self._follow(rollout.prompt, memory.answered, turn)
 
@@ -181,7 +195,8 @@ class Conversations:
         self._known[number] = rollout.prompt
         call = self._calls[number] = _Call(anyio.current_time(), tokens)
         said = partial(_turns_read, rollout, memory.turns, memory.length + len(tokens))
-        turn = Turn(rollout.prompt, memory.answered, np.array(tokens, np.int32), json.loads(memory.state), said)
+        state, length = json.loads(memory.state), memory.length + len(tokens)
+        turn = Turn(rollout.prompt, memory.answered, np.array(tokens, np.int32), state, said, length)
         self._tasks.start_soon(self._answer, call, turn, name=f"answer rollout {number}")
         return call
 
@@ -203,6 +218,9 @@ class Conversations:
         memory, call = self._memories.pop(prompt.rollout, _Memory()), self._calls.pop(prompt.rollout, None)
         self._before.pop(prompt.rollout, None)
         self._ended.append(memory)
+        last = self._branches[prompt.first] = max(prompt.branch, self._branches.get(prompt.first, 0))
+        if not prompt.branch and self._branches.pop(prompt.first) is not None and self._most > 1:
+            self._segments.append(last + 1.0)
         if call is not None:
             call.scope.cancel()
             memory = memory.after(call.outcome, call) if isinstance(call.outcome, Answer) else memory
@@ -224,6 +242,11 @@ class Conversations:
         if self._tools:
             failed = [float(number < each.failures) for each in ended for number in range(each.calls)]
             found |= {"tools/call_frequency": [float(each.calls) for each in ended], "tools/failure_frequency": failed}
+        if self._most > 1:
+            found |= {"compaction/segments/mean": self._segments, "compaction/segments/max": self._segments}
+            found |= {"compaction/capped": [float(each >= self._most) for each in self._segments]}
+            found |= {"compaction/summary_tokens": self._summaries}
+            self._segments, self._summaries = [], []
         found |= getattr(self._environment, "samples", dict)()
         return Averaged(found)
 
@@ -266,7 +289,8 @@ def _require_outcome(outcome: object) -> TurnOutcome:
     if not isinstance(outcome, Answer):
         raise ProtocolError(f"an environment returns an Answer, a Drop, or None to end; got {described(outcome)}")
     tokens: object = outcome.tokens
-    least = 0 if outcome.reward is not None or outcome.key else 1  # without any it ends the response
+    ends = outcome.reward is not None or outcome.key or outcome.segment is not None
+    least = 0 if ends else 1  # without any it ends the response
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1 or len(tokens) < least:
         raise ProtocolError(f"an answer has tokens, a NumPy array, int32 [{least} or more]; got {described(tokens)}")
     if outcome.reward is not None:

@@ -40,19 +40,12 @@ def differ(scores: FloatArray) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round of a step, recorded by the stage that generates; prompts are identified by their admission numbers.
+    """A round of a step, recorded by the stage that generates; prompts are identified by their admission numbers."""
 
-    Attributes:
-        placed: prompts with a place in the batch, in the order in which they took it; each is accepted or rejected.
-        rejected: prompts that lost their place.
-        filled: complete prompts that took a place that had become free.
-        admitted: new prompts, for the places that were left.
-    """
-
-    placed: tuple[int, ...]
-    rejected: tuple[int, ...]
-    filled: tuple[int, ...]
-    admitted: tuple[int, ...]
+    placed: tuple[int, ...]  # in the batch, in the order in which they took it; each is accepted or rejected
+    rejected: tuple[int, ...]  # those that lost their place
+    filled: tuple[int, ...]  # complete ones that took a place that had become free
+    admitted: tuple[int, ...]  # new ones, for the places that were left
 
 
 class Rounds(tuple[Round, ...]):

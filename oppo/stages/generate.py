@@ -97,6 +97,10 @@ class Generate:
             )
         if self.environment is not None:
             require_turns(self.policy)
+        can = self.policy.capabilities
+        fault = self._single(adds=can.adds_while_decoding or can.adds_while_held)
+        if getattr(self.environment, "max_segments", 1) > 1 and fault:
+            raise ConfigError(f"compaction has rollouts go on in further responses, and {fault}: leave one of them out")
         self._conversations = None if self.environment is None else Conversations(self.environment)
         self._branching = self.environment if isinstance(self.environment, Branching) else None
         self._ledger = Ledger(self.admission, self._may_branch)
@@ -109,17 +113,16 @@ class Generate:
     def _refills(self) -> bool:
         return isinstance(self.admission, Refilling)
 
-    @property
-    def _single(self) -> str:
+    def _single(self, *, adds: bool) -> str:
         if isinstance(self.admission, Restarting):
             return f"{type(self.admission).__name__} begins late rollouts anew"
-        if self.policy.capabilities.adds_while_decoding:
+        if adds:
             return ""
         return f"{type(self.policy).__name__} decodes no rollouts that come later (on transformers: run.deterministic)"
 
     async def __aenter__(self) -> Self:
         if self._branching is not None:
-            self._branching.single = self._single
+            self._branching.single = self._single(adds=self.policy.capabilities.adds_while_decoding)
         self._opened = await entered([self.policy, self._conversations])
         return self
 
@@ -304,7 +307,8 @@ class Generate:
                         readers.start_soon(self._read, rollout, size, out, round_, name=f"read rollout {number}")
                         if self._conversations is not None:
                             name = f"converse in rollout {number}"
-                            conversations.start_soon(self._conversations.converse, rollout, step, name=name)
+                            begin = partial(self._begin_segment, round_, conversations)
+                            conversations.start_soon(self._conversations.converse, rollout, step, begin, name=name)
 
                     round_ = DecodingRound(engine, meter, read)
                     round_.begin(live)
@@ -342,9 +346,17 @@ class Generate:
             await joining[0].aclose()
             del self._rollouts[branch.rollout]
             return
-        round_.meter.add(joining)
-        await round_.engine.add([rollout.decode for rollout in joining])
-        round_.begin(joining)
+        await round_.join(joining)
+
+    async def _begin_segment(self, round_: DecodingRound, conversations: TaskGroup, segment: Prompt) -> bool:
+        # The unit takes it, since the segment before has not ended. One that begins as the round ends is deferred.
+        segment = segment.numbered(self.samples)
+        if segment.rollout not in self._rollouts:
+            joining = await self._rollouts.open(self.policy, [(segment,)])
+            self._ledger.join(segment)
+            if not conversations.cancel_scope.cancel_called:
+                await round_.join(joining)
+        return not conversations.cancel_scope.cancel_called
 
     async def _admit(self, prompts: Receiver[Prompt], step: Step) -> list[tuple[Prompt, ...]]:
         wanted = self._ledger.wanted(step.remaining, self._rollouts.room(self.policy, self.samples))
@@ -424,6 +436,11 @@ class DecodingRound:
         for rollout in rollouts:
             self.read(self, rollout)
 
+    async def join(self, rollouts: Sequence[InFlightRollout]) -> None:
+        self.meter.add(rollouts)
+        await self.engine.add([rollout.decode for rollout in rollouts])
+        self.begin(rollouts)
+
     def note_end(self, rollout: InFlightRollout) -> None:
         self.meter.note_end(rollout)
         self.note_change()
@@ -462,10 +479,7 @@ class DecodingRound:
             groups = await take(wanted)
             if groups:
                 ledger.add(groups)
-                joining = await open_(groups)
-                self.meter.add(joining)
-                await self.engine.add([rollout.decode for rollout in joining])
-                self.begin(joining)
+                await self.join(await open_(groups))
             if len(groups) < wanted or not ledger.decoding:
                 return
             if not wanted:

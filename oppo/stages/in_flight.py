@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final, TypeAlias, cast
 
 from oppo.errors import ConfigError, noted
-from oppo.events import AnsweredTurn, Finish, Prompt, Response, RolloutEvent
+from oppo.events import AnsweredTurn, Drop, Finish, Prompt, Response, RolloutEvent
 from oppo.graph import Sender
 from oppo.models import Decode, Policy, require_count, require_model
 from oppo.stages.conversations import Conversations
@@ -107,10 +108,14 @@ class OpenRollouts(dict[int, InFlightRollout]):
 
     async def finish(self, unit: Unit, out: Sender[RolloutEvent], ended: list[int]) -> None:
         unit.sent = True
-        # Branches first: a scorer that finishes a first conversation then knows of the others.
-        for number in [prompt.rollout for prompt in sorted(unit.prompts, key=lambda prompt: not prompt.branch)]:
-            rollout = self[number]
+        # The last first: a scorer that finishes a first conversation then knows of the others. Segments end alike.
+        last = dict[int, tuple[int, Finish | Drop]]()
+        for prompt in sorted(unit.prompts, key=lambda prompt: -prompt.branch):
+            number, rollout = prompt.rollout, self[prompt.rollout]
             ending = rollout.ending(self.answered(number))
+            if self._branching is None:
+                branch, of = last.setdefault(prompt.first, (prompt.branch, ending))
+                ending = _alike(ending, of, branch + 1) if branch else ending
             self._lengths.append(len(rollout.prompt.tokens) + rollout.length)
             await self.close(rollout)
             ended.append(number)
@@ -130,6 +135,12 @@ class OpenRollouts(dict[int, InFlightRollout]):
         if self._conversations is not None:
             self._conversations.forget(rollout.prompt)
         del self[rollout.prompt.rollout]
+
+
+def _alike(ending: Finish | Drop, last: Finish | Drop, segments: int) -> Finish | Drop:
+    if isinstance(last, Drop):
+        return replace(last, rollout=ending.rollout)
+    return ending if isinstance(ending, Drop) else replace(ending, reason=last.reason, segments=segments)
 
 
 def require_turns(policy: Policy) -> MultiTurnPolicy:

@@ -50,23 +50,14 @@ from oppo.models import Decode
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Rollouts that are trained together.
+    """Rollouts that are trained together."""
 
-    Attributes:
-        prompts: the rollouts, by their prompts, in sample order; then their branches.
-        age: steps since admission.
-        unfinished: those whose response is incomplete.
-        complete: whether none is, and no agent of them goes on.
-        placed: whether it has a place in the current step's batch.
-        sent: whether its responses are sent on, or were.
-    """
-
-    prompts: tuple[Prompt, ...]
-    age: int = 0
-    unfinished: set[int] = field(default_factory=set)
-    complete: bool = False
-    placed: bool = False
-    sent: bool = False
+    prompts: tuple[Prompt, ...]  # of the rollouts, in sample order; then of their branches
+    age: int = 0  # steps since admission
+    unfinished: set[int] = field(default_factory=set)  # those whose response is incomplete
+    complete: bool = False  # whether none is, and no agent of them goes on
+    placed: bool = False  # whether it has a place in the current step's batch
+    sent: bool = False  # whether its responses are sent on, or were
 
     @property
     def admission(self) -> int:
@@ -75,20 +66,13 @@ class Unit:
 
 @dataclass(slots=True)
 class Ledger:
-    """The units in flight of one run.
-
-    Attributes:
-        goes_on: whether an agent may begin further rollouts of the unit of this one; called from any thread.
-        deferred: units deferred to the next step, oldest first.
-        placed: units with a place in the current step's batch, in finish order.
-        restarted: units that restart in the current step, under a :class:`~oppo.admission.Restarting` admission.
-    """
+    """The units in flight of one run."""
 
     admission: Admission
-    goes_on: Callable[[Prompt], bool] = lambda _: False
-    deferred: list[Unit] = field(default_factory=list)
-    placed: list[Unit] = field(default_factory=list)
-    restarted: list[Unit] = field(default_factory=list)
+    goes_on: Callable[[Prompt], bool] = lambda _: False  # an agent may begin further rollouts; any thread
+    deferred: list[Unit] = field(default_factory=list)  # to the next step, oldest first
+    placed: list[Unit] = field(default_factory=list)  # in the current step's batch, in finish order
+    restarted: list[Unit] = field(default_factory=list)  # in the current step, where admission restarts
     _waiting: list[Unit] = field(default_factory=list)
     _live: list[Unit] = field(default_factory=list)
     _unit_of: dict[int, Unit] = field(default_factory=dict)
@@ -289,28 +273,19 @@ class Ledger:
 
 @dataclass(slots=True, eq=False)
 class InFlightRollout:
-    """One rollout in flight: its decode and the tokens read from it. Between steps no task owns it.
-
-    Attributes:
-        announced: whether its prompt has been sent to the scorers.
-        reason: why the response ended; ``None`` while it is unfinished.
-        dropped: why the rollout is not trained; empty if it is.
-        ended: loop time at which its last chunk was read, in seconds; NaN while it is unfinished.
-        newest_version: of the weights that made the last sampled token; 0 without one.
-        grown: set when tokens are appended; a reader waits for it.
-    """
+    """One rollout in flight: its decode and the tokens read from it. Between steps no task owns it."""
 
     prompt: Prompt
     decode: Decode
-    announced: bool = False
+    announced: bool = False  # whether its prompt has been sent to the scorers
     pieces: list[Chunk | ToolTokens] = field(default_factory=list)
     length: int = 0
-    reason: FinishReason | None = None
-    dropped: str = ""
-    ended: float = math.nan
+    reason: FinishReason | None = None  # why the response ended; None while it is unfinished
+    dropped: str = ""  # why the rollout is not trained; empty if it is
+    ended: float = math.nan  # loop time at which its last chunk was read; NaN while it is unfinished
     tool_tokens: int = 0
-    newest_version: int = 0
-    grown: anyio.Event | None = None
+    newest_version: int = 0  # of the weights that made the last sampled token
+    grown: anyio.Event | None = None  # set when tokens are appended; a reader waits for it
 
     def append(self, piece: Chunk | ToolTokens) -> None:
         n = len(piece.tokens)

@@ -36,21 +36,12 @@ class _Waiting:
 
 
 class ScorerWeights:
-    """The weights of a scorer that the trainer syncs; they change only while its stage neither reads nor scores.
-
-    Args:
-        scorer: the model behind a :class:`~oppo.stages.Score`.
-        newest: serve new weights at once, for a stage that waits for each update; otherwise from the step on for which
-            they are due.
-
-    Attributes:
-        together: whether another synced model serves tensors of the scorer: they change together.
-    """
+    """The weights of a scorer that the trainer syncs; they change only while its stage neither reads nor scores."""
 
     def __init__(self, scorer: SyncedModel, *, newest: bool = False) -> None:
         self.scorer = scorer
-        self._newest = newest
-        self.together = False
+        self._newest = newest  # are served at once, for a stage that waits for each update
+        self.together = False  # whether another synced model serves tensors of the scorer
         self._reading = anyio.Lock(fast_acquire=True)
         self._waiting: deque[_Waiting] = deque()
         self._served = anyio.Event()

@@ -182,7 +182,9 @@ class FakePolicy:
             with as_itself():
                 async with anyio.create_task_group() as self._loops:
                     await self.add(live)
-                    yield self if self.capabilities.adds_while_decoding else FixedDecoding(type(self).__name__)
+                    can = self.capabilities
+                    joins = can.adds_while_decoding or can.adds_while_held
+                    yield self if joins else FixedDecoding(type(self).__name__)
                     self._loops.cancel_scope.cancel()
         finally:
             self._over.set()

@@ -269,7 +269,11 @@ class FaultyPolicy(_FaultySynced):
     def capabilities(self) -> Capabilities:
         """The model's, except that rollouts cannot join, nor sampling vary, nor progress be reported."""
         return replace(
-            self.inner.capabilities, adds_while_decoding=False, varies_sampling=False, reports_progress=False
+            self.inner.capabilities,
+            adds_while_decoding=False,
+            adds_while_held=False,
+            varies_sampling=False,
+            reports_progress=False,
         )
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FaultyDecode]:

@@ -372,7 +372,7 @@ class Request:
         # vLLM adds at least -100 to a logit: ids that are never sampled become so improbable that, in float32, no
         # log-prob of another id tells.
         sampling, start, truncated = self.sampling, self.written, truncates(self.sampling)
-        padding = range(sampling.vocabulary or vocabulary, vocabulary)
+        padding = [*sampling.barred, *range(sampling.vocabulary or vocabulary, vocabulary)]
         return {
             "temperature": sampling.temperature,
             "top_k": sampling.top_k if truncated else 0,
@@ -481,6 +481,7 @@ def _support(found: Mapping[int, float], token: int, sampling: Sampling, positio
     if truncates(sampling) and sampling.top_k:
         ids = sorted({token, *(each for each, logprob in found.items() if np.isfinite(logprob))})
         return Support(np.array(ids, np.int32), np.array([len(ids)], np.int32))
-    if position < sampling.min_new_tokens and sampling.stop:
-        return Support(np.array(sampling.stop, np.int32), np.array([-len(sampling.stop)], np.int32))
+    early = sampling.stop if position < sampling.min_new_tokens else ()
+    if left_out := (*sampling.barred, *early):
+        return Support(np.array(left_out, np.int32), np.array([-len(left_out)], np.int32))
     return Support()

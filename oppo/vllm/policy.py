@@ -157,6 +157,11 @@ class VllmPolicy:
     ) -> VllmDecode:
         engine = self.engine
         response = response_to(rollout, engine.name, vocabulary=engine.vocabulary, longest=engine.longest)
+        if response.prompt.images:
+            raise ModelError(
+                f"the prompt of rollout {response.prompt.rollout} shows images, and {engine.name} is given text only "
+                "on vLLM: decode with oppo.hf.HfPolicy (models.engine = 'transformers')"
+            )
         room = engine.longest - len(response.prompt.tokens)
         limit = min(sampling.max_new_tokens, room, self._limit(response.prompt))
         key = next(self._numbers)

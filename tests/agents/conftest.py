@@ -24,10 +24,14 @@ class Numbers:
     ends = frozenset({2})
     thinking = None
 
+    @property
+    def tokenizer(self) -> Numbers:
+        return self
+
     def parse(self, turn: Sequence[int]) -> ParsedTurn:
         return ParsedTurn(f"{len(turn)}: {sum(turn)}")
 
-    def so_far(self, tokens: Sequence[int], stops: Sequence[str], *, calls: bool) -> tuple[str, str]:
+    def so_far(self, tokens: Sequence[int], stops: Sequence[str], *, calls: bool, decode: object) -> tuple[str, str]:
         return "", f"{len(tokens)}"[:1]
 
     def answer(self, turn: Sequence[int], messages: Sequence[Mapping[str, object]]) -> list[int]:

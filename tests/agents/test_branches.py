@@ -196,19 +196,6 @@ def test_a_helper_s_conversation_is_trained_in_the_unit_of_its_agent() -> None:
     assert all(each["agents/refused"] == 0 for each in metrics)
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_deferred_conversations_are_trained_as_in_serial_steps(together: bool) -> None:
-    late = {(at, at % 2, 1 - at % 2): 0.5 for at in range(0, 60, 3)}
-    streamed, metrics, reasons = trained(Chief(late, together=together), Overcommit(batch=4, overcommit=3))
-    assert reasons == []
-    check(streamed)
-    assert sum(each["deferral/deferred"] for each in metrics) > 0
-    serial, _, _ = trained(Chief(), Overcommit(batch=4))
-    one, other = described(serial), described(streamed)
-    assert len(one.keys() & other.keys()) > 20
-    assert all(one[rollout] == other[rollout] for rollout in one.keys() & other.keys())
-
-
 def test_a_group_comes_early_if_none_of_its_agents_has_a_further_conversation() -> None:
     chief, tap, trainer = Chief(), Tap(), FakeTrainer(accumulating=lambda _: 0.0)
     graph = graph_of(chief.agents, policy(), trainer, Overcommit(batch=4))

@@ -221,8 +221,5 @@ def test_a_frozen_role_says_the_same_whether_its_engine_decodes_answers_side_by_
 
 
 def test_the_policy_plays_one_role_at_least() -> None:
-    async def run(row: object, url: str, key: str) -> float:
-        raise NotImplementedError
-
     with pytest.raises(ConfigError, match="the policy plays none of the roles 'one': leave one to it"):
-        Agents(run, tokenizer(), roles={"one": FakePolicy()})
+        Agents(lambda row, url, key: 0.0, tokenizer(), roles={"one": FakePolicy()})

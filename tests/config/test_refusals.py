@@ -179,7 +179,19 @@ environment.tools=["a.py:b"] data.tools=t.json | data.tools = 't.json' shows too
     environment.tools
 environment.factory=a.py:B environment.process=true | environment.process = true | leave process out
 environment.max_turns=3 | environment.max_turns = 3 is for tools
-environment.factory=a.py:B environment.tools_column=t | environment.tools_column = 't' is for environment.tools |
+environment.factory=a.py:B environment.compact=9 | environment.compact = 9 is for environment.tools: leave it out
+environment.tools=["a.py:b"] environment.max_segments=3 | environment.max_segments = 3 is for environment.compact
+environment.tools=["a.py:b"] environment.compact=9 step.admission=tail-batched |
+    step.admission = 'tail-batched' begins late ones anew: leave one of the two out
+environment.tools=["a.py:b"] environment.compact=9 step.algorithm=online_dpo |
+    environment.compact = 9 has rollouts go on in further responses | 'online_dpo'
+environment.tools=["a.py:b"] environment.compact=9 step.algorithm=grpo algorithm.credit=turns |
+    algorithm.credit = 'turns' compares parts of one response
+environment.tools=["a.py:b"] environment.compact=9 data.over_long=truncate |
+    data.over_long = 'truncate' leaves prompts that cannot be rendered anew
+environment.tools=["a.py:b"] environment.compact=9 step.algorithm=distill teacher.weights=live teacher.column=hint |
+    [teacher] has another prompt for one
+environment.factory=a.py:B environment.tools_column=t | environment.tools_column = 't' is for environment.tools
 environment.source=a.py:b environment.on_failure=answer | environment.on_failure = 'answer' is for tools
 environment.tools=["a.py:b"] environment.keep_special_tokens=true |
     environment.keep_special_tokens = true is for text of a function; tools answer by the chat template

@@ -113,7 +113,9 @@ def test_what_the_code_names_is_declared_and_what_is_declared_the_code_names() -
     spelt = {name for name in named() if NAME.fullmatch(name) and name.split("/")[0] in FOLDERS and name[-1] != "_"}
     spelt |= {*(PREFIX + name for name in (*PARTS, *NUMBERS)), *LIMITS.values()}
     spelt |= {
-        HELD_OUT + name for name in spelt if name.startswith(("rewards/", "turns/", "tools/", "num_turns/", "agents/"))
+        HELD_OUT + name
+        for name in spelt
+        if name.startswith(("rewards/", "turns/", "tools/", "num_turns/", "agents/", "compaction/"))
     }
     filled = {"queue/{}/{}": ["queue/a/peak", "queue/a/merged"], "perf/mfu/{}": [*MFU.values()]}
     every = [each for name in spelt for each in filled.get(name, [name])]

@@ -189,10 +189,11 @@ def test_the_settings_of_the_page_on_rewards_are_settings(tmp_path: Path) -> Non
         found.append([each.name for each in settings.rewards])
         chosen = settings.environment
         answering.append(chosen.tools or chosen.factory or chosen.source)
-    assert found == [["helpful", "short", "judge", "close"], [None], ["named"], ["named"], [None], ["named"], [], []]
+    named = ["named"]
+    assert found == [["helpful", "short", "judge", "close"], [None], named, named, named, [None], named, [], []]
     called, games = (f"{tmp_path / 'tools.py'}:add",), f"{tmp_path / 'games.py'}:Guessing"
     played = f"{tmp_path / 'game.py'}:play"
-    assert answering == ["", "", called, games, played, "openenv:http://localhost:8000", "", ""]
+    assert answering == ["", "", called, called, games, played, "openenv:http://localhost:8000", "", ""]
 
 
 def test_the_reward_on_vllm_of_the_page_on_engines_is_settings(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from oppo.events import Batch, Chunk, Prompt, Support, TokenColumns
 from oppo.hf import head
+from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import StateKey, StateSlots
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, ModuleT, longest_batch
@@ -53,7 +56,7 @@ from oppo.models import Sampling, Weights
 from oppo.placement.trainer import TrainerCounts
 from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
-from tests.hf import child, tiny
+from tests.hf import child, seeing, tiny
 from tests.hf.train.test_streamed_update import rows_of
 
 Make = Callable[[], PreTrainedModel]
@@ -108,6 +111,25 @@ def decode(make: Make = causal, *, temperature: float = 1.0, kernels: ModuleType
             Signals.of(len(again)),
             deliver,
         )
+    return found
+
+
+def shown(samples: int) -> Counts:
+    """A group of samples of a prompt with an image is decoded, and read by a scorer."""
+    model, found, prompt = bare(partial(seeing.seeing, "llava")), Counts(), seeing.showing("llava", ["a"])
+    with watched() as watch, patch.object(Incremental, "_check_features"):  # which reads tokens, and these have none
+        moved(model)
+        core = PolicyCore(Decoder(model, sampling=Sampling(), deterministic=False, prefill_tokens=4096), recompute=True)
+        rows = [DecodeRow(k, replace(prompt, rollout=k), 2) for k in range(samples)]
+        given = dict.fromkeys((row.key for row in rows), ((), (UNLIMITED, 0)))
+        watch.taken()
+        core.run(rows, given, lambda ended: False, Signals.of(samples), lambda step: None)
+        found["decode"] = watch.taken()
+        worker = ReferenceWorker(model, False, Sampling())
+        worker._prepare()
+        watch.taken()
+        worker.extend(ScorerInput([row.prompt for row in rows]))
+        found["prompts"] = watch.taken()
     return found
 
 
@@ -169,6 +191,11 @@ def resized(layers: int) -> Counts:
 class Measured(torch.autograd.Function):
     """In place of what :mod:`oppo.hf.kernels` reads and writes: one operation each way."""
 
+    @classmethod
+    def once(cls, logits: Tensor, *given: object, **options: object) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = cls.apply(logits)  # type: ignore[no-untyped-call] # torch's
+        return found
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits)
@@ -181,7 +208,9 @@ class Measured(torch.autograd.Function):
 
 def of_logits(kernels: object = None) -> Counts:
     """An update, with logits of 16 tokens at a time."""
-    head.LOGITS_BYTES, head.WIDE, head.kernels_on = 16 * VOCABULARY * 4, frozenset({"gpu"}), lambda device: kernels
+    changed = {"LOGITS_BYTES": 16 * VOCABULARY * 4, "WIDE": {"gpu"}, "kernels_on": lambda device: kernels}
+    for name, value in changed.items():
+        setattr(head, name, value)
     return update(lambda: ActorCritic(bare(partial(sized, vocab_size=VOCABULARY)), head_apart=True))
 
 
@@ -325,6 +354,8 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "decode, large vocabulary": partial(decode, partial(sized, vocab_size=2**17)),
     "decode, drawn by Triton": partial(decode, partial(sized, vocab_size=2**17), kernels=TritonKernels("kernels")),
     "truncated sampling": truncated,
+    "images, one sample": partial(shown, 1),
+    "images, four samples": partial(shown, 4),
     **SCORED,
     **{f"{name}, 16 rows": partial(work, rows=16) for name, work in SCORED.items()},
     "PPO": partial(update, with_critic),
@@ -338,9 +369,7 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "states of 24 layers": partial(resized, 24),
     "the harness": refused,
     "update of logits": of_logits,
-    "update of logits, by Triton": partial(
-        of_logits, SimpleNamespace(measured=lambda logits, *_, **options: Measured.apply(logits))
-    ),
+    "update of logits, by Triton": partial(of_logits, SimpleNamespace(measured=Measured.once)),
 }
 """By name; each returns what it did, by phase."""
 

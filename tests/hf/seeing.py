@@ -16,86 +16,45 @@ from oppo.hf.sight import let_see, processor_of
 from oppo.images import ImageRef
 
 PAD = 90
-WINDOW = 20
-
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 96,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-_TURNED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_MIXED = ("sliding_attention", "full_attention", "sliding_attention")
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_HEADS = {"num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": 2}
+_IDS = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 512}
+TEXT = {**_WIDTHS, **_HEADS, **_IDS, "initializer_range": 0.2}
 _LINEAR = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    f"linear_{name}": size for name, size in (("key_head_dim", 8), ("value_head_dim", 8), ("num_value_heads", 4))
 }
-_LOCAL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-_TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "patch_size": 8,
-    "image_size": 32,
-}
-_GRID = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "patch_size": 8,
-}
+_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+_SMALL = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 8}
+_TOWER = {**_SMALL, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32}
+_GRID = {**_SMALL, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
 _OWN = {"image_token_id": PAD, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
 _LEVELS = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+_GLM = {"image_start_token_id": 92, "image_end_token_id": 93}
+_PIXTRAL = {**_TOWER, "model_type": "pixtral", "image_size": 64, "head_dim": 8}
+_LLAMA, _SQUARES = {"model_type": "llama"}, {"image_size": [32, 32], "patch_size": [8, 8]}
+_LOCAL = {"sliding_window": 20, "layer_types": [*_MIXED]}
+_TURNED, _LINEARS = {"rope_parameters": _ROPE}, {**_LINEAR, "linear_num_key_heads": 2, "layer_types": _LAYERS}
 
 FAMILIES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any], str]] = {
     "qwen2_5_vl": (_TURNED, {**_GRID, "window_size": 32, "fullatt_block_indexes": [1]}, _OWN, "grid"),
     "qwen3_vl": (_TURNED, {**_GRID, **_LEVELS}, _OWN, "grid"),
-    "qwen3_5": (_LINEAR, {**_GRID, "num_position_embeddings": 64}, _OWN, "grid"),
-    "glm4v": (
-        _TURNED,
-        {**_GRID, "image_size": 32},
-        {**_OWN, "image_start_token_id": 92, "image_end_token_id": 93},
-        "grid",
-    ),
+    "qwen3_5": (_LINEARS, {**_GRID, "num_position_embeddings": 64}, _OWN, "grid"),
+    "glm4v": (_TURNED, {**_GRID, "image_size": 32}, {**_OWN, **_GLM}, "grid"),
     "gemma3": (_LOCAL, _TOWER, {"mm_tokens_per_image": 16, "image_token_index": PAD}, "square"),
     "mistral3": (
-        {"model_type": "mistral", "sliding_window": None},
-        {**_TOWER, "model_type": "pixtral", "image_size": 64, "head_dim": 8},
-        {"image_token_index": PAD, "spatial_merge_size": 2},
-        "sizes",
+        *({"model_type": "mistral", "sliding_window": None}, _PIXTRAL),
+        *({"image_token_index": PAD, "spatial_merge_size": 2}, "sizes"),
     ),
-    "llava": (
-        {"model_type": "llama"},
-        {**_TOWER, "model_type": "clip_vision_model"},
-        {"image_token_index": PAD},
-        "square",
-    ),
-    "internvl": (
-        {"model_type": "qwen2"},
-        {**_TOWER, "image_size": [32, 32], "patch_size": [8, 8]},
-        {"image_token_id": PAD},
-        "shuffled",
-    ),
-    "smolvlm": ({"model_type": "llama"}, _TOWER, {"image_token_id": PAD}, "nested"),
-    "idefics3": ({"model_type": "llama"}, _TOWER, {"image_token_id": PAD}, "nested"),
+    "llava": (_LLAMA, {**_TOWER, "model_type": "clip_vision_model"}, {"image_token_index": PAD}, "square"),
+    "internvl": ({"model_type": "qwen2"}, {**_TOWER, **_SQUARES}, {"image_token_id": PAD}, "shuffled"),
+    "smolvlm": (_LLAMA, _TOWER, {"image_token_id": PAD}, "nested"),
+    "idefics3": (_LLAMA, _TOWER, {"image_token_id": PAD}, "nested"),
 }
 """Settings of the text and of the tower, the model's own, and what the tower takes."""
 
-GRIDS = ((1, 4, 6), (1, 8, 4), (1, 6, 4))
-SIZES = ((32, 48), (48, 16), (16, 32))
+GRIDS, SIZES = ((1, 4, 6), (1, 8, 4), (1, 6, 4)), ((32, 48), (48, 16), (16, 32))
 
 
 class Drawn:
@@ -104,30 +63,27 @@ class Drawn:
     digest = "drawn"
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
-        self.kind, self.dtype, self.calls = kind, dtype, 0
+        self.kind, self.dtype = kind, dtype
 
     def tokens(self, name: str) -> int:
         shape, pair = GRIDS[len(name) % 3], SIZES[len(name) % 3]
-        whole = {"grid": shape[1] * shape[2] // 4, "sizes": pair[0] * pair[1] // 256}
-        return whole.get(self.kind, 16 if self.kind == "square" else 4)
+        whole = {"grid": shape[1] * shape[2] // 4, "sizes": pair[0] * pair[1] // 256, "square": 16}
+        return whole.get(self.kind, 4)
 
     def pixels(self, images: Sequence[ImageRef]) -> dict[str, Tensor]:
-        self.calls += 1
         names = [image.sha256 for image in images]
         if self.kind == "grid":
             grids = torch.tensor([GRIDS[len(name) % 3] for name in names])
-            patches = torch.cat(
-                [self._drawn(name, int(grid.prod()), 384) for name, grid in zip(names, grids, strict=True)]
-            )
-            return {"pixel_values": patches, "image_grid_thw": grids}
-        if self.kind == "sizes":
-            values = torch.stack([self._drawn(name, 3, 48, 48) for name in names])
-            return {"pixel_values": values, "image_sizes": torch.tensor([SIZES[len(name) % 3] for name in names])}
-        values = torch.stack([self._drawn(name, 3, 32, 32) for name in names])
-        return {"pixel_values": values[None] if self.kind == "nested" else values}
+            patches = [self._drawn(name, int(grid.prod()), 384) for name, grid in zip(names, grids, strict=True)]
+            return {"pixel_values": torch.cat(patches), "image_grid_thw": grids}
+        side = 48 if self.kind == "sizes" else 32
+        values = torch.stack([self._drawn(name, 3, side, side) for name in names])
+        sizes = {"image_sizes": torch.tensor([SIZES[len(name) % 3] for name in names])} if self.kind == "sizes" else {}
+        return {"pixel_values": values[None] if self.kind == "nested" else values, **sizes}
 
     def trial(self) -> tuple[IntArray, tuple[ImageRef, ...]]:
-        raise NotImplementedError
+        prompt = showing("llava", ["a"])
+        return prompt.tokens, prompt.images
 
     def _drawn(self, name: str, *shape: int) -> Tensor:
         seeded = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * len(name))
@@ -147,10 +103,10 @@ def seeing(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> P
     return model
 
 
-def showing(model_kind: str, names: Sequence[str], *, number: int = 0, words: int = 5) -> Prompt:
+def showing(family: str, names: Sequence[str], *, number: int = 0) -> Prompt:
     """Return a prompt of words and the images of these names."""
-    drawn, random = Drawn(FAMILIES[model_kind][3]), np.random.default_rng(number)
-    tokens, images = [*random.integers(3, 80, words)], list[ImageRef]()
+    drawn, random = Drawn(FAMILIES[family][3]), np.random.default_rng(number)
+    tokens, images = [*random.integers(3, 80, 5)], list[ImageRef]()
     for name in names:
         images.append(ImageRef(name, f"/{name}.png", 32, 32, start=len(tokens), tokens=drawn.tokens(name)))
         tokens += [*[PAD] * drawn.tokens(name), *random.integers(3, 80, 4)]
@@ -161,14 +117,17 @@ def of_words(length: int, *, number: int = 0) -> IntArray:
     return np.random.default_rng((7, number)).integers(3, 80, length).astype(np.int32)
 
 
-@torch.no_grad()
+def prompts_of(family: str) -> list[Prompt]:
+    """Return the prompts of a group of two, one of two images, and one of text."""
+    one, two = showing(family, ["a"], number=1), showing(family, ["bb", "c"], number=2)
+    return [one, one, two, Prompt(3, 3, of_words(9, number=3))]
+
+
 def from_pixels(model: PreTrainedModel, prompt: Prompt, ids: Tensor) -> Tensor:
     """Return the logits [n, V] of transformers' own pass over a sequence, from the pixels of its images."""
-    drawn = processor_of(model)
+    drawn, kinds = processor_of(model), (ids == PAD).int()[None]
     assert drawn is not None
-    given: dict[str, Any] = drawn.pixels(prompt.images) if prompt.images else {}
-    kinds = (ids == PAD).int()[None]
-    named = ("mm_token_type_ids", "token_type_ids")
-    given |= {name: kinds for name in named if prompt.images and takes(model, name)}
+    given: dict[str, Any] = {**drawn.pixels(prompt.images)} if prompt.images else {}
+    given |= {each: kinds for each in ("mm_token_type_ids", "token_type_ids") if given and takes(model, each)}
     logits: Tensor = model(input_ids=ids[None], use_cache=False, **given).logits[0]
     return logits

@@ -383,6 +383,8 @@ BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "decode, drawn by Triton": DECODE,
     "decode, greedy": {"step": (1, 0), "after an end": (1, 1)},
     "truncated sampling": {"all": (4, 0)},
+    "images, one sample": {"decode": (3, 4), "prompts": (1, 2)},
+    "images, four samples": {"decode": (3, 4), "prompts": (1, 2)},
     "reference": REFERENCE,
     "reference, 16 rows": REFERENCE,
     **{f"{scorer}{rows}": SCORER for scorer in ("reward", "process reward", "critic") for rows in ("", ", 16 rows")},
@@ -461,6 +463,14 @@ def test_a_row_that_ends_costs_kernels_that_do_not_grow_with_the_layers_and_a_la
     assert six - two <= 4 * 2 * KERNELS_OF_A_LAYER, "of two passes: rows move in as many launches"
     for work in ("decode", "decode, six layers"):
         assert kernels(work, "after an end") - kernels(work, "step") <= KERNELS_OF_AN_END
+
+
+def test_a_tower_reads_a_prompt_once_for_all_samples_in_each_place(found: Found) -> None:
+    for phase in ("decode", "prompts"):
+        one, four = (
+            found[f"images, {count}"]["phases"][phase]["moved"]["3x32x32"] for count in ("one sample", "four samples")
+        )
+        assert one == four > 0  # bytes of its pixels
 
 
 @pytest.mark.parametrize("work", DRAWING)

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from oppo.events import Prompt, StepReport
 from oppo.hf import DeviceThread, HfTrainer, probe
-from oppo.hf.head import widen_head
+from oppo.hf.head import kernels_on, widen_head
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.serve.noise import gumbel
-from oppo.hf.serve.sampling import draw
+from oppo.hf.serve.sampling import Drawing, draw
 from oppo.hf.weights import weights_digest
 from oppo.losses import SupportIndex, token_logprobs
 from oppo.models import Sampling
@@ -97,6 +97,11 @@ def test_the_noise_of_a_token_is_that_of_the_cpu() -> None:
     here = gumbel(3, admission, sample, position, 512)
     there = gumbel(3, admission.cuda(), sample.cuda(), position.cuda(), 512)
     torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_of_triton_run_and_agree_with_a_cpu() -> None:
+    device = torch.device("cuda", 0)
+    assert Drawing(Sampling(), device)._kernels is kernels_on(device) is not None
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_k=20), Sampling(top_p=0.9), Sampling(stop=(3, 7))])

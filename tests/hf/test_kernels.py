@@ -112,34 +112,19 @@ def exactly(logits: Tensor, tokens: Tensor, barred: Tensor, temperature: float) 
     return every.gather(1, tokens[:, None]).squeeze(1), -surprises.sum(1)
 
 
-@given(
-    rows=st.integers(1, 5),
-    vocabulary=st.integers(10, 20_000),
-    padded=st.sampled_from([0, 7]),
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
-    size=st.sampled_from([0.0, 1.0, 30.0]),
-    impossible=st.sampled_from([0.0, -torch.inf, torch.finfo(torch.float32).min]),
-    bars=st.lists(st.sampled_from([0, 0, 1, 2]), min_size=5, max_size=5),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_they_give_numbers_and_slopes_within_rounding(
-    kernels: ModuleType,
-    *,
-    rows: int,
-    vocabulary: int,
-    padded: int,
-    temperature: float,
-    size: float,
-    impossible: float,
-    bars: list[int],
-    dtype: torch.dtype,
-) -> None:
+@given(data=st.data())
+def test_they_give_numbers_and_slopes_within_rounding(kernels: ModuleType, data: st.DataObject) -> None:
+    rows, vocabulary = data.draw(st.integers(1, 5)), data.draw(st.integers(10, 20_000))
+    padded, dtype = data.draw(st.sampled_from([0, 7])), data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    temperature, size = data.draw(st.sampled_from([0.0, 0.3, 1.0, 1.7])), data.draw(st.sampled_from([0.0, 1.0, 30.0]))
+    impossible = data.draw(st.sampled_from([0.0, -torch.inf, torch.finfo(torch.float32).min]))
+    bars = data.draw(st.lists(st.sampled_from([0, 0, 1, 2]), min_size=rows, max_size=rows))
     generator = torch.Generator().manual_seed(vocabulary)
     drawn = torch.randn(rows, vocabulary + padded, generator=generator) * size
     drawn[:, 8 : vocabulary // 2] += impossible
     logits, exact = (drawn.to(dtype).to(kind, copy=True).requires_grad_() for kind in (dtype, torch.float64))
     tokens, slopes = torch.arange(rows), torch.randn(2, rows, generator=generator)
-    counts, barred = -np.array(bars[:rows], np.int32), torch.zeros(rows, vocabulary, dtype=torch.bool)
+    counts, barred = -np.array(bars, np.int32), torch.zeros(rows, vocabulary, dtype=torch.bool)
     ids = [5 + (row + at) % 3 for row, count in enumerate(-counts) for at in range(count)]
     barred[np.repeat(np.arange(rows), -counts), ids] = True
     support = Support(np.array(ids, np.int32), counts)

@@ -10,26 +10,22 @@ from torch import Tensor
 from oppo.errors import ModelError
 from oppo.events import Prompt
 from oppo.hf.kv.reader import Incremental
-from tests.hf.seeing import FAMILIES, PAD, from_pixels, of_words, seeing, showing
+from tests.hf.seeing import FAMILIES, PAD, from_pixels, of_words, prompts_of, seeing, showing
 
 TOLERANCE = {"qwen3_5": 1e-3}
 
 
 def _rows(name: str) -> dict[int, tuple[Prompt, Tensor]]:
-    """Return a group of two, a row of two images and a row of text: prompts, and their sequences."""
-    one, two = showing(name, ["a"], number=1), showing(name, ["bb", "c"], number=2)
-    text = Prompt(3, 3, of_words(9, number=3))
-    prompts = {0: one, 1: one, 2: two, 3: text}
-    return {
-        row: (prompt, torch.tensor([*prompt.tokens.tolist(), *of_words(14 + 3 * row, number=row).tolist()]))
-        for row, prompt in prompts.items()
-    }
+    after = [of_words(14 + 3 * row, number=row) for row in range(4)]
+    pairs = zip(prompts_of(name), after, strict=True)
+    return {row: (prompt, torch.tensor([*prompt.tokens, *words]).long()) for row, (prompt, words) in enumerate(pairs)}
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("piece", [0, 1, 5])
 def test_pieces_are_one_pass_from_pixels(name: str, piece: int) -> None:

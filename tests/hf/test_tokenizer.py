@@ -1,15 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Thread
 
 import pytest
+from hypothesis import given, strategies as st
 from tokenizers import AddedToken, Tokenizer as Words, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from oppo.errors import ConfigError
 from oppo.hf.tokenizer import HfTokenizer
-from tests.hf.spot_tokenizers import byte_tokenizer
+from oppo.turns import GrowingText
+from tests.hf.spot_tokenizers import MAKES, byte_tokenizer, spot
 
 VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}
 
@@ -146,3 +148,34 @@ def test_data_that_spells_a_special_token_is_text_while_another_thread_encodes()
         each.join()
     assert found == wanted
     assert wanted["encode_exactly"] != wanted["encode_whole"]
+
+
+@given(make=st.sampled_from([*MAKES]), cuts=st.lists(st.integers(1, 7), min_size=1), data=st.data())
+def test_text_that_grows_is_the_text_of_all_tokens_at_each_cut(make: str, cuts: list[int], data: st.DataObject) -> None:
+    whole = spot(make)
+    ids = st.integers(0, whole.size - 1)
+    texts = st.text(st.sampled_from("aé語🙂 .\n'")).map(whole.encode_whole)  # characters of one to four bytes
+    bytes_ = [at for at in range(whole.size) if whole.name_of(at).startswith("<0x")] or [0]
+    parts = data.draw(st.lists(texts | st.lists(ids) | st.lists(st.sampled_from(bytes_)), max_size=6))
+    tokens, text, at = [token for part in parts for token in part], GrowingText(whole.decode_whole), 0
+    for cut in cuts * (1 + len(tokens)):
+        at = min(at + cut, len(tokens))
+        assert text(tokens[:at]) == whole.decode_whole(tokens[:at])
+        if at == len(tokens):
+            break
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_text_that_grows_is_decoded_in_the_time_of_its_length(make: str) -> None:
+    whole, read = spot(make), list[int]()
+
+    def decode(tokens: Sequence[int]) -> str:
+        read.append(len(tokens))
+        return whole.decode_whole(tokens)
+
+    tokens = whole.encode_whole("It is 72 \N{DEGREE SIGN}F, or 22 \N{DEGREE SIGN}C. " * 200)
+    text = GrowingText(decode)
+    for at in range(0, len(tokens) + 4, 4):
+        text(tokens[:at])
+    assert text(tokens) == whole.decode_whole(tokens)
+    assert sum(read) <= 4 * len(tokens)

@@ -340,14 +340,8 @@ def apart(work: Callable[P, R]) -> Callable[P, R]:
 def of(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model
-
-
-def seeing(name: str, *, seed: int = 0) -> PreTrainedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(VISION[name](), dtype=torch.float32)
+        kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        model: PreTrainedModel = kind.from_config(config, dtype=dtype)
     return model
 
 

@@ -132,7 +132,7 @@ async def duel(row, base_url, api_key):
 def _config(make: Callable[[], PreTrainedConfig], **sizes: object) -> PreTrainedConfig:
     config = make()
     for name, value in {"max_position_embeddings": 2048, **sizes}.items():
-        setattr(config, name, value)
+        setattr(config.get_text_config(), name, value)
     return config
 
 
@@ -143,6 +143,7 @@ MODELS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "mixture": lambda: _config(tiny.MIXTURES["mixtral"]),
     "hybrid": lambda: _config(tiny.STATEFUL["lfm2"]),
     "sliding": lambda: _config(tiny.CONFIGS["gemma2"]),
+    "vision": lambda: _config(tiny.VISION["qwen3-vl"]),
 }
 
 
@@ -153,7 +154,7 @@ def furnish(folder: Path) -> Path:
     for seed, (name, make) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
         config = make()
-        config.vocab_size = 256 + 4 + len(SPECIAL) + 5 * (name == "tied")
+        config.get_text_config().vocab_size = 256 + 4 + len(SPECIAL) + 5 * (name == "tied")
         tiny.of(config, seed=seed).save_pretrained(folder / name)
         tokenizer.save(folder / name)
     config = _config(tiny.CONFIGS["llama"], vocab_size=256 + 4 + len(SPECIAL), num_labels=1)

@@ -36,21 +36,14 @@ SPECIAL: Final = ("<|im_start|>", "<|im_end|>", *dict.fromkeys(NAMED.values()))
 VOCABULARY: Final = 260 + len(SPECIAL)
 
 _GRID: Final = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 256, "max_pixels": 2304}
+_SIDES: Final = {"height": 32, "width": 32}
+_CROP: Final = {"size": {"shortest_edge": 32}, "crop_size": _SIDES}
+_CLIP: Final = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 PROCESSORS: Final[Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]]] = {
     "qwen2_5_vl": ("Qwen2VLImageProcessor", _GRID, {}, "<|begin|><|pad|><|end_of_image|>"),
     "qwen3_vl": ("Qwen2VLImageProcessor", _GRID, {}, "<|begin|><|pad|><|end_of_image|>"),
-    "gemma3": (
-        "Gemma3ImageProcessor",
-        {"size": {"height": 32, "width": 32}},
-        {"image_seq_length": 16},
-        "<|begin|>",
-    ),
-    "llava": (
-        "CLIPImageProcessor",
-        {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
-        {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
-        "<|pad|>",
-    ),
+    "gemma3": ("Gemma3ImageProcessor", {"size": _SIDES}, {"image_seq_length": 16}, "<|begin|>"),
+    "llava": ("CLIPImageProcessor", _CROP, _CLIP, "<|pad|>"),
 }
 """The image processor of a family: its class, its settings, those of the whole, and what a template writes."""
 
@@ -62,12 +55,8 @@ def checkpoint(folder: Path, name: str, *, seed: int = 0) -> Path:
     kind, settings, whole, image = PROCESSORS[name]
     tokenizer = byte_tokenizer(TEMPLATE.replace("IMAGE", image), special=SPECIAL)
     number = tokenizer.inner.convert_tokens_to_ids
-    ids = {
-        key: number({90: "<|pad|>", 91: "<|video|>", 92: "<|begin|>", 93: "<|end_of_image|>"}[value])
-        if "token" in key and key != "mm_tokens_per_image"
-        else value
-        for key, value in own.items()
-    }
+    names = {90: "<|pad|>", 91: "<|video|>", 92: "<|begin|>", 93: "<|end_of_image|>"}
+    ids = {key: number(names[value]) if value in names else value for key, value in own.items()}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}

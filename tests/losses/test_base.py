@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-import oppo.hf.train.trainer
+import oppo.hf.head
 from oppo.errors import ConfigError
 from oppo.events import Batch
 from oppo.hf.train.packing import units
@@ -307,7 +307,7 @@ async def test_only_what_a_loss_reads_is_computed(
         calls.append(logits.requires_grad)
         return entropies(logits, temperature, support)
 
-    monkeypatch.setattr(oppo.hf.train.trainer, "entropies", counted)
+    monkeypatch.setattr(oppo.hf.head, "entropies", counted)
     await trainer_on(Clipped(measures=measures), thread, epochs=1, micro_batch_tokens=1).update(batch())
     assert calls == [False] * computed
 

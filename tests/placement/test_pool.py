@@ -121,12 +121,14 @@ def test_a_member_given_twice_and_a_timeout_of_nothing_are_refused() -> None:
 
 
 def test_a_pool_can_do_what_each_of_its_members_can() -> None:
-    every = Capabilities(True, "with the same tokens", True, "between decode steps", True, True, True)
+    every = Capabilities(True, "with the same tokens", True, "between decode steps", True, True, True, True)
     one = Capabilities(
-        False, "with other tokens", False, "when decoding ends", False, False, False, "with other tokens"
+        False, "with other tokens", False, "when decoding ends", False, False, False, False, "with other tokens"
     )
     assert not {*asdict(every).items()} & {*asdict(one).items()}, "so that one that is forgotten is noticed"
-    assert PolicyPool([FakePolicy(capabilities=every), FakePolicy(capabilities=every)]).capabilities == every
+    assert PolicyPool([FakePolicy(capabilities=every), FakePolicy(capabilities=every)]).capabilities == replace(
+        every, adds_while_held=False
+    ), "a rollout may join a member that holds nothing"
     assert PolicyPool([FakePolicy(capabilities=every), FakePolicy(capabilities=one)]).capabilities == one
     resumes: Sequence[Resumes] = ("refused", "with other tokens", "with the same tokens")
     loads: Sequence[Loads] = ("refused", "when decoding ends", "between decode steps")

@@ -3,20 +3,22 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, strategies as st
 
 from oppo.admission import Observation
 from oppo.errors import ConfigError
 from oppo.events import Defer
 from oppo.observe import Span
-from oppo.report import RunDirectory, observations, story
+from oppo.report import RunDirectory, observations, records, story
 from oppo.report.metrics import summary
 from oppo.report.records import JOURNAL, read_replay
 from oppo.report.run_dir import RECORDS
-from tests.report.synthetic import decode, play, play_second
+from tests.report.synthetic import decode, play, play_second, report
 
 
 def written(folder: Path, *, threaded: bool = True) -> Path:
@@ -183,6 +185,56 @@ def test_drains_outlive_the_steps_that_are_taken_back_and_end_the_course_of_what
         assert read_replay(path / JOURNAL).drains == {2}
         assert told() == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
     assert read_replay(tmp_path / "nowhere").drains == frozenset()
+
+
+EVENTS = st.lists(st.sampled_from(["observed", "deferred", "drained"]), max_size=3)
+STEPS = st.lists(EVENTS, max_size=3)
+
+
+def made(directory: RunDirectory, first: int, steps: list[list[str]]) -> None:
+    for step, events in enumerate(steps, first):
+        for event in events:
+            if event == "drained":
+                directory.drained(step)
+            else:
+                seen = Observation(step, seconds=0.5, score=1.0) if event == "observed" else Defer(step, 1)
+                directory.on_item(step, "generate", seen, float(step))
+        directory.on_step(step, report(step, (step,), 0.5), {})
+
+
+@given(
+    lives=st.lists(st.tuples(STEPS.filter(len), STEPS), min_size=1, max_size=3),
+    damage=st.none() | st.tuples(st.sampled_from(["metrics.jsonl", JOURNAL, "work.jsonl"]), st.integers(0, 999)),
+)
+def test_records_that_a_checkpoint_knows_are_gone_on_with_as_if_they_were_read_again(
+    lives: list[tuple[list[list[str]], list[list[str]]]], damage: tuple[str, int] | None
+) -> None:
+    def lived(path: Path, *, knows: bool) -> tuple[object, ...]:
+        flushed: Mapping[str, object] | None = None
+        done, parsed, parse = 0, list[bytes](), records._record
+        for number, (steps, later) in enumerate(lives):
+            resumed_at = done if number else None
+            with RunDirectory(path, threaded=False, resumed_at=resumed_at, flushed=flushed) as directory:
+                made(directory, done, steps)
+                state = json.loads(json.dumps(directory.flush()))
+                flushed = state if knows else None
+                done += len(steps)
+                made(directory, done, later)
+        if damage is not None:
+            data = bytearray((path / damage[0]).read_bytes()) or bytearray(1)
+            data[damage[1] % len(data)] ^= 1
+            (path / damage[0]).write_bytes(data)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(records, "_record", lambda line, name: parsed.append(line) or parse(line, name))
+            directory = RunDirectory(path, threaded=False, resumed_at=done, flushed=flushed)
+        with directory:
+            kept = [(path / name).read_bytes() for name in RECORDS if name != JOURNAL]
+            told = [each.replace(str(path), "") for each in directory.faults]
+        assert damage or not knows or all(json.loads(line)["step"] > done for line in parsed)
+        return directory.trained, told, kept, read_replay(path / JOURNAL, done)
+
+    with TemporaryDirectory() as folder:
+        assert lived(Path(folder, "known"), knows=True) == lived(Path(folder, "read"), knows=False)
 
 
 def steps_of(path: Path) -> list[str]:

@@ -33,7 +33,7 @@ from oppo.observe import Observer
 from oppo.run.train import resume, train
 from tests.kit.assets import furnish
 from tests.kit.forked import Program, preload
-from tests.kit.pairs import Row, covering
+from tests.kit.pairs import Row, covering, pairs_of
 from tests.kit.workplace import read_lines
 
 STEPS = 3
@@ -54,6 +54,7 @@ trainer = { learning_rate = 1e-3, epochs = 1, micro_batch_tokens = 96 }
 
 GROUPS = "algorithm.samples=2"
 ROOM = "sampling.max_new_tokens=96"
+OWN = ("algorithm.distill=0.5", "models.teacher=")
 
 AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "algorithm": {
@@ -72,6 +73,8 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "overcommit": ("step.overcommit=2",),
         "slope": ("step.admission=slope", "step.overcommit=2"),
         "tail-batched": ("step.admission=tail-batched",),
+        "adaptive": ("step.admission=adaptive", "step.overcommit=2"),
+        "continuous": ("step.admission=continuous", "step.overcommit=2"),
     },
     "lookahead": {"0": (), "1": ("step.lookahead=1",), "2": ("step.lookahead=2",)},
     "kv": {"recompute": (), "keep": ("step.kv_on_sync=keep",)},
@@ -81,6 +84,8 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "model": ('rewards=["reward"]',),
         "whole": ('rewards=[{source="reward",reading="whole"}]',),
         "process": ('rewards=[{source="code.py:total",process=true}]',),
+        "environment": ('rewards=[{name="a",source="environment"},{name="b",source="code.py:total"}]',),
+        "none": (),
     },
     "dialogue": {
         "none": (),
@@ -90,6 +95,12 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "agent": ("agents.program=code.py:agent", ROOM),
         "branches": ("agents.program=code.py:chief", ROOM),
     },
+    "credit": {
+        "response": (),
+        "turns": ("algorithm.credit=turns",),
+        "state": ("algorithm.credit=state",),
+        "over-turns": ("algorithm.over=turns",),
+    },
     "adapters": {"no": (), "lora": ("models.lora_rank=4", "trainer.learning_rate=1e-2")},
     "policy": {
         "llama": (),
@@ -98,6 +109,7 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "mixture-replayed": ("models.policy=mixture", "trainer.router_replay=true"),
         "hybrid": ("models.policy=hybrid",),
         "sliding": ("models.policy=sliding",),
+        "vision": ("models.policy=vision",),
     },
     "value": {"own": (), "shared-trunk": ("models.shared_trunk=true",)},
     "weights": {"default": (), "copied": ("models.share_weights=false",)},
@@ -138,6 +150,9 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "no": (),
         "mixed": ("algorithm.distill=0.5", "models.teacher=teacher"),
         "top-k": ("algorithm.distill=0.5", "algorithm.distill_top_k=4", "models.teacher=teacher"),
+        "own-live": (*OWN, "teacher.weights=live", "teacher.template={prompt} {number}"),
+        "own-average": (*OWN, "teacher.weights=average", "teacher.rate=0.3"),
+        "own-frozen": (*OWN, "teacher.weights=frozen", "teacher.template={prompt} {sibling}", "teacher.threshold=0.3"),
     },
     "kl": {
         "default": (),
@@ -160,6 +175,7 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "checkpointing": ("trainer.gradient_checkpointing=1",),
         "cosine": ("trainer.schedule=cosine", "trainer.warmup_steps=1"),
     },
+    "optimizer": {"adamw": (), "muon": ("trainer.optimizer=muon",)},
     "sampling": {
         "default": (),
         "cool": ("sampling.temperature=0.5",),
@@ -172,8 +188,6 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "timing": {
         "deterministic": ("run.deterministic=true",),
         "free": (),
-        "adaptive": ("step.admission=adaptive", "step.overcommit=2"),
-        "continuous": ("step.admission=continuous", "step.overcommit=2"),
         "in-flight": ("step.weight_sync=in-flight",),
         "pool": ("placement.policy_replicas=2",),
         "streamed": ("step.stream_updates=true",),
@@ -184,26 +198,35 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 EXPENSIVE = ("trainer", "decoding", "scorers", "rewards", "dialogue")
 """Axes with values that take further processes or long responses."""
 
+GROUPED = "grpo|rloo|dr_grpo|dapo"
+CRITICLESS = f"{GROUPED}|gspo|reinforce_pp|online_dpo|distill"
+SCORED = f"ppo|{GROUPED}|gspo|reinforce_pp|online_dpo"
+AGENTS = "agent|branches"
+NO_AGENT = "none|function|tools|class"
+
 CLASHES: tuple[tuple[Mapping[str, str], str], ...] = (
-    ({"timing": "adaptive|continuous", "admission": "overcommit|slope|tail-batched"}, ""),  # which is one setting
-    ({"timing": "deterministic", "dialogue": "branches"}, ""),  # which an agent does that may, whatever settings say
+    ({"timing": "deterministic", "admission": "adaptive|continuous"}, "step.admission"),
     ({"timing": "in-flight", "lookahead": "0"}, "step.lookahead"),
     ({"timing": "in-flight", "value": "shared-trunk", "lookahead": "1|2"}, "models.shared_trunk"),
+    ({"timing": "in-flight", "teacher": "own-live", "lookahead": "1|2"}, "teacher.weights"),
     ({"timing": "pool", "decoding": "process"}, "placement.policy_replicas"),
     ({"timing": "streamed", "algorithm": "ppo|reinforce_pp|distill"}, "step.stream_updates"),
     ({"timing": "streamed", "update": "minibatches"}, "step.stream_updates"),
     ({"timing": "streamed", "shaping": "norm"}, "step.stream_updates"),
     ({"timing": "streamed", "kl": "adaptive"}, "step.stream_updates"),
+    ({"timing": "streamed", "algorithm": "dapo"}, "algorithm.dynamic_sampling"),
     (
-        {"value": "shared-trunk", "algorithm": "grpo|rloo|dr_grpo|dapo|gspo|reinforce_pp|online_dpo|distill"},
-        "no critic",
+        {"timing": "streamed", "shaping": "entropy", "aggregation": "default|responses|constant|response_sums"},
+        "step.stream_updates",
     ),
-    ({"update": "warmup", "algorithm": "grpo|rloo|dr_grpo|dapo|gspo|reinforce_pp|online_dpo|distill"}, "no critic"),
+    ({"timing": "pool", "value": "shared-trunk"}, "placement.policy_replicas"),
+    ({"value": "shared-trunk", "algorithm": CRITICLESS}, "no critic"),
+    ({"update": "warmup", "algorithm": CRITICLESS}, "no critic"),
     ({"algorithm": "gspo", "surrogate": "dual_clip|cispo|sapo|dppo_tv"}, "algorithm.surrogate"),
     ({"algorithm": "online_dpo", "surrogate": "dual_clip|cispo|sapo|dppo_tv"}, "algorithm.surrogate"),
     ({"algorithm": "online_dpo", "correction": "truncated|mask|sequence|mask_sequence"}, "algorithm.is_correction"),
     ({"algorithm": "online_dpo", "aggregation": "tokens|responses|constant|response_sums"}, "algorithm.aggregation"),
-    ({"algorithm": "online_dpo", "teacher": "mixed|top-k"}, "algorithm.distill"),
+    ({"algorithm": "online_dpo", "teacher": "mixed|top-k|own-live|own-average|own-frozen"}, "algorithm.distill"),
     ({"algorithm": "online_dpo|distill", "kl": "none|adaptive|loss"}, "algorithm.kl"),
     ({"algorithm": "online_dpo|distill", "shaping": "eos"}, "algorithm.missing_eos_penalty"),
     ({"algorithm": "online_dpo|distill", "shaping": "norm"}, "algorithm.score_norm"),
@@ -216,15 +239,36 @@ CLASHES: tuple[tuple[Mapping[str, str], str], ...] = (
         "is_correction",
     ),
     ({"algorithm": "distill", "teacher": "top-k", "surrogate": "dual_clip|cispo|sapo|dppo_tv"}, "surrogate"),
-    ({"timing": "pool", "value": "shared-trunk"}, "placement.policy_replicas"),
-    ({"timing": "streamed", "algorithm": "dapo"}, "algorithm.dynamic_sampling"),
-    (
-        {"timing": "streamed", "shaping": "entropy", "aggregation": "default|responses|constant|response_sums"},
-        "step.stream_updates",
-    ),
     ({"policy": "mixture-replayed", "correction": "truncated|mask|sequence|mask_sequence"}, "trainer.router_replay"),
+    ({"adapters": "lora", "optimizer": "muon"}, "trainer.optimizer"),
+    ({"dialogue": AGENTS, "rewards": "function|two|model|whole|process|environment"}, "returns the reward"),
+    ({"dialogue": "none|tools", "rewards": "environment"}, "what an environment says"),
+    ({"dialogue": "none|function|tools", "rewards": "none", "algorithm": SCORED}, "rewards"),
+    ({"dialogue": NO_AGENT, "rewards": "none", "algorithm": "distill", "evaluation": "yes|best"}, "about scores"),
+    ({"dialogue": AGENTS, "teacher": "own-live|own-frozen"}, "prompts of their own"),
+    ({"teacher": "own-frozen", "algorithm": "ppo|reinforce_pp|distill"}, "another response"),
+    ({"credit": "turns|state", "algorithm": "ppo|gspo|reinforce_pp|online_dpo|distill"}, "algorithm.credit"),
+    ({"credit": "over-turns", "algorithm": f"{GROUPED}|gspo|online_dpo|distill"}, "algorithm.over"),
+    ({"credit": "turns|state", "dialogue": "none", "algorithm": GROUPED}, "nothing answers a turn"),
+    ({"credit": "over-turns", "dialogue": "none", "algorithm": "ppo|reinforce_pp"}, "nothing answers a turn"),
+    ({"credit": "state", "dialogue": "tools|agent|branches", "algorithm": GROUPED}, "says of none in which state"),
 )
 """Values, by ``|``, that do not go together, and a word of the error that refuses them."""
+
+IN_A_RUN: tuple[tuple[Mapping[str, str], str], ...] = (
+    ({"dialogue": "branches", "algorithm": "online_dpo"}, "agents that hold one conversation"),
+    ({"dialogue": "branches", "admission": "tail-batched"}, "a key has one conversation, since TailBatched"),
+    ({"dialogue": "branches", "timing": "deterministic"}, "decodes no rollouts that come later"),
+)
+"""Likewise, refused as the run begins: whether an agent holds several conversations is not in the settings."""
+
+
+def context(values: Row) -> Row:
+    """Return a row that holds the values and otherwise what they need for their own clash to be the one refused."""
+    row = {axis: next(iter(options)) for axis, options in AXES.items()}
+    row |= {"timing": "free"} | ({"algorithm": "rloo"} if values.get("timing") == "streamed" else {})
+    row |= {"rewards": "none"} if values.get("dialogue") in AGENTS.split("|") else {}
+    return {**row, **values}
 
 
 PLACES = ("rewards", "trainer", "decoding", "scorers")
@@ -238,82 +282,70 @@ def fits(row: Row) -> bool:
 
 @cache
 def _clashes() -> list[list[tuple[str, list[str]]]]:
-    return [[(axis, values.split("|")) for axis, values in clash.items()] for clash, _ in CLASHES]
+    return [[(axis, values.split("|")) for axis, values in clash.items()] for clash, _ in (*CLASHES, *IN_A_RUN)]
 
 
 @cache
 def rows() -> list[Row]:
     """Return the rows of the matrix: deterministic ones cover all pairs, others those of what depends on timing."""
+
+    def usual(row: Row) -> bool:  # a class that is the only reward is left to the last rows
+        return fits(row) and not (row.get("dialogue") == "class" and row.get("rewards") == "none" and _scored(row))
+
     fixed = {**AXES, "timing": ["deterministic"]}
-    first, _ = covering(fixed, fits, expensive=EXPENSIVE)
-    loose = {**AXES, "timing": [value for value in AXES["timing"] if value != "deterministic"]}
+    first, _ = covering(fixed, lambda row: usual(row) and not by_timing(row), expensive=EXPENSIVE)
     second, _ = covering(
-        loose, fits, expensive=EXPENSIVE, wanted=lambda pair: "timing" in pair or pair.get("dialogue") == "branches"
+        AXES,
+        usual,
+        expensive=EXPENSIVE,
+        wanted=lambda pair: pair.get("timing", "deterministic") != "deterministic" or by_timing(pair),
     )
-    return [*first, *(_alone(row) for row in second)]
+    met = {frozenset(pair) for row in (*first, *second) for pair in pairs_of(row)}
+    last, _ = covering(AXES, fits, expensive=EXPENSIVE, wanted=lambda pair: frozenset(pair.items()) not in met)
+    return [*first, *second, *last]
 
 
-def _alone(row: Row) -> Row:
-    # Settings do not refuse branches, but tail batching and online DPO do. No clash: that would choose all rows anew.
-    if row["dialogue"] != "branches":
-        return row
-    changed = {"admission": "overcommit"} if row["admission"] == "tail-batched" else {}
-    return {**row, **changed, **({"dialogue": "agent"} if row["algorithm"] == "online_dpo" else {})}
+def _scored(row: Row) -> bool:
+    return row.get("algorithm") in SCORED.split("|")
 
 
-BY_TURN = {"function": "algorithm.credit=turns", "class": "algorithm.credit=state", "agent": "algorithm.credit=turns"}
-
-CREDIT: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("grpo", "rloo", "dr_grpo", "dapo"), BY_TURN),
-    **dict.fromkeys(("ppo", "reinforce_pp"), dict.fromkeys(BY_TURN, "algorithm.over=turns")),
-}
-"""Credit by turn, of algorithms and dialogues; no axis, so that rows stay as they are."""
-
-OF_THE_TURNS = {
-    "function": 'rewards=[{name="turns",source="environment"},{name="total",source="code.py:total"}]',
-    "process": 'rewards=[{name="turns",source="environment"},{name="total",source="code.py:total",process=true}]',
-}
-
-
-RAE = "step.algorithm=rae"
+def by_timing(row: Row) -> bool:
+    """Return whether the order of what happens depends on timing, whatever else a row sets."""
+    return row.get("dialogue") == "branches" or row.get("admission") in {"adaptive", "continuous"}
 
 
 def in_roles(row: Row) -> list[str]:
     """Return what makes agents of some rows play two roles, of which the second is frozen where one may be held."""
+    if row["teacher"].startswith("own"):
+        return []
     if row["dialogue"] == "agent" and row["sampling"] in ("default", "cool", "top-k"):
         second = "teacher" if row["lookahead"] == "1" else "initial"
     elif row["dialogue"] == "branches" and row["lookahead"] != "0":
         second = "policy"
     else:
         return []
-    rae = [RAE] * (row["algorithm"] == "reinforce_pp")
+    rae = ["step.algorithm=rae"] * (row["algorithm"] == "reinforce_pp" and row["credit"] == "response")
     return ["agents.program=code.py:duel", f'agents.roles={{one="policy",two="{second}"}}', *rae]
-
-
-def own_teacher(row: Row) -> list[str]:
-    """Return what makes the policy its own teacher, behind another prompt, in most rows that have one; no axis."""
-    if row["teacher"] == "no" or row["dialogue"] in ("agent", "branches") or row["data"] == "mixed":
-        return []
-    grouped = row["algorithm"] in ("grpo", "rloo", "dr_grpo", "dapo", "gspo")
-    weights = {"0": "live", "1": "average", "2": "frozen" if grouped else "average"}[row["lookahead"]]
-    hint = "{prompt} {sibling}" if grouped and row["kl"] != "default" else "{prompt} {number}"
-    more = ["teacher.threshold=0.3"] * ("sibling" in hint) + ["teacher.rate=0.3"] * (weights == "average")
-    return ["models.teacher=", f"teacher.weights={weights}", f"teacher.template={hint}", *more]
 
 
 def overrides(row: Row) -> list[str]:
     """Return what a row sets, ``section.key=value`` each."""
-    dialogue, given = row["dialogue"], dict(row)
-    roles = in_roles(row)
-    credit = None if RAE in roles else CREDIT.get(row["algorithm"], {}).get(dialogue)
-    more = [] if credit is None else [credit]
-    if dialogue in ("agent", "branches"):
-        del given["rewards"]
-    elif dialogue in ("function", "class") and row["rewards"] in OF_THE_TURNS:
-        more.append(OF_THE_TURNS[given.pop("rewards")])
-    muon = ["trainer.optimizer=muon"] * (row["update"] == "cosine" and row["adapters"] == "no")
-    chosen = [each for axis, value in given.items() for each in AXES[axis][value]]
-    return [*chosen, *more, *roles, *own_teacher(row), *muon]
+    chosen = [each for axis, value in row.items() for each in AXES[axis][value]]
+    return [*chosen, *in_roles(row), *(COMPACT if compacts(row) else ())]
+
+
+COMPACT = (
+    "environment.compact=40",
+    "environment.summary_tokens=6",
+    "environment.max_segments=3",
+    "environment.summary_request=Sum.",
+)
+
+
+def compacts(row: Row) -> bool:
+    """Return whether tools of a row go on behind summaries, as they may; no axis."""
+    alone = row["admission"] == "tail-batched" or row["algorithm"] == "online_dpo" or row["teacher"].startswith("own")
+    return row["dialogue"] == "tools" and row["credit"] == "response" and not alone
 
 
 class Killer(Observer):

@@ -6,14 +6,16 @@ import base64
 import io
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from examples.images import make_model
-from oppo.errors import ConfigError, DataError, OppoError
+from oppo.errors import DataError, OppoError
+from oppo.hf.model_files import SCALAR
+from oppo.run.prompts import Rows
 from oppo.run.train import resume, train
 from tests.kit.seen import PROCESSORS, checkpoint, picture
 from tests.kit.workplace import read_lines
@@ -55,46 +57,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(folder: Path, name: str, run_name: str, **sections: Mapping[str, object]) -> dict[str, Any]:
-    chosen: dict[str, Any] = {
-        "run": {
-            "name": run_name,
-            "directory": str(folder / "runs"),
-            "steps": 2,
-            "panel": "off",
-            "cores": 1,
-            "trace": 0,
-            "deterministic": True,
-            "scorers": "thread",
-            "checkpoint_every": 1,
-            "logged_samples": 99,
-        },
-        "models": {"policy": str(folder / name), "device": "cpu"},
-        "data": {"prompts": str(folder / "prompts.jsonl")},
-        "sampling": {"max_new_tokens": 10, "stop": ["<|im_end|>", *range(20, 200, 10)]},
-        "step": {"batch": 3, "chunk": 3, "overcommit": 2},
-        "trainer": {"learning_rate": 1e-3, "epochs": 1},
-        "rewards": [f"{folder / 'code.py'}:total"],
-    }
-    for key, values in sections.items():
-        chosen[key] = values if isinstance(values, list) else {**chosen.get(key, {}), **values}
-    return chosen
+SETTINGS = """
+run = { steps = 2, panel = "off", cores = 1, trace = 0, deterministic = true, scorers = "thread", \
+checkpoint_every = 1, logged_samples = 99 }
+models.device = "cpu"
+data.prompts = "prompts.jsonl"
+sampling = { max_new_tokens = 10, stop = ["<|im_end|>", 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140] }
+step = { batch = 3, chunk = 3, overcommit = 2 }
+trainer = { learning_rate = 1e-3, epochs = 1 }
+rewards = ["code.py:total"]
+"""
+
+
+def trained(folder: Path, name: str, run: str, *more: str, prompts: Rows | None = None) -> Path:
+    """Train a model of a family, and return the run directory."""
+    (folder / "config.toml").write_text(SETTINGS)
+    given = [f"models.policy={name}", f"run.name={run}", f"run.directory={folder / 'runs'}", *more]
+    return train(folder / "config.toml", given, prompts=prompts).path
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_neither_chunks_nor_a_cut_change_a_run(name: str, folder: Path) -> None:
-    whole = train(settings(folder, name, f"{name}-whole", step={"chunk": 99}))
-    streamed = train(settings(folder, name, f"{name}-streamed"))
-    assert digests(streamed.path) == digests(whole.path)
-    metrics = read_lines(streamed.path / "metrics.jsonl")
+    expected = digests(trained(folder, name, f"{name}-whole", "step.chunk=99"))
+    run = trained(folder, name, f"{name}-streamed")
+    assert digests(run) == expected
+    metrics = read_lines(run / "metrics.jsonl")
     assert all(abs(line["mismatch/kl_current"]) < 1e-10 for line in metrics)  # the trainer reads what the policy did
     for later in ("final", "step-000002"):
-        shutil.rmtree(streamed.path / "checkpoints" / later)
-    (streamed.path / "summary.json").unlink()
-    for file in (streamed.path / "images").iterdir():
+        shutil.rmtree(run / "checkpoints" / later)
+    (run / "summary.json").unlink()
+    for file in (run / "images").iterdir():
         file.unlink()  # written again
-    assert digests(resume(streamed.path).path) == digests(whole.path)
+    assert digests(resume(run).path) == expected
 
 
 @pytest.mark.timeout(300)
@@ -109,54 +104,52 @@ def test_the_example_learns_what_images_show(tmp_path: Path) -> None:
     assert min(scores[-3:]) > 0.7
 
 
-def test_images_are_kept_once_and_never_pixels(folder: Path) -> None:
-    run = train(settings(folder, "llava", "kept", step={"overcommit": 3}))
-    assert len([*(run.path / "images").iterdir()]) == 6
-    assert max(file.stat().st_size for file in (run.path / "checkpoints").rglob("*.json")) < 60_000
-    assert max(len(line["prompt"]) for line in read_lines(run.path / "samples.jsonl")) < 200
+def test_a_reward_model_sees_and_images_are_kept_once_and_never_pixels(folder: Path) -> None:
+    config = AutoConfig.from_pretrained(folder / "llava", num_labels=1)
+    shutil.copytree(folder / "llava", folder / "reward")
+    SCALAR.made(config).save_pretrained(folder / "reward")
+    grouped = ("step.algorithm=grpo", "algorithm.samples=2", 'rewards=["reward"]')
+    run = trained(folder, "llava", "kept", *grouped)
+    assert len([*(run / "images").iterdir()]) == 6
+    assert max(file.stat().st_size for file in (run / "checkpoints").rglob("*.json")) < 60_000
+    samples = read_lines(run / "samples.jsonl")
+    assert max(len(line["prompt"]) for line in samples) < 200
+    assert len({line["score"] for line in samples}) > 6
 
 
 @pytest.mark.parametrize(
-    ("sections", "words"),
+    ("setting", "words"),
     [
-        ({"environment": {"source": "code.py:total"}}, "are text: leave these out"),
-        ({"data": {"images": True}}, r"data\.images is for rows that come one by one"),
-        ({"data": {"over_long": "truncate", "max_prompt_tokens": 20}}, "would lose a part of them"),
-        ({"models": {"reference": "LLAMA"}}, "has no tower|cannot be shown images|has no image|text only"),
+        ("environment.source=code.py:total", "are text: leave these out"),
+        ("data.images=true", r"data\.images is for rows that come one by one"),
+        ("data.over_long=truncate data.max_prompt_tokens=30", "would lose a part of them"),
+        ("models.reference=blind", "cannot be shown images: there is no image processor beside its weights"),
     ],
 )
-def test_what_reads_no_images_is_refused_by_name(
-    sections: Mapping[str, Mapping[str, object]], words: str, folder: Path
-) -> None:
-    if "environment" in sections:
-        sections = {"environment": {"source": f"{folder / 'code.py'}:total"}}
-    if "models" in sections:
-        blind = shutil.copytree(folder / "llava", folder / "blind", dirs_exist_ok=True)
-        (blind / "preprocessor_config.json").unlink(missing_ok=True)
-        (blind / "processor_config.json").unlink(missing_ok=True)
-        sections = {"models": {"reference": str(blind)}}
+def test_what_reads_no_images_is_refused_by_name(setting: str, words: str, folder: Path) -> None:
+    if not (folder / "blind").exists():
+        shutil.copytree(folder / "llava", folder / "blind", ignore=shutil.ignore_patterns("*processor*"))
     with pytest.raises(OppoError, match=words):
-        train(settings(folder, "llava", "refused", **sections))
+        trained(folder, "llava", "refused", *setting.split())
 
 
 def test_a_url_and_an_image_too_narrow_are_refused_by_row(folder: Path) -> None:
     picture(1, width=3000, height=10).save(folder / "narrow.png")
-    for image, words in (
-        ("https://a.b/c.png", "is a URL"),
-        (str(folder / "narrow.png"), "takes no image of 3000 x 10"),
-    ):
-        rows = [{"prompt": [{"role": "user", "content": "?"}], "image": image}]
+    refused = {"https://a.b/c.png": "is a URL", str(folder / "narrow.png"): "takes no image of 3000 x 10"}
+    for image, words in refused.items():
         with pytest.raises(DataError, match=f"row 1.*{words}"):
-            train(settings(folder, "qwen2_5_vl", "refused"), prompts=rows)
+            trained(folder, "qwen2_5_vl", "refused", prompts=[{"prompt": "<image>", "image": image}])
+
+
+def test_a_text_that_spells_an_image_token_is_refused_beside_images(folder: Path) -> None:
+    rows = [{"prompt": "<image>", "image": str(folder / "a.png")}, {"prompt": "a<|pad|>b"}]
+    with pytest.raises(DataError, match="has 1 tokens that stand for images, and its images have 0"):
+        trained(folder, "llava", "spelt", prompts=rows)
 
 
 def test_rows_that_come_one_by_one_show_images_if_they_are_to(folder: Path) -> None:
-    rows = [{**row, "images": [str(folder / "a.png")]} for row in _rows(9)[1::4]] * 4
-    chosen = settings(folder, "llava", "rows", data={"images": True})
-    del chosen["data"]["prompts"]
-    run = train(chosen, prompts=iter(rows))
-    assert len(read_lines(run.path / "metrics.jsonl")) == 2
-    del chosen["data"]["images"]
-    chosen["run"]["name"] = "unsaid"
-    with pytest.raises((DataError, ConfigError), match=r"only|data\.images = true"):
-        train(chosen, prompts=iter(rows))
+    rows = [{"prompt": f"<image>{number}", "image": str(folder / "a.png")} for number in range(9)]
+    run = trained(folder, "llava", "rows", "data.images=true", prompts=iter(rows))
+    assert len(read_lines(run / "metrics.jsonl")) == 2
+    with pytest.raises(DataError, match=r"show images with data\.images = true only"):
+        trained(folder, "llava", "unsaid", prompts=iter(rows))

@@ -7,30 +7,22 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+from docs.make_pairs import PAGE, page, refusing, without_row
 from oppo.config.load import load_settings
 from oppo.errors import ConfigError
 from tests.kit.assets import furnish
-from tests.kit.pairs import Row, pairs_of
-from tests.run.matrix import AXES, BASE, CLASHES, fits, overrides, rows, tried
+from tests.kit.pairs import Row
+from tests.run.matrix import BASE, CLASHES, IN_A_RUN, context, overrides, rows, tried
 
 DAY = int(os.environ.get("OPPO_MATRIX", datetime.now(UTC).toordinal()))
-ROWS = 131
-
-APART = {
-    (("algorithm", "online_dpo"), ("dialogue", "branches")),
-    (("admission", "tail-batched"), ("dialogue", "branches")),
-    (("value", "shared-trunk"), ("timing", "in-flight")),
-    (("value", "shared-trunk"), ("timing", "streamed")),
-    (("update", "warmup"), ("timing", "streamed")),
-}
-"""Pairs without a row: pairs and rollouts begun anew have no branches; a critic needs PPO, in flight a lookahead."""
+ROWS = 137
 
 
 def _rows() -> Iterator[ParameterSet]:
@@ -51,28 +43,37 @@ def test_a_run_trains_and_neither_chunks_nor_a_kill_change_it(number: int, workp
     assert not outcome.fault, f"OPPO_MATRIX={DAY}, row {number}: {outcome.fault}"
 
 
-def test_any_two_values_that_go_together_meet() -> None:
+def test_any_two_values_meet_in_a_row_or_are_refused_whatever_else_is_set() -> None:
     assert len(rows()) == ROWS
-    met = {frozenset(pair) for row in rows() for pair in pairs_of(row)}
-    every = itertools.combinations([(axis, value) for axis, values in AXES.items() for value in values], 2)
-    missing = {pair for pair in every if pair[0][0] != pair[1][0] and frozenset(pair) not in met and fits(dict(pair))}
-    assert missing == APART
+    assert [pair for pair in without_row() if not refusing(pair)] == []
 
 
-def _clashes() -> Iterator[ParameterSet]:
-    for clash, word in CLASHES:
+def test_settings_accept_each_row(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(BASE)
+    for row in rows():
+        load_settings(tmp_path / "config.toml", overrides(row))
+
+
+def test_the_page_of_pairs_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m docs.make_pairs"
+
+
+def _clashes(clashes: Sequence[tuple[Mapping[str, str], str]]) -> Iterator[ParameterSet]:
+    for clash, word in clashes:
         for values in itertools.product(*(named.split("|") for named in clash.values())):
             row = dict(zip(clash, values, strict=True))
-            if word:
-                yield pytest.param(row, word, id=" ".join(row.values()))
+            yield pytest.param(row, word, id=" ".join(row.values()))
 
 
-@pytest.mark.parametrize(("values", "word"), [*_clashes()])
+@pytest.mark.parametrize(("values", "word"), [*_clashes(CLASHES)])
 def test_what_does_not_go_together_is_refused_by_name(values: Row, word: str, tmp_path: Path) -> None:
-    usual = {axis: next(iter(options)) for axis, options in AXES.items()}
-    algorithm = "rloo" if values.get("timing") == "streamed" else "ppo"
     (tmp_path / "config.toml").write_text(BASE)
     with pytest.raises(ConfigError, match=word):
-        load_settings(
-            tmp_path / "config.toml", overrides({**usual, "timing": "free", "algorithm": algorithm, **values})
-        )
+        load_settings(tmp_path / "config.toml", overrides(context(values)))
+
+
+@pytest.mark.parametrize(("values", "word"), [*_clashes(IN_A_RUN)])
+def test_what_only_a_run_shows_is_refused_there(values: Row, word: str, workplace: Path, tmp_path: Path) -> None:
+    outcome = tried(context(values), workplace, tmp_path / "run", only_uncut=True)
+    assert outcome.fault.startswith("refused: ")
+    assert word in outcome.fault

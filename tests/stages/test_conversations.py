@@ -429,6 +429,10 @@ class AcceptsLate:
         return True
 
 
+async def begins_none(segment: Prompt) -> bool:
+    raise AssertionError(segment)
+
+
 @pytest.mark.parametrize("length", [0, 2])
 def test_a_turn_that_a_resumed_run_asks_again_is_rewarded_once(length: int) -> None:
     """Its answer ended the response, with a reward or as it had no room, and no step has seen that end."""
@@ -443,7 +447,7 @@ def test_a_turn_that_a_resumed_run_asks_again_is_rewarded_once(length: int) -> N
             async with Conversations(tool) as conversations:
                 conversations.load_state_dict(state)
                 rollout = InFlightRollout(prompt, cast("TurnDecode", decode))
-                await conversations.converse(rollout, Step(0, 1, 0.0))
+                await conversations.converse(rollout, Step(0, 1, 0.0), begins_none)
                 assert len(decode.accepted) == 1
                 state = conversations.state_dict({0: len(turn)})
                 rewards = [each.reward for each in conversations.answered(0)]

@@ -18,6 +18,7 @@ from hypothesis import example, given, strategies as st
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt, Response, Support
+from oppo.images import ImageRef
 from oppo.models import Sampling, Weights
 from oppo.run.checkpoint import write_state
 from oppo.stages import Update
@@ -287,6 +288,15 @@ def test_a_token_before_the_least_length_lists_the_stop_tokens_as_excluded() -> 
     assert piece.extra[Support].ids.tolist() == [2, 3] * 5
 
 
+def test_an_id_that_is_barred_is_never_drawn_and_listed_as_excluded() -> None:
+    bench = Bench(sampling=Sampling(max_new_tokens=6, min_new_tokens=2, stop=(2,), barred=(7,)))
+    bench.play(limit=100)
+    (piece,) = bench.pieces[0]
+    assert piece.extra[Support].counts.tolist()[:3] == [-2, -2, -1]
+    assert piece.extra[Support].ids.tolist()[:5] == [7, 2, 7, 2, 7]
+    assert 7 not in piece.tokens
+
+
 @pytest.mark.parametrize(
     ("sampling", "supports"),
     [
@@ -387,6 +397,17 @@ def test_prompts_that_cannot_be_read_are_refused_by_name(tokens: list[int], mess
         await bench.policy.open([Prompt(7, 7, np.array(tokens, np.int32))])
 
     with pytest.raises(ModelError, match=message):
+        bench.run(main)
+
+
+def test_a_prompt_with_images_is_refused_by_name() -> None:
+    bench = Bench()
+    seen = Prompt(7, 7, np.array([5], np.int32), images=(ImageRef("", "/a.png", 8, 8, tokens=1),))
+
+    async def main() -> None:
+        await bench.policy.open([seen])
+
+    with pytest.raises(ModelError, match=r"rollout 7 shows images, and .* is given text only on vLLM"):
         bench.run(main)
 
 

@@ -3,7 +3,7 @@
 A call to the core decodes the ready rows. It returns, its rows paused, when a turn was answered, a rollout joins or
 weights come, and the next call has the row too, or the new weights. Where every rollout waits for an answer there is
 no call, so the model's place is free. In deterministic mode decoding waits with each turn, weights wait for its end,
-and no rollout joins.
+and a rollout joins only while a turn is unanswered.
 """
 
 from __future__ import annotations
@@ -119,12 +119,13 @@ class HfPolicy:
 
     @property
     def capabilities(self) -> Capabilities:
-        """In deterministic mode, weights wait for the end of decoding, and no rollout joins others."""
+        """In deterministic mode, weights wait for the end of decoding, and rollouts join at unanswered turns only."""
         loads: Loads = "when decoding ends" if self._deterministic else "between decode steps"
         return Capabilities(
             adds_while_decoding=not self._deterministic,
             loads_while_decoding=loads,
             turns=True,
+            adds_while_held=True,
             varies_sampling=True,
             reports_progress=True,
         )
@@ -201,11 +202,11 @@ class HfPolicy:
                 self._calls = calls
                 tasks.start_soon(self._decode, calls, errors, name="decode")
             try:
-                yield FixedDecoding(self._name) if self._deterministic else calls
+                yield calls
             except Exception as error:  # noqa: BLE001 - taken out of the task group, which would wrap it in a group
                 errors.append(error)
             finally:
-                calls.stop()
+                calls.end()
         raise_first(errors)
 
     async def _decode(self, calls: DecodeCalls, errors: list[Exception]) -> None:
@@ -278,6 +279,10 @@ class DecodeCalls:
             decode.begin()
 
     def stop(self) -> None:
+        if not self._deterministic:  # of which the cut alone decides
+            self.end()
+
+    def end(self) -> None:
         self._over = True
         self._interrupt()
         self._news.set()
@@ -288,7 +293,9 @@ class DecodeCalls:
         self._news.set()
 
     async def add(self, decodes: Sequence[Decode]) -> None:
-        # Those that come after the cut stay deferred.
+        # Those that come after the cut stay deferred. In deterministic mode all wait for an unanswered turn.
+        if self._deterministic and not self._holds():
+            await FixedDecoding(type(self._policy).__name__).add(decodes)
         joining = unfinished(decodes, self._policy)
         if live := [decode.prompt.rollout for decode in joining if decode.live]:
             raise ProtocolError(f"rollouts {live} are being decoded, so they cannot join")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelRefused
-from oppo.events import Batch, Chunk, Prompt, Response
+from oppo.events import Batch, Prompt, Response
+from oppo.hf.kv.reader import Incremental
 from oppo.hf.loading import _freeze_beside_text
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput, ValueWorker
@@ -23,41 +25,29 @@ from oppo.losses import Input, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from tests.hf import tiny
-from tests.hf.seeing import FAMILIES, PAD, from_pixels, of_words, seeing, showing
+from tests.hf.seeing import FAMILIES, PAD, from_pixels, of_words, prompts_of, seeing, showing
+from tests.hf.train.test_trainer import batch_of
+from tests.kit.responses import chunk
 
 TOLERANCE = {"qwen3_5": 1e-3}
 
 
 def _responses(name: str) -> list[Response]:
-    """Return a group of three, a row of two images, and one of text."""
-    one, two, text = showing(name, ["a"], number=1), showing(name, ["bb", "c"], number=2), Prompt(5, 5, of_words(7))
     made = []
-    for row, prompt in enumerate([one, one, one, two, text]):
+    for row, prompt in enumerate(prompts_of(name)):
         tokens = of_words(5 + 3 * row, number=row)
-        zeros, prompted = np.zeros(len(tokens), np.int32), Prompt(row, row, prompt.tokens, images=prompt.images)
-        made.append(Response.empty(prompted).then(Chunk(row, 0, tokens, zeros.astype(np.float32), zeros)))
+        prompted = Prompt(row, row, prompt.tokens, images=prompt.images)
+        made.append(Response.empty(prompted).then(chunk(row, 0, tokens)))
     return made
 
 
 def _batch(rows: list[Response]) -> Batch:
-    tokens = np.concatenate([row.tokens for row in rows])
-    floats = np.zeros(len(tokens), np.float32)
-    return Batch(
-        responses=tuple(rows),
-        reasons=tuple("length" for _ in rows),
-        scores=np.zeros(len(rows), np.float32),
-        offsets=np.cumsum([0, *map(len, rows)]),
-        tokens=tokens,
-        versions=np.zeros(len(tokens), np.int32),
-        sampled=np.ones(len(tokens), np.bool_),
-        logprobs=floats,
-        proximal=floats,
-        reference=floats,
-        values=floats,
-        rewards=floats,
-        advantages=floats,
-        returns=floats,
+    floats = [np.zeros(len(row), np.float32) for row in rows]
+    tokens, estimates = [row.tokens for row in rows], [(each, each) for each in floats]
+    made = batch_of(
+        [row.prompt.tokens for row in rows], tokens, floats, scores=[0.0] * 4, values=floats, estimates=estimates
     )
+    return replace(made, responses=tuple(rows))
 
 
 def _gradients(model: nn.Module) -> Iterator[Tensor]:
@@ -69,8 +59,7 @@ def _gradients(model: nn.Module) -> Iterator[Tensor]:
 
 def _alone(model: PreTrainedModel, row: Response) -> Tensor:
     ids, first = torch.tensor([*row.prompt.tokens, *row.tokens]).long(), len(row.prompt.tokens)
-    with torch.enable_grad():
-        logits = from_pixels.__wrapped__(model, row.prompt, ids)  # type: ignore[attr-defined] # without no_grad
+    logits = from_pixels(model, row.prompt, ids)
     return token_logprobs(logits[first - 1 : -1], ids[first:], 1.0)
 
 
@@ -116,6 +105,7 @@ def test_scorers_see_and_look_once_for_a_group(name: str, deterministic: bool) -
     for row, logprobs in zip(rows, found, strict=True):
         with torch.no_grad():
             assert np.allclose(logprobs, _alone(model, row).numpy(), atol=1e-4)
+    assert isinstance(worker.reader._reader, Incremental)
     looked = worker.reader._reader.eyes
     assert looked is not None
     assert looked.looks == 2
@@ -157,8 +147,7 @@ async def test_a_sampled_image_token_is_an_error_of_the_update() -> None:
     rows = _responses("llava")
     said = rows[0].tokens.copy()
     said[2] = PAD
-    zeros = np.zeros(len(said), np.int32)
-    broken = Response.empty(rows[0].prompt).then(Chunk(0, 0, said, zeros.astype(np.float32), zeros))
+    broken = Response.empty(rows[0].prompt).then(chunk(0, 0, said))
     actor = seeing("llava")
     _freeze_beside_text(actor)
     with Thread("training") as place:
@@ -170,7 +159,7 @@ async def test_a_sampled_image_token_is_an_error_of_the_update() -> None:
 def test_a_tower_that_would_be_trained_is_refused() -> None:
     actor = seeing("llava")
     models = ActorCritic(actor)
-    part = pack(_batch(_responses("llava")), range(5), torch.device("cpu"))
+    part = pack(_batch(_responses("llava")), range(4), torch.device("cpu"))
     with pytest.raises(ModelRefused, match="requires a gradient, and what reads images is frozen"):
         models(part, None)
     with pytest.raises(ModelRefused, match="it has no image tokens, or no tower"):
