@@ -76,7 +76,7 @@ def furnish(folder: Path, steps: int) -> Path:
         max_position_embeddings=64,
         pad_token_id=PAD,
         eos_token_id=EOS,
-        num_labels=1,
+        id2label={0: "score"},
     )
     torch.manual_seed(0)
     for name, kind in (("actor", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
