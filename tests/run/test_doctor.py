@@ -226,7 +226,7 @@ def test_layouts_are_of_a_run_that_places_nothing_itself(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("assume", "chosen", "said"),
     [
-        ("1x300GB", (), "models.shared_trunk = true.* would fit"),
+        ("1x300GB", (), "models.shared_trunk = true.* would fit.*rewards.0.reading = 'whole'"),
         ("1x100GB", (), "trainer.gradient_checkpointing = 1, models.lora_rank = 16, .*shared_trunk = true.* would fit"),
         ("1x24GB", ("placement.policy=cuda:0",), "the trainer alone needs 319.5 GB on cuda:0: several devices in"),
         ("1xL4", ("step.lookahead=1", "algorithm.is_correction=truncated"), "not even trainer"),
