@@ -638,7 +638,7 @@ def test_the_plans_of_the_page_fit_the_machines_that_it_names(
     assert plan(large, text, assume, "sampling.max_new_tokens=512") == DONE, capsys.readouterr()
     said = capsys.readouterr()
     assert "for 256 rollouts in flight" in said.out, "a group of eight for each prompt"
-    assert "counting the memory of the trainer" in said.err
+    assert "counting the memory of the reference" in said.err
     assert ("policy, worker 1" in said.out) is ("vllm" in text)
     assert "assumed" in said.out
     assert "free;" not in said.out, "nothing of this machine"

@@ -375,7 +375,8 @@ def test_memory_that_engine_and_update_need_by_turns_is_counted_once(tmp_path: P
     assert sleeping["policy, asleep"].bytes.weights == policy.bytes.weights
     assert policy.share is not None
     assert policy.share >= (beside["policy"].share or 0)
-    assert at_worst(there) == sum(each.bytes.total for each in there) - trainer.bytes.gradients
+    by_turns = trainer.bytes.gradients + trainer.bytes.activations
+    assert at_worst(there) == sum(each.bytes.total for each in there) - by_turns
     assert not crowded([*sleeping.values()], assumed)
 
 
