@@ -112,7 +112,7 @@ BUDGETS = {
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 206,  # also two of roles; of images their files, where rows have them, the processor, what a model sees
+    "modules": 207,  # two of roles; of images files, rows, the processor, a model's view; passes without data
     "files in the root": 23,  # the images of a prompt, which events, data and models know
     "protocols": 50,  # what makes pixels
     "functions that only require": 70,
