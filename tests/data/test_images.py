@@ -60,11 +60,7 @@ def test_a_text_has_its_images_at_placeholders(row: Mapping[str, Any], parts: li
         ([{"type": "image", "image": _png(2)}, _text("what?")], None, ["image", "text"]),
         ([{"type": "image", "path": "a.png"}], None, ["image"]),
         ([{"type": "image", "image": picture(3)}], None, ["image"]),
-        (
-            [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "text": None}],
-            ["a.png"],
-            ["image"] * 2,
-        ),
+        ([{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image"}], ["a.png"], ["image"] * 2),
     ],
 )
 def test_messages_have_their_images_in_parts(
@@ -90,34 +86,26 @@ def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: Image
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("prompt", "image", "words"),
     [
-        ("https://a.b/c.png", "is a URL, and images are not fetched: save it, and give its path"),
-        ("b.png", r"there is no image 'b.png' \(did you mean 'a.png'"),
-        ("data:image/png;base64,%%", "the data URI of an image is not in base64"),
-        ("data:image/png,abc", "the data URI of an image is not in base64"),
-        (3, "expected an image as a path, bytes, a data URI or a picture of Pillow, got 3"),
-        ({"width": 3}, "an image is a table with bytes or a path"),
+        ("<image>", "https://a.b/c.png", "is a URL, and images are not fetched: save it, and give its path"),
+        ("<image>", "b.png", r"there is no image 'b.png' \(did you mean 'a.png'"),
+        ("<image>", "data:image/png;base64,%%", "the data URI of an image is not in base64"),
+        ("<image>", "data:image/png,abc", "the data URI of an image is not in base64"),
+        ("<image>", 3, "expected an image as a path, bytes, a data URI or a picture of Pillow, got 3"),
+        ("<image>", {"width": 3}, "an image is a table with bytes or a path"),
+        ("a", "a.png", "1 images, and 0 <image> in its text"),
+        ("<image> <image>", "a.png", "1 images, and 2 <image> in its text"),
+        ([{"role": "assistant", "content": "a"}], "a.png", "1 images, and only 0 places"),
+        ([{"role": "user", "content": [{"type": "image"}] * 2}], "a.png", "1 images, and more places"),
+        (3, "a.png", "expected text or a list of chat messages beside images"),
     ],
 )
-def test_what_is_no_image_is_refused(value: object, words: str, files: ImageFiles) -> None:
-    with pytest.raises(DataError, match=f"row 1: .*{words}"):
-        files.file(value, "row 1")
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"prompt": "a", "image": "a.png"}, "1 images, and 0 <image> in its text"),
-        ({"prompt": "<image> <image>", "image": "a.png"}, "1 images, and 2 <image> in its text"),
-        ({"prompt": [{"role": "assistant", "content": "a"}], "image": "a.png"}, "1 images, and only 0 places"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}] * 2}], "image": "a.png"}, "1 images, and more pl"),
-        ({"prompt": 3, "image": "a.png"}, "expected text or a list of chat messages beside images"),
-    ],
-)
-def test_images_and_their_places_are_as_many(row: Mapping[str, Any], words: str, files: ImageFiles) -> None:
-    with pytest.raises(DataError, match=f"row 1: .*{words}"):
-        gathered(row, "prompt", files, "row 1")
+def test_what_is_no_image_or_has_no_place_is_refused(
+    prompt: object, image: object, words: str, files: ImageFiles
+) -> None:
+    with pytest.raises(DataError, match=f"row 1.*{words}"):
+        gathered({"prompt": prompt, "image": image}, "prompt", files, "row 1")
 
 
 def test_a_picture_is_upright_and_without_transparency(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint(folder, name)
     (folder / "code.py").write_text(CODE)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _rows(8)))
+    (folder / "spelt.jsonl").write_text('{"prompt": "<image>", "image": "a.png"}\n{"prompt": "a<|pad|>b"}\n')
     picture(77).save(folder / "a.png")
     return folder
 
@@ -124,6 +125,7 @@ def test_a_reward_model_sees_and_images_are_kept_once_and_never_pixels(folder: P
         ("data.images=true", r"data\.images is for rows that come one by one"),
         ("data.over_long=truncate data.max_prompt_tokens=30", "would lose a part of them"),
         ("models.reference=blind", "cannot be shown images: there is no image processor beside its weights"),
+        ('data.prompts="spelt.jsonl"', "has 1 tokens that stand for images, and its images have 0"),
     ],
 )
 def test_what_reads_no_images_is_refused_by_name(setting: str, words: str, folder: Path) -> None:
@@ -131,20 +133,6 @@ def test_what_reads_no_images_is_refused_by_name(setting: str, words: str, folde
         shutil.copytree(folder / "llava", folder / "blind", ignore=shutil.ignore_patterns("*processor*"))
     with pytest.raises(OppoError, match=words):
         trained(folder, "llava", "refused", *setting.split())
-
-
-def test_a_url_and_an_image_too_narrow_are_refused_by_row(folder: Path) -> None:
-    picture(1, width=3000, height=10).save(folder / "narrow.png")
-    refused = {"https://a.b/c.png": "is a URL", str(folder / "narrow.png"): "takes no image of 3000 x 10"}
-    for image, words in refused.items():
-        with pytest.raises(DataError, match=f"row 1.*{words}"):
-            trained(folder, "qwen2_5_vl", "refused", prompts=[{"prompt": "<image>", "image": image}])
-
-
-def test_a_text_that_spells_an_image_token_is_refused_beside_images(folder: Path) -> None:
-    rows = [{"prompt": "<image>", "image": str(folder / "a.png")}, {"prompt": "a<|pad|>b"}]
-    with pytest.raises(DataError, match="has 1 tokens that stand for images, and its images have 0"):
-        trained(folder, "llava", "spelt", prompts=rows)
 
 
 def test_rows_that_come_one_by_one_show_images_if_they_are_to(folder: Path) -> None:
