@@ -397,9 +397,9 @@ def test_what_a_page_names_and_links_to_is_there(page: Path) -> None:
 
 def test_every_guarantee_has_a_test() -> None:
     page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
-    rows = [
-        line for line in page.partition("\n## Pairs of features")[0].splitlines() if "| `" in line and "::" not in line
-    ]  # those of others' reports name tests
+    page = re.sub(r"\n## Pairs of features\n.*?(?=\n## )", "", page, flags=re.DOTALL)
+    # Rows of others' reports name tests.
+    rows = [line for line in page.splitlines() if "| `" in line and "::" not in line]
     assert len(rows) > 30
     for row in rows:
         behind = row.rsplit(" | ", 1)[1]
