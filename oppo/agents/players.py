@@ -72,7 +72,7 @@ class Player:
         while self._joins and self._failure is None:
             await self._until(lambda: self._live > 0)
             try:
-                async with self.policy.decoding([], _uncut) as engine:
+                async with self.policy.decoding([], lambda _: False) as engine:
                     self._engine = engine
                     self._notify()
                     await self._until(lambda: not self._live)
@@ -115,7 +115,7 @@ class Player:
         self._notify()
         try:
             if not self._joins:
-                async with self._alone, self.policy.decoding([decode], _uncut):
+                async with self._alone, self.policy.decoding([decode], lambda _: False):
                     return await _read(decode, prompt)
             await self._until(lambda: self._engine is not None or self._failure is not None)
             if self._engine is None:
@@ -135,11 +135,6 @@ class Player:
     async def _until(self, there: Callable[[], bool]) -> None:
         while not there():
             await self._news.wait()
-
-
-def _uncut(finished: Sequence[int]) -> bool:
-    del finished
-    return False
 
 
 async def _read(decode: Decode, prompt: Prompt) -> Chunk:

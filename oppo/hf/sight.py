@@ -98,12 +98,12 @@ BLIND: Final = Sight(0, NONE, NONE, (), None, object, joined=False, whole=False)
 """What a prompt of text shows."""
 
 
-def encoded(sights: Sequence[Sight], levels: Sequence[Sequence[Tensor]]) -> dict[str, object]:
-    """Return the argument of a forward pass for features, of each of ``sights`` those of ``levels``, in their order."""
+def encoded(shown: Sequence[tuple[Sight, int, int]]) -> dict[str, object]:
+    """Return the argument of a forward pass for the features of image tokens between two positions of each sight."""
+    levels, sight = [sight.between(start, stop) for sight, start, stop in shown], shown[0][0]
     first, *deeper = [torch.cat(level) for level in zip(*levels, strict=True)]
     stacked = {"deepstack_features": [[each] for each in deeper]} if deeper else {}
-    made = sights[0].kind(pooler_output=first[None] if sights[0].joined else [first], **stacked)
-    return {ENCODED: {"image": made}}
+    return {ENCODED: {"image": sight.kind(pooler_output=first[None] if sight.joined else [first], **stacked)}}
 
 
 class Eyes:
@@ -121,7 +121,6 @@ class Eyes:
         self._model = model
         self._trunk: Any = backbone(model)
         self.pad = pads_of(model.config)[0]
-        self.whole = model.config.model_type in WHOLE
         self._kept: OrderedDict[object, Sight] = OrderedDict()
 
     @torch.no_grad()
@@ -157,8 +156,8 @@ class Eyes:
             kinds, grids = (ids == self.pad).int(), {name: each for name, each in given.items() if "grid" in name}
             places = self._trunk.get_rope_index(ids, mm_token_type_ids=kinds, **grids)[0][:, 0].numpy()
         owner = np.repeat(np.arange(len(images)), [image.tokens for image in images])
-        joined = isinstance(out.pooler_output, Tensor)
-        return Sight(len(tokens), pads, owner, levels, places, type(out), joined, self.whole)
+        joined, whole = isinstance(out.pooler_output, Tensor), self._model.config.model_type in WHOLE
+        return Sight(len(tokens), pads, owner, levels, places, type(out), joined, whole)
 
 
 def taken_by(model: PreTrainedModel, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -205,13 +204,14 @@ def seen_in_pieces(
 ) -> Seen:
     # For a pass over ``sizes`` tokens of rows from ``starts`` on, padded on the left, and keys below ``end``.
     rows = [(sight, at, at + size) for sight, at, size in zip(sights, starts, sizes, strict=True)]
-    shown, blocks = [(sight, *span) for sight, *span in rows if sight.count(*span)], None
-    given = encoded([sight for sight, *_ in shown], [sight.between(*span) for sight, *span in shown]) if shown else {}
+    shown = [row for row in rows if row[0].count(row[1], row[2])]
+    blocks: Tensor | None = None
+    given = encoded(shown) if shown else {}
     if any(sight.places is not None for sight in sights):
-        turned = [sight.rotary(np.arange(*span)) for sight, *span in rows]
+        turned = [sight.rotary(np.arange(start, stop)) for sight, start, stop in rows]
         places = [np.pad(each, ((0, 0), (max(sizes) - each.shape[1], 0))) for each in turned]
         given["position_ids"] = torch.from_numpy(np.stack(places, 1)).to(device)
-    if any(sight.whole for sight, *_ in shown):
+    if any(sight.whole for sight, _, _ in shown):
         blocks = torch.from_numpy(np.stack([sight.blocks(end) for sight in sights])).to(device)
     return Seen(given, blocks)
 
@@ -221,7 +221,7 @@ def shown_to(
 ) -> dict[str, object]:
     # For a pass over whole rows, padded on the right or packed.
     seen, width = [sight for sight in sights if sight is not BLIND], max(lengths)
-    found = encoded(seen, [sight.levels for sight in seen])
+    found = encoded([(sight, 0, sight.length) for sight in seen])
     if any(sight.places is not None for sight in seen):
         rows = zip(sights, lengths, strict=True)
         turned = [sight.rotary(np.arange(length if packed else width)) for sight, length in rows]

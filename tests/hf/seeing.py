@@ -93,7 +93,7 @@ def made(name: str, *, dtype: torch.dtype = torch.float32, ids: Mapping[str, int
     text, vision, own, _ = FAMILIES[name]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        given = {"text_config": {**TEXT, **text, **sizes}, "vision_config": dict(vision), **own, **ids}
+        given: dict[str, Any] = {"text_config": {**TEXT, **text, **sizes}, "vision_config": dict(vision), **own, **ids}
         config = AutoConfig.for_model(name, **given)
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
         for weight in model.parameters():  # some begin at zero
