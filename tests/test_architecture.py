@@ -88,7 +88,7 @@ MAX_FUNCTION_LINES = 80
 
 BUDGETS = {
     "admission": 1_315,
-    "agents": 2_506,
+    "agents": 2_501,
     "algorithms": 1_061,
     "config": 4_116,
     "data": 1_081,
