@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,7 +53,7 @@ def checkpoint(folder: Path, name: str) -> Path:
     path = folder / name
     kind, settings, whole, image = PROCESSORS[name]
     tokenizer = byte_tokenizer(TEMPLATE.replace("IMAGE", image), special=SPECIAL)
-    number = tokenizer.inner.convert_tokens_to_ids
+    number: Callable[[str], Any] = tokenizer.inner.convert_tokens_to_ids
     names = {90: "<|pad|>", 91: "<|video|>", 92: "<|begin|>", 93: "<|end_of_image|>"}
     ids = {key: number(names[value]) for key, value in FAMILIES[name][2].items() if value in names}
     made(name, ids=ids, vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(path)
