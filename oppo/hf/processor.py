@@ -61,7 +61,8 @@ class Processor:
         config = AutoConfig.from_pretrained(directory)
         if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or not processor_files(directory):
             raise ConfigError(
-                f"{self.path} reads text only: it has no tower that reads images, or no image processor beside it"
+                f"{self.path} reads text only: expected a tower that reads images and an image processor beside it, or "
+                "prompts without images"
             )
         try:
             with quiet():

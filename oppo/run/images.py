@@ -14,13 +14,12 @@ from oppo.hf.servable import probe_images
 from oppo.hf.sight import pixels_of
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.images import ImageFiles
-from oppo.report.records import IMAGES
 from oppo.run.deployment import Deployment
 from oppo.run.loading import ServedRewardModel
 from oppo.run.prompts import ImagesIn
 
 
-def reader_of_images(deployment: Deployment, tokenizer: HfTokenizer) -> ImagesIn | str:
+def reader_of_images(deployment: Deployment, tokenizer: HfTokenizer, directory: Path) -> ImagesIn | str:
     """Return what reads prompts with images, given the folder of relative paths; or why none are read."""
     settings = deployment.settings
     if deployment.has_engine:
@@ -32,7 +31,7 @@ def reader_of_images(deployment: Deployment, tokenizer: HfTokenizer) -> ImagesIn
     if len(settings.devices["trainer"]) > 1 and settings.placement.shard:
         return "a shard of a model has no whole tower: set placement.shard = false"
     processor = Processor(settings.models.policy)
-    return partial(_within, tokenizer, processor, settings.run_directory / IMAGES)
+    return partial(_within, tokenizer, processor, directory)
 
 
 def _within(tokenizer: HfTokenizer, processor: Processor, directory: Path, folder: Path) -> ImagePrompts:

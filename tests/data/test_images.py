@@ -81,7 +81,10 @@ def test_messages_have_their_images_in_parts(
 
 def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: ImageFiles) -> None:
     uri = f"data:image/png;base64,{base64.b64encode(_png(2)).decode()}"
-    paths = {files.file(each, "row 1") for each in (_png(2), uri, {"bytes": _png(2)}, picture(2))}
+    paths = {
+        files.file(each, "row 1")
+        for each in (_png(2), uri, {"base64": uri.split(",")[1]}, {"bytes": _png(2)}, picture(2))
+    }
     assert [*paths] == [files.directory / hashlib.sha256(_png(2)).hexdigest()]
     before = next(iter(paths)).stat().st_mtime_ns
     files.file(_png(2), "row 2")
@@ -93,7 +96,11 @@ def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: Image
     ("value", "words"),
     [
         ("https://a.b/c.png", "is a URL, and images are not fetched: save it, and give its path"),
-        ("b.png", r"there is no image 'b.png' \(did you mean 'a.png'"),
+        ("b.png", r"there is no image file 'b.png' \(did you mean 'a.png'"),
+        (".", "there is no image file '.'$"),
+        (f"a.{'b' * 3000}", r"is no path .* base64 begins with 'data:image/png;base64,'$"),
+        (f"a/{'b/' * 300}", r"there is no image file '.* base64 begins with 'data:image/png;base64,'$"),
+        ({"base64": "%%"}, "the data URI of an image is not in base64"),
         ("data:image/png;base64,%%", "the data URI of an image is not in base64"),
         ("data:image/png,abc", "the data URI of an image is not in base64"),
         (3, "expected an image as a path, bytes, a data URI or a picture of Pillow, got 3"),
@@ -108,10 +115,18 @@ def test_what_is_no_image_is_refused(value: object, words: str, files: ImageFile
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "a", "image": "a.png"}, "1 images, and 0 <image> in its text"),
-        ({"prompt": "<image> <image>", "image": "a.png"}, "1 images, and 2 <image> in its text"),
-        ({"prompt": [{"role": "assistant", "content": "a"}], "image": "a.png"}, "1 images, and only 0 places"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}] * 2}], "image": "a.png"}, "1 images, and more pl"),
+        ({"prompt": "a", "image": "a.png"}, "has 0 places for 1 images in image: expected one"),
+        ({"prompt": "<image> <image>", "image": "a.png"}, "has 2 places for 1 images in image"),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "image": "a.png"}, "has 0 places for 1 images"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}] * 2}], "image": "a.png"},
+            "has more than 1 places for 1 im",
+        ),
+        ({"prompt": "<image>", "image": "a.png", "images": ["a.png"]}, "1 places for 2 images in image and images"),
+        (
+            {"prompt": [{"role": "user", "content": "<image>"}], "image": None},
+            "more than 0 places for 0 images in its row",
+        ),
         ({"prompt": 3, "image": "a.png"}, "expected text or a list of chat messages beside images"),
     ],
 )
@@ -133,9 +148,14 @@ def test_a_picture_is_upright_and_without_transparency(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_decoded_or_has_changed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    path.write_bytes(_png(1)[:60])
-    with pytest.raises(DataError, match=r"row 1: the image .*a\.png cannot be decoded: "):
-        described(path, "row 1")
+    for data, why in {
+        _png(1)[:60]: "OSError: image",
+        b"": "0 bytes, b''..., in no",
+        b"text": "4 bytes, b'text'",
+    }.items():
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=rf"row 1: the image .*a\.png cannot be decoded: {why}.*; save it again"):
+            described(path, "row 1")
     path.write_bytes(_png(1))
     image = described(path, "row 1")[0]
     assert picture_of(image).size == (48, 32)

@@ -13,10 +13,11 @@ import pytest
 from transformers import AutoConfig
 
 from examples.images import make_model
+from oppo.config.load import load_settings
 from oppo.errors import DataError, OppoError
 from oppo.hf.model_files import SCALAR
 from oppo.run.prompts import Rows
-from oppo.run.train import resume, train
+from oppo.run.train import prepare, resume, train
 from tests.kit.seen import PROCESSORS, checkpoint, picture
 from tests.kit.workplace import read_lines
 from tests.run.matrix import digests
@@ -143,8 +144,23 @@ def test_a_url_and_an_image_too_narrow_are_refused_by_row(folder: Path) -> None:
 
 def test_a_text_that_spells_an_image_token_is_refused_beside_images(folder: Path) -> None:
     rows = [{"prompt": "<image>", "image": str(folder / "a.png")}, {"prompt": "a<|pad|>b"}]
-    with pytest.raises(DataError, match="has 1 tokens that stand for images, and its images have 0"):
-        trained(folder, "llava", "spelt", prompts=rows)
+    typo = [{"prompt": "a<|pad|>b", "img": "a.png"}]  # a policy that sees reads no such token without an image
+    for given in rows, typo:
+        with pytest.raises(
+            DataError, match="has 1 tokens that stand for images, and its images have 0: name their col"
+        ):
+            trained(folder, "llava", "spelt", prompts=given)
+
+
+def test_a_dry_run_writes_no_image_and_an_empty_column_beside_a_placeholder_is_refused(folder: Path) -> None:
+    (folder / "config.toml").write_text(SETTINGS)
+    given = ["models.policy=llava", f"run.directory={folder / 'dry'}"]
+    settings = load_settings(folder / "config.toml", given)
+    with prepare(settings, dry_run=True) as session:
+        assert {Path(image.path).is_file() for prompt in session.prompts.prompts for image in prompt.images} == {True}
+    assert not (folder / "dry").exists()
+    with pytest.raises(DataError, match="row 1: the prompt has 1 places for 0 images"):
+        trained(folder, "llava", "refused", prompts=[{"prompt": "<image>", "images": []}])
 
 
 def test_rows_that_come_one_by_one_show_images_if_they_are_to(folder: Path) -> None:
