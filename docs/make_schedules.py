@@ -31,7 +31,7 @@ STEPS, LAST, SHOWN = 8, 5, 3
 WORKLOAD: Final = replace(
     PAPER,
     name="pictures",
-    models=replace(PAPER.models, taught=0, reward=replace(PAPER.models.reward, layers=6)),
+    models=replace(PAPER.models, reward=replace(PAPER.models.reward, layers=6)),
     lengths=replace(PAPER.lengths, sigma=1.1, cap=256),
     batch=12,
     epochs=3,

@@ -43,22 +43,13 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """The images of rows as files: a path stays where it is, and everything else is written once.
+    """The images of rows as files: a path stays where it is, and everything else is written once."""
 
-    Attributes:
-        directory: where images are written that a row holds itself, each under its digest.
-        folder: that relative paths begin in, if there is such a file; otherwise in the working directory.
-    """
-
-    directory: Path
-    folder: Path = Path()
+    directory: Path  # where images are written that a row holds itself, each under its digest
+    folder: Path  # that relative paths begin in, if there is such a file; otherwise in the working directory
 
     def file(self, value: object, place: str) -> Path:
-        """Return the file of an image: of a path, a data URI, bytes, a picture of Pillow or a table with one of these.
-
-        Raises:
-            DataError: it is none of these, a URL, or there is no such file.
-        """
+        """Return the file of an image, given as a path, a data URI, bytes, a picture, or a table with one of these."""
         if isinstance(value, Mapping):
             if isinstance(text := value.get("base64"), str):
                 return self._named(text if text.startswith("data:") else f"data:;base64,{text}", place)
@@ -111,11 +102,7 @@ class ImageFiles:
 
 
 def described(path: Path, place: str) -> tuple[ImageRef, Any]:
-    """Return an image file, whose tokens are still unknown, and its picture in RGB, upright.
-
-    Raises:
-        DataError: it cannot be read or decoded.
-    """
+    """Return an image file, whose tokens are still unknown, and its picture in RGB, upright."""
     data = _read(path, place)
     picture = _decoded(data, f"{place}: the image {path}")
     width, height = picture.size
@@ -123,11 +110,7 @@ def described(path: Path, place: str) -> tuple[ImageRef, Any]:
 
 
 def picture_of(image: ImageRef) -> Any:
-    """Return the picture of an image, in RGB, upright.
-
-    Raises:
-        DataError: its file is gone, or is no longer the one that the prompt was made of.
-    """
+    """Return the picture of an image, in RGB, upright."""
     data = _read(Path(image.path), "a prompt")
     if (now := hashlib.sha256(data).hexdigest()) != image.sha256:
         raise DataError(

@@ -51,7 +51,7 @@ async def answered(base: Path, prompts: Path, count: int, seed: int) -> list[Ans
     with Thread("policy", setup=lambda: torch.set_num_threads(1)) as thread:
         policy = HfPolicy(await thread.call("load", load_causal, base), sampling=sampling, place=thread)
         finished = await respond(policy, asked, Answering(samples=SAMPLES, batch=16))
-    made = []
+    made = list[Answers]()
     for _, group in groupby(finished, key=lambda each: each.response.prompt.admission):
         rows = [(each, tokenizer.decode(each.response.tokens.tolist())) for each in group]
         scored = [(judge(messages(each), text).score, each, text) for each, text in rows]

@@ -315,6 +315,7 @@ class Session:
         frozen: Mapping[str, object],
         play: Callable[[Session, Conversation], None],
     ) -> None:
+        self.models = requests.models
         self.columns = columns
         self.evaluation = evaluation
         self.scope = anyio.CancelScope()
@@ -339,10 +340,6 @@ class Session:
         self._asking = anyio.Lock()  # reading takes time, and the next may continue what is read
         self._full: Refusal | None = None
         self._news = anyio.Event()
-
-    @property
-    def models(self) -> Sequence[str]:
-        return self._requests.models
 
     @property
     def trained(self) -> int:

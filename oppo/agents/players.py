@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 from zlib import crc32
 
 import anyio
@@ -20,12 +20,8 @@ from oppo.models import Decode, Decoding, Policy
 from oppo.rewards.function import ByTurn
 from oppo.user_code import CheckedFunction
 
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    row: Mapping[str, object]
-    url: str
-    key: str
+Visit: TypeAlias = tuple[Mapping[str, object], str, str]
+"""A row, and the URL and the key by which its agent asks."""
 
 
 @dataclass(frozen=True)
@@ -35,32 +31,29 @@ class CalledAgent(CheckedFunction[Visit, str, Earned]):
     roles: Sequence[str] = ()
 
     def made(self, given: Visit) -> object:
-        return self.user.function(copy.deepcopy({**given.row}), given.url, given.key)
+        row, url, key = given
+        return self.user.function(copy.deepcopy({**row}), url, key)
 
     def checked(self, result: object, where: str) -> Earned:
         if isinstance(result, Drop):
             return result
-        if self.roles:
-            return self._by_role(result, where)
+        if not self.roles:
+            return self._reward(result, "a finite number, the reward, or a ByTurn or a Drop", where)
+        roles = ", ".join(map(repr, self.roles))
+        if not isinstance(result, Mapping):
+            words = f"must return a mapping of the roles {roles} to rewards, or a Drop; got {shown(result)}"
+            raise self.failure(words, where)
+        if other := [role for role in result if role not in self.roles]:
+            raise self.failure(f"returned a reward for {other[0]!r}, and the roles are {roles}", where)
+        words = "a finite number or a ByTurn for {!r}"
+        return {role: self._reward(reward, words.format(role), where) for role, reward in result.items()}
+
+    def _reward(self, result: object, expected: str, where: str) -> float:
         if isinstance(result, ByTurn):
             return result
         if not is_finite(result):
-            words = f"must return a finite number, the reward, or a ByTurn or a Drop; got {shown(result)}"
-            raise self.failure(words, where)
+            raise self.failure(f"must return {expected}; got {shown(result)}", where)
         return float(result)
-
-    def _by_role(self, result: object, where: str) -> Mapping[str, float]:
-        roles = ", ".join(map(repr, self.roles))
-        if not isinstance(result, Mapping):
-            raise self.failure(
-                f"must return a mapping of the roles {roles} to rewards, or a Drop; got {shown(result)}", where
-            )
-        for role, reward in result.items():
-            if role not in self.roles:
-                raise self.failure(f"returned a reward for {role!r}, and the roles are {roles}", where)
-            if not isinstance(reward, ByTurn) and not is_finite(reward):
-                raise self.failure(f"must return a finite number or a ByTurn for {role!r}; got {shown(reward)}", where)
-        return {role: reward if isinstance(reward, ByTurn) else float(reward) for role, reward in result.items()}
 
 
 class Player:
@@ -75,7 +68,7 @@ class Player:
         self._news = anyio.Event()
 
     async def serve(self) -> None:
-        """Decode as long as something is asked for: an engine keeps what it has decoded."""
+        # As long as something is asked for: an engine keeps what it has decoded.
         while self._joins and self._failure is None:
             await self._until(lambda: self._live > 0)
             try:

@@ -171,8 +171,9 @@ class RunningAgents(Shared):
             frozen=self.players,
             play=partial(self._plays, prompt),
         )
-        visit = Visit(prompt.columns, self._server.url, f"oppo-{secrets.token_hex(16)}")
-        self._sessions[key] = self._keys[visit.key] = session
+        secret = f"oppo-{secrets.token_hex(16)}"
+        visit = prompt.columns, self._server.url, secret
+        self._sessions[key] = self._keys[secret] = session
         self._tasks.start_soon(self._run, visit, session, where, name=f"agent of {where}")
         return session
 
@@ -341,7 +342,7 @@ class Agents(RunningAgents, Branching):
 
     @property
     def reward(self) -> Scorer[float | Drop]:
-        return WholeScorer(self.earned, lambda: self.at_work, self._by_role)
+        return WholeScorer(self.earned, lambda: self.at_work, lambda: self._earned.pop(evaluation(), {}))
 
     def seat(self, role: str, policy: Policy) -> None:
         """Have a policy play a role, before the run begins: frozen, as it is."""
@@ -527,9 +528,6 @@ class Agents(RunningAgents, Branching):
                 words = f"returned rewards that do not fit its first conversation: {error}"
                 return self._dropped(session, prompt, session.failure(words))
         return float(earned)
-
-    def _by_role(self) -> Mapping[str, Sequence[float]]:
-        return self._earned.pop(evaluation(), {})
 
     async def rehearse(self, prompt: Prompt, turn: Sequence[int], turns: int) -> Rehearsed:
         """Run the agent of a row outside of a run, with the same turn as each answer."""

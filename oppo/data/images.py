@@ -24,7 +24,6 @@ Gathered: TypeAlias = tuple[Row, Sequence[str] | list[dict[str, Any]], list[Path
 
 
 def image_parts(value: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of chat messages that are images."""
     for message in value if isinstance(value, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else ():
@@ -33,11 +32,7 @@ def image_parts(value: object) -> Iterator[Mapping[str, Any]]:
 
 
 def gathered(row: Row, column: str, files: ImageFiles, place: str) -> Gathered:
-    """Return a row's prompt with its images taken out.
-
-    Raises:
-        DataError: there are more images than places for them, or fewer; or one is no file.
-    """
+    """Return a row's prompt with its images taken out."""
     named = {name: row[name] for name in COLUMNS if row.get(name) is not None}
     every = {name: each if isinstance(each, list | tuple) else [each] for name, each in named.items()}
     listed = {name: [each for each in values if each not in (None, "")] for name, values in every.items()}
@@ -49,16 +44,12 @@ def gathered(row: Row, column: str, files: ImageFiles, place: str) -> Gathered:
     }
     value, waiting, taken = row[column], list(given), list[Path]()
 
-    def own(part: Mapping[str, Any]) -> object:
-        held = {key: each for key, each in part.items() if key != "type" and each is not None}
-        inner = held.get("image_url", held)
-        return inner or None
-
     def image(part: Mapping[str, Any]) -> dict[str, object]:
-        held = own(part)
-        if held is None and not waiting:
+        held = {key: each for key, each in part.items() if key != "type" and each is not None}
+        own = held.get("image_url", held)
+        if not own and not waiting:
             raise _miscounted(place, named, len(given), f"more than {len(given)} places")
-        taken.append(waiting.pop(0) if held is None else files.file(held, place))
+        taken.append(files.file(own, place) if own else waiting.pop(0))
         return {"type": "image", "image": str(taken[-1])}
 
     if isinstance(value, str):
@@ -69,7 +60,7 @@ def gathered(row: Row, column: str, files: ImageFiles, place: str) -> Gathered:
     if not (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
         raise DataError(f"{place}: expected text or a list of chat messages beside images")
     messages = [dict(message) for message in value]
-    if not any(True for _ in image_parts(value)):
+    if not [*image_parts(value)]:
         messages = _placed(messages, len(given))
     for message in messages:
         if isinstance(parts := message.get("content"), list):

@@ -72,22 +72,16 @@ ReadImages: TypeAlias = Callable[[Row, str, str], tuple[Row, Sequence[int], tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How a row becomes a prompt.
-
-    Attributes:
-        column: the column with the prompt: a string, or a list of chat messages, rendered by the tokenizer's template;
-            a last message of the assistant is continued. Empty: an agent reads the row itself.
-        over_long: prompts of more than ``max_prompt_tokens`` are left out, keep their last ones, or are an error.
-        begin: an environment's change to a row before it is rendered; ``None``: none.
-        images: reads prompts that show images; or why none are read.
-    """
+    """How a row becomes a prompt."""
 
     tokenizer: Tokenizer
+    # The column with the prompt: a string, or a list of chat messages, rendered by the tokenizer's template; a last
+    # message of the assistant is continued. Empty: an agent reads the row itself.
     column: str = "prompt"
     max_prompt_tokens: int = 512
-    over_long: OverLongPrompt = "filter"
-    begin: Begin | None = None
-    images: ReadImages | str = TEXT_ONLY
+    over_long: OverLongPrompt = "filter"  # leaves longer ones out; or they keep their last tokens, or are an error
+    begin: Begin | None = None  # an environment's change to a row before it is rendered
+    images: ReadImages | str = TEXT_ONLY  # or why none are read
 
     def __post_init__(self) -> None:
         require_whole("max_prompt_tokens", self.max_prompt_tokens, 1)

@@ -32,7 +32,6 @@ from oppo.libraries import require
 OF_TEXT: Final = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """What a processor returns of its text; everything else is of its images."""
 
-
 TRIAL: Final = ImageRef("", "", height=64, width=96)
 
 
@@ -51,11 +50,6 @@ class Processor:
 
     @cached_property
     def inner(self) -> Any:
-        """The processor of transformers.
-
-        Raises:
-            ConfigError: the checkpoint has none that can be used, or its code is its own.
-        """
         require("vision", f"reading images with {self.path}", module="PIL")
         directory = located(self.path, weights=False)
         config = AutoConfig.from_pretrained(directory)
@@ -92,15 +86,10 @@ class Processor:
 
     @property
     def placeholder(self) -> str:
-        """The text of one image before it is expanded."""
         return str(self.inner.image_token)
 
     def pixels(self, images: Sequence[ImageRef]) -> dict[str, Tensor]:
-        """Return the tensors of some images, float32 and int64, by the names that the model's tower has for them.
-
-        Raises:
-            DataError: an image has changed, is gone, or the processor takes no image of this size.
-        """
+        """Return the tensors of some images, float32 and int64, by the names that the model's tower has for them."""
         found = self._processed([*map(_picture, images)], " and ".join(image.path for image in images))
         return {name: torch.as_tensor(value) for name, value in found.items() if name not in OF_TEXT}
 
@@ -116,15 +105,9 @@ class Processor:
         pads = np.flatnonzero(ids == self.pad)
         return ids, (replace(TRIAL, start=int(pads[0]), tokens=len(pads)),)
 
-    def ids(self, text: str, pictures: Sequence[Any]) -> list[int]:
-        """Return the ids of a text with placeholders, as the processor makes them."""
-        found = self.inner(images=[*pictures], text=[text], add_special_tokens=False)
-        return [int(token) for token in found["input_ids"][0]]
-
     def _processed(self, pictures: Sequence[Any], name: str, **options: object) -> Mapping[str, Any]:
         text = [self.placeholder * len(pictures)]
-        given = options or {"return_tensors": "pt"}
-        inner = self.inner
+        given, inner = options or {"return_tensors": "pt"}, self.inner
         try:
             with self._lock:
                 made: Mapping[str, Any] = inner(images=[*pictures], text=text, **given)
@@ -166,11 +149,7 @@ class ImagePrompts:
     _checked: bool = False
 
     def __call__(self, row: Row, column: str, place: str) -> tuple[Row, list[int], tuple[ImageRef, ...]]:
-        """Return the row with paths in place of images, the ids of its prompt, and the images.
-
-        Raises:
-            DataError: an image cannot be read, or the prompt has no place for it.
-        """
+        """Return the row with paths in place of images, the ids of its prompt, and the images."""
         row, value, paths = gathered(row, column, self.files, place)
         seen = [described(path, place) for path in paths]
         expansions = [self._expansion(image, picture, place) for image, picture in seen]
@@ -221,7 +200,8 @@ class ImagePrompts:
         return replace(rendered, text="".join([*parts, text[end:]]), data=[(moved(a), moved(b)) for a, b in data])
 
     def _compare(self, text: str, ids: Sequence[int], pictures: Sequence[Any], place: str) -> None:
-        theirs = self.processor.ids(text, pictures)
+        processed = self.processor.inner(images=[*pictures], text=[text], add_special_tokens=False)
+        theirs = [int(token) for token in processed["input_ids"][0]]
         if theirs != [*ids]:
             at = next((at for at, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]), -1)
             raise ConfigError(
@@ -236,7 +216,5 @@ class ImagePrompts:
         if len(pads) != sum(counts) or not all(counts):
             raise DataError(f"{place}: the prompt has {len(pads)} image tokens, and its images stand for {sum(counts)}")
         starts = [pads[sum(counts[:number])] for number in range(len(images))]
-        return tuple(
-            replace(image, start=start, tokens=count)
-            for image, start, count in zip(images, starts, counts, strict=True)
-        )
+        rows = zip(images, starts, counts, strict=True)
+        return tuple(replace(image, start=start, tokens=count) for image, start, count in rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ModelError, ModelRefused
 from oppo.events import IntArray
 from oppo.hf.model_parts import backbone, pads_of, takes
+from oppo.hf.processor import Processor
 from oppo.images import ImageRef
 
 ENCODED: Final = "mm_encoder_outputs"
@@ -34,56 +35,27 @@ WHOLE: Final = ("gemma3",)
 """Types of models in which the tokens of an image attend to all of it, so that none may be cut."""
 
 
-class Pixels(Protocol):
-    """What makes pixels of images: a :class:`~oppo.hf.processor.Processor`."""
-
-    @property
-    def digest(self) -> str:
-        """A digest of how."""
-
-    def pixels(self, images: Sequence[ImageRef]) -> dict[str, Tensor]:
-        """Return the tensors that the tower takes, by name."""
-
-    def trial(self) -> tuple[IntArray, tuple[ImageRef, ...]]:
-        """Return the tokens of a short prompt, int32 [P], with an image that no file has."""
-
-
-def let_see(model: PreTrainedModel, processor: Pixels) -> None:
+def let_see(model: PreTrainedModel, processor: Processor) -> None:
     """Give a model the processor of its images; copies, and other processes, have it too."""
     setattr(backbone(model), PROCESSOR, processor)
 
 
-def processor_of(model: PreTrainedModel) -> Pixels | None:
-    found: Pixels | None = getattr(backbone(model), PROCESSOR, None)
-    return found
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """What a prompt shows to one model.
+    """What a prompt shows to one model."""
 
-    Attributes:
-        length: of the prompt, in tokens.
-        pads: int64 [k], the positions of its image tokens, ascending.
-        images: int64 [k], the number of the image of each.
-        levels: features [k, D] of these tokens at the input, and at each layer that adds some.
-        places: int64 [3, length], rotary positions; ``None``: they are the positions.
-        kind: the class of the tower's outputs; ``joined``: these are one tensor.
-        whole: an image must not be cut.
-    """
-
-    length: int
-    pads: NDArray[np.int64]
-    images: NDArray[np.int64]
-    levels: Sequence[Tensor]
-    places: NDArray[np.int64] | None
-    kind: type[Any]
-    joined: bool
-    whole: bool
+    length: int  # of the prompt, in tokens
+    pads: NDArray[np.int64]  # [k], the positions of its image tokens, ascending
+    images: NDArray[np.int64]  # [k], the number of the image of each
+    levels: Sequence[Tensor]  # features [k, D] of these tokens at the input, and at each layer that adds some
+    places: NDArray[np.int64] | None  # [3, length], rotary positions; None: they are the positions
+    kind: type[Any]  # the class of the tower's outputs
+    joined: bool  # these are one tensor
+    whole: bool  # an image must not be cut
 
     @property
     def offset(self) -> int:
-        """How far rotary positions behind the prompt are from positions."""
+        # How far rotary positions behind the prompt are from positions.
         return 0 if self.places is None else int(self.places.max()) + 1 - self.length
 
     def rotary(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -121,6 +93,11 @@ class Sight:
         return found[:end]
 
 
+NONE: Final = np.zeros(0, np.int64)
+BLIND: Final = Sight(0, NONE, NONE, (), None, object, joined=False, whole=False)
+"""What a prompt of text shows."""
+
+
 def encoded(sights: Sequence[Sight], levels: Sequence[Sequence[Tensor]]) -> dict[str, object]:
     """Return the argument of a forward pass for features, of each of ``sights`` those of ``levels``, in their order."""
     first, *deeper = [torch.cat(level) for level in zip(*levels, strict=True)]
@@ -149,19 +126,18 @@ class Eyes:
 
     @torch.no_grad()
     def sight(self, tokens: IntArray, images: tuple[ImageRef, ...]) -> Sight:
-        """Return what a prompt shows.
-
-        Raises:
-            DataError: an image has changed or is gone.
-            ModelError: the tower has other features than the prompt has tokens for.
-        """
+        if not images:
+            return BLIND
         key = len(tokens), images
         if key not in self._kept:
             self._kept[key] = self._look(tokens, images)
-            while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
+            while len(self._kept) > 1 and self._bytes() > KEPT_BYTES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
+
+    def _bytes(self) -> int:
+        return sum(level.nbytes for sight in self._kept.values() for level in sight.levels)
 
     def _look(self, tokens: IntArray, images: tuple[ImageRef, ...]) -> Sight:
         self.looks += 1
@@ -199,16 +175,8 @@ def _trained_beside_text(model: PreTrainedModel) -> list[str]:
     return [name for name, each in backbone(model).named_parameters() if each.requires_grad and id(each) not in text]
 
 
-def _bytes(sight: Sight) -> int:
-    return sum(level.nbytes for level in sight.levels)
-
-
-def pixels_of(model: PreTrainedModel) -> Pixels:
-    """Return the processor of the images of a model.
-
-    Raises:
-        ModelRefused: it has no tower, or none that transformers runs apart from the rest.
-    """
+def pixels_of(model: PreTrainedModel) -> Processor:
+    """Return the processor of the images of a model, or refuse one that cannot be shown any."""
     trunk, name = backbone(model), f"{type(model).__name__} (model type {model.config.model_type!r})"
     if not pads_of(model.config) or not hasattr(trunk, "get_image_features"):
         raise ModelRefused(f"{name} cannot be shown images: it has no image tokens, or no tower that reads images")
@@ -216,7 +184,8 @@ def pixels_of(model: PreTrainedModel) -> Pixels:
         raise ModelRefused(
             f"{name} cannot be shown images: its forward pass takes no {ENCODED} (transformers has it since 5.18)"
         )
-    if (processor := processor_of(model)) is None:
+    processor: Processor | None = getattr(trunk, PROCESSOR, None)
+    if processor is None:
         raise ModelRefused(f"{name} cannot be shown images: there is no image processor beside its weights")
     return processor
 
@@ -232,43 +201,33 @@ UNSEEN: Final = Seen({})
 
 
 def seen_in_pieces(
-    sights: Sequence[Sight | None], starts: Sequence[int], sizes: Sequence[int], end: int, device: torch.device
+    sights: Sequence[Sight], starts: Sequence[int], sizes: Sequence[int], end: int, device: torch.device
 ) -> Seen:
-    """Return what a pass is given that reads ``sizes`` tokens of rows from ``starts`` on, padded on the left.
-
-    It reads keys at positions below ``end``.
-    """
-    rows = [*zip(sights, starts, sizes, strict=True)]
-    shown = [(sight, at, at + size) for sight, at, size in rows if sight is not None and sight.count(at, at + size)]
-    given = encoded([sight for sight, _, _ in shown], [sight.between(*span) for sight, *span in shown]) if shown else {}
-    blocks, width = None, max(sizes)
-    if any(sight is not None and sight.places is not None for sight in sights):
-        places = np.zeros((3, len(rows), width), np.int64)
-        for row, (sight, start, size) in enumerate(rows):
-            columns = np.arange(start, start + size)
-            places[:, row, width - size :] = columns if sight is None else sight.rotary(columns)
-        given["position_ids"] = torch.from_numpy(places).to(device)
-    if any(sight.whole for sight, _, _ in shown):
-        numbers = [np.full(end, -1) if sight is None else sight.blocks(end) for sight in sights]
-        blocks = torch.from_numpy(np.stack(numbers)).to(device)
+    # For a pass over ``sizes`` tokens of rows from ``starts`` on, padded on the left, and keys below ``end``.
+    rows = [(sight, at, at + size) for sight, at, size in zip(sights, starts, sizes, strict=True)]
+    shown, blocks = [(sight, *span) for sight, *span in rows if sight.count(*span)], None
+    given = encoded([sight for sight, *_ in shown], [sight.between(*span) for sight, *span in shown]) if shown else {}
+    if any(sight.places is not None for sight in sights):
+        turned = [sight.rotary(np.arange(*span)) for sight, *span in rows]
+        places = [np.pad(each, ((0, 0), (max(sizes) - each.shape[1], 0))) for each in turned]
+        given["position_ids"] = torch.from_numpy(np.stack(places, 1)).to(device)
+    if any(sight.whole for sight, *_ in shown):
+        blocks = torch.from_numpy(np.stack([sight.blocks(end) for sight in sights])).to(device)
     return Seen(given, blocks)
 
 
 def shown_to(
-    sights: Sequence[Sight | None], lengths: Sequence[int], device: torch.device, *, packed: bool
+    sights: Sequence[Sight], lengths: Sequence[int], device: torch.device, *, packed: bool
 ) -> dict[str, object]:
-    """Return the arguments of a pass over whole rows, padded on the right or packed, for what their prompts show."""
-    seen = [sight for sight in sights if sight is not None]
-    found, width = encoded(seen, [sight.levels for sight in seen]), max(lengths)
-    rows = [np.arange(length if packed else width) for length in lengths]
+    # For a pass over whole rows, padded on the right or packed.
+    seen, width = [sight for sight in sights if sight is not BLIND], max(lengths)
+    found = encoded(seen, [sight.levels for sight in seen])
     if any(sight.places is not None for sight in seen):
-        turned = [
-            np.broadcast_to(columns, (3, len(columns))) if sight is None else sight.rotary(columns)
-            for sight, columns in zip(sights, rows, strict=True)
-        ]
+        rows = zip(sights, lengths, strict=True)
+        turned = [sight.rotary(np.arange(length if packed else width)) for sight, length in rows]
         places = np.concatenate(turned, 1)[:, None] if packed else np.stack(turned, 1)
         found["position_ids"] = torch.from_numpy(places).to(device)
     if any(sight.whole for sight in seen):
-        kinds = [np.full(width, -1) if sight is None else sight.blocks(width) for sight in sights]
-        found["token_type_ids"] = torch.from_numpy((np.stack(kinds) >= 0).astype(np.int64)).to(device)
+        kinds = np.stack([sight.blocks(width) for sight in sights]) >= 0
+        found["token_type_ids"] = torch.from_numpy(kinds.astype(np.int64)).to(device)
     return found

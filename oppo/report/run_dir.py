@@ -303,7 +303,7 @@ class RunDirectory(Observer):
             self._marks[name] = Mark.of(self.path / name)
         lost, unexplained = ([] if name in known else gaps(self.path / name, steps) for name in (METRICS, JOURNAL))
         self.faults += [*lost, *unexplained]
-        counted = METRICS in known and flushed["trained"]
+        counted = METRICS in known and cast("int", flushed["trained"])
         self.trained = int(counted or summary(metrics_of(self.path))["trained"]["total"] or bool(lost))
         self.evaluated = any(record["step"] == BEFORE for record in read(self.path / EVALUATIONS))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from oppo.durable import nearby
@@ -31,11 +30,7 @@ def reader_of_images(deployment: Deployment, tokenizer: HfTokenizer, directory: 
     if len(settings.devices["trainer"]) > 1 and settings.placement.shard:
         return "a shard of a model has no whole tower: set placement.shard = false"
     processor = Processor(settings.models.policy)
-    return partial(_within, tokenizer, processor, directory)
-
-
-def _within(tokenizer: HfTokenizer, processor: Processor, directory: Path, folder: Path) -> ImagePrompts:
-    return ImagePrompts(tokenizer, processor, ImageFiles(directory, folder))
+    return lambda folder: ImagePrompts(tokenizer, processor, ImageFiles(directory, folder))
 
 
 def check_sight(
@@ -45,15 +40,7 @@ def check_sight(
     *,
     reads_text: bool,
 ) -> None:
-    """Check that every model of a run is shown images exactly, and the same pixels as the policy.
-
-    Args:
-        models: by role; ``None`` reads text.
-        reads_text: a teacher does.
-
-    Raises:
-        ConfigError, ModelRefused: names the model that is not.
-    """
+    """Check that every model of a run, by role, is shown images exactly, and the same pixels as the policy."""
     for key, reward in rewards.items():
         if reward.model is None:
             raise ConfigError(
@@ -68,20 +55,17 @@ def check_sight(
         raise ConfigError("a teacher with another tokenizer reads text, and prompts show images: name another teacher")
     (policy,) = models["policy"]
     expected = _digest(policy)
-    for role, loaded in models.items():
-        for model in loaded:
-            if model is None:
-                continue
-            try:
-                if _digest(model) != expected:
-                    raise ConfigError(
-                        f"models.{role}: its image processor makes other pixels than the policy's: take a model with "
-                        "the same one"
-                    )
-                if not isinstance(model, ModelRecipe):
-                    probe_images(model)
-            except ModelRefused as error:
-                raise ModelRefused(f"models.{role}: {error}; prompts show images") from error
+    for role, model in [(role, model) for role, loaded in models.items() for model in loaded if model is not None]:
+        try:
+            if _digest(model) != expected:
+                raise ConfigError(
+                    f"models.{role}: its image processor makes other pixels than the policy's: take a model with the "
+                    "same one"
+                )
+            if not isinstance(model, ModelRecipe):
+                probe_images(model)
+        except ModelRefused as error:
+            raise ModelRefused(f"models.{role}: {error}; prompts show images") from error
 
 
 def _digest(model: Loadable | None) -> str:

@@ -184,15 +184,9 @@ def assemble(
     columns: Iterable[Collection[str]],
     engine_log: Path | None,
     environment: AnyEnvironment | None,
-    images: bool = False,
+    images: bool,
 ) -> Assembly:
-    """Return the models of a run, loaded and probed, the policy on its engine.
-
-    Args:
-        columns: of the data, of each kind of prompts; they are checked before a model is loaded.
-        engine_log: the file for what an engine's processes write; ``None``: nowhere.
-        images: prompts may show some.
-    """
+    """Return the models of a run, loaded and probed, once the ``columns`` of its kinds of prompts have been checked."""
     settings = deployment.settings
     deployment = fitted(deployment)
     places = places_of(deployment)

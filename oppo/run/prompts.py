@@ -20,7 +20,7 @@ from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.data.prompts import TEXT_ONLY, Begin, PrivilegedPrompt, ReadImages
 from oppo.durable import nearby
 from oppo.environments import verifiers
-from oppo.errors import ConfigError, DataError, RunComplete
+from oppo.errors import ConfigError, DataError, RunComplete, did_you_mean
 from oppo.events import Prompt
 from oppo.log import logger
 from oppo.models import Sampling
@@ -99,6 +99,12 @@ def supplied(
     for file in provenance.changed(settings.files):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
+    chosen, known = settings.environment.tools_column, _columns(pools)
+    if chosen and pools and chosen not in known:
+        raise DataError(
+            f"environment.tools_column = {chosen!r} is a column of no row{did_you_mean(chosen, known)}: name one of "
+            f"{', '.join(sorted(known))}, or leave it out"
+        )
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
     stream = (
         RowStream(

@@ -60,11 +60,7 @@ def test_a_text_has_its_images_at_placeholders(row: Mapping[str, Any], parts: li
         ([{"type": "image", "image": _png(2)}, _text("what?")], None, ["image", "text"]),
         ([{"type": "image", "path": "a.png"}], None, ["image"]),
         ([{"type": "image", "image": picture(3)}], None, ["image"]),
-        (
-            [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "text": None}],
-            ["a.png"],
-            ["image"] * 2,
-        ),
+        ([{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image"}], ["a.png"], ["image"] * 2),
     ],
 )
 def test_messages_have_their_images_in_parts(
@@ -93,46 +89,31 @@ def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: Image
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("prompt", "image", "words"),
     [
-        ("https://a.b/c.png", "is a URL, and images are not fetched: save it, and give its path"),
-        ("b.png", r"there is no image file 'b.png' \(did you mean 'a.png'"),
-        (".", "there is no image file '.'$"),
-        (f"a.{'b' * 3000}", r"is no path .* base64 begins with 'data:image/png;base64,'$"),
-        (f"a/{'b/' * 300}", r"there is no image file '.* base64 begins with 'data:image/png;base64,'$"),
-        ({"base64": "%%"}, "the data URI of an image is not in base64"),
-        ("data:image/png;base64,%%", "the data URI of an image is not in base64"),
-        ("data:image/png,abc", "the data URI of an image is not in base64"),
-        (3, "expected an image as a path, bytes, a data URI or a picture of Pillow, got 3"),
-        ({"width": 3}, "an image is a table with bytes or a path"),
+        ("<image>", "https://a.b/c.png", "is a URL, and images are not fetched: save it, and give its path"),
+        ("<image>", "b.png", r"there is no image file 'b.png' \(did you mean 'a.png'"),
+        ("<image>", ".", "there is no image file '.'$"),
+        ("<image>", f"a.{'b' * 3000}", r"is no path .* base64 begins with 'data:image/png;base64,'$"),
+        ("<image>", f"a/{'b/' * 300}", r"there is no image file '.* base64 begins with 'data:image/png;base64,'$"),
+        ("<image>", {"base64": "%%"}, "the data URI of an image is not in base64"),
+        ("<image>", "data:image/png;base64,%%", "the data URI of an image is not in base64"),
+        ("<image>", "data:image/png,abc", "the data URI of an image is not in base64"),
+        ("<image>", 3, "expected an image as a path, bytes, a data URI or a picture of Pillow, got 3"),
+        ("<image>", {"width": 3}, "an image is a table with bytes or a path"),
+        ("a", "a.png", "has 0 places for 1 images in image: expected one"),
+        ("<image> <image>", "a.png", "has 2 places for 1 images"),
+        ([{"role": "assistant", "content": "a"}], "a.png", "has 0 places for 1 images"),
+        ([{"role": "user", "content": [{"type": "image"}] * 2}], "a.png", "more than 1 places for 1 images"),
+        ([{"role": "user", "content": "<image>"}], None, "more than 0 places for 0 images in "),
+        (3, "a.png", "expected text or a list of chat messages beside images"),
     ],
 )
-def test_what_is_no_image_is_refused(value: object, words: str, files: ImageFiles) -> None:
-    with pytest.raises(DataError, match=f"row 1: .*{words}"):
-        files.file(value, "row 1")
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"prompt": "a", "image": "a.png"}, "has 0 places for 1 images in image: expected one"),
-        ({"prompt": "<image> <image>", "image": "a.png"}, "has 2 places for 1 images in image"),
-        ({"prompt": [{"role": "assistant", "content": "a"}], "image": "a.png"}, "has 0 places for 1 images"),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}] * 2}], "image": "a.png"},
-            "has more than 1 places for 1 im",
-        ),
-        ({"prompt": "<image>", "image": "a.png", "images": ["a.png"]}, "1 places for 2 images in image and images"),
-        (
-            {"prompt": [{"role": "user", "content": "<image>"}], "image": None},
-            "more than 0 places for 0 images in its row",
-        ),
-        ({"prompt": 3, "image": "a.png"}, "expected text or a list of chat messages beside images"),
-    ],
-)
-def test_images_and_their_places_are_as_many(row: Mapping[str, Any], words: str, files: ImageFiles) -> None:
-    with pytest.raises(DataError, match=f"row 1: .*{words}"):
-        gathered(row, "prompt", files, "row 1")
+def test_what_is_no_image_or_has_no_place_is_refused(
+    prompt: object, image: object, words: str, files: ImageFiles
+) -> None:
+    with pytest.raises(DataError, match=f"row 1.*{words}"):
+        gathered({"prompt": prompt, "image": image}, "prompt", files, "row 1")
 
 
 def test_a_picture_is_upright_and_without_transparency(tmp_path: Path) -> None:
@@ -148,11 +129,7 @@ def test_a_picture_is_upright_and_without_transparency(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_decoded_or_has_changed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    for data, why in {
-        _png(1)[:60]: "OSError: image",
-        b"": "0 bytes, b''..., in no",
-        b"text": "4 bytes, b'text'",
-    }.items():
+    for data, why in (_png(1)[:60], "OSError: image"), (b"", "0 bytes, b''..., in no"), (b"text", "4 bytes, b'text'"):
         path.write_bytes(data)
         with pytest.raises(DataError, match=rf"row 1: the image .*a\.png cannot be decoded: {why}.*; save it again"):
             described(path, "row 1")

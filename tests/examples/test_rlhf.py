@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_every_step_has_a_command_and_its_settings_are_valid(tmp_path: Path) -> 
     chosen = [ppo[place + 1] for place, part in enumerate(ppo) if part == "--set"]
     settings = load_settings(Path(ppo[2]), chosen)
     assert (settings.run.steps, settings.models.adapter) == (2, str(tmp_path / "sft"))
-    assert settings.step.overcommit > 0
+    assert settings.step.overcommit
     assert settings.sampling.max_new_tokens == samples.MAX_NEW_TOKENS
 
 
@@ -84,7 +85,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def small(vocabulary: int, **settings: object) -> LlamaConfig:
+def small(vocabulary: int, **settings: Any) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=1024, initializer_range=0.2, pad_token_id=0, eos_token_id=1,
@@ -147,12 +148,12 @@ def test_oppo_reads_what_trl_wrote_and_scores_as_it(folder: Path) -> None:
     tokenizer = load_tokenizer(folder / "sft")
     reward = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    trained = PeftModel.from_pretrained(base, folder / "sft").eval()
+    trained: Any = PeftModel.from_pretrained(base, folder / "sft").eval()
     answered = results["answers"]["after fine-tuning"]
     assert len(answered) > 4
     for found in answered:
         asked = [samples.SYSTEM, {"role": "user", "content": found["question"]}]
-        opened = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
+        opened: Any = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
         with torch.inference_mode():
             greedy = trained.generate(**opened, max_new_tokens=40, do_sample=False)[0, opened["input_ids"].shape[1] :]
             assert tokenizer.decode(greedy, skip_special_tokens=True) == found["text"]

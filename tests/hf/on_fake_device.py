@@ -202,7 +202,8 @@ class Measured(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_rows: Tensor, _: Tensor) -> Tensor:
-        return ctx.saved_tensors[0] * of_rows[:, None]
+        (logits,) = ctx.saved_tensors
+        return torch.mul(logits, of_rows[:, None])
 
 
 def of_logits(kernels: object = None) -> Counts:

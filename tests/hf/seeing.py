@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from oppo.events import IntArray, Prompt
+from oppo.events import IntArray, Prompt, Response
 from oppo.hf.model_parts import takes
-from oppo.hf.sight import let_see, processor_of
+from oppo.hf.processor import Processor
+from oppo.hf.sight import let_see, pixels_of
 from oppo.images import ImageRef
+from tests.kit.responses import chunk
 
 PAD = 90
+TOLERANCE = {"qwen3_5": 1e-3}
 _MIXED = ("sliding_attention", "full_attention", "sliding_attention")
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _HEADS = {"num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": 2}
@@ -57,12 +60,11 @@ FAMILIES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, 
 GRIDS, SIZES = ((1, 4, 6), (1, 8, 4), (1, 6, 4)), ((32, 48), (48, 16), (16, 32))
 
 
-class Drawn:
+class Drawn(Processor):
     """Pixels of images that are drawn at random, by their names."""
 
-    digest = "drawn"
-
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(kind)
         self.kind, self.dtype = kind, dtype
 
     def tokens(self, name: str) -> int:
@@ -81,25 +83,28 @@ class Drawn:
         sizes = {"image_sizes": torch.tensor([SIZES[len(name) % 3] for name in names])} if self.kind == "sizes" else {}
         return {"pixel_values": values[None] if self.kind == "nested" else values, **sizes}
 
-    def trial(self) -> tuple[IntArray, tuple[ImageRef, ...]]:
-        prompt = showing("llava", ["a"])
-        return prompt.tokens, prompt.images
-
     def _drawn(self, name: str, *shape: int) -> Tensor:
         seeded = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * len(name))
         return torch.randn(*shape, generator=seeded, dtype=self.dtype)
 
 
-def seeing(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a tiny model of a family, whose images are drawn."""
-    text, vision, own, kind = FAMILIES[name]
+def made(name: str, *, dtype: torch.dtype = torch.float32, ids: Mapping[str, int], **sizes: int) -> PreTrainedModel:
+    """Return a tiny model of a family; ``ids`` and ``sizes`` are in place of its own."""
+    text, vision, own, _ = FAMILIES[name]
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        config = AutoConfig.for_model(name, text_config={**TEXT, **text}, vision_config=dict(vision), **own)
+        torch.manual_seed(0)
+        given = {"text_config": {**TEXT, **text, **sizes}, "vision_config": dict(vision), **own, **ids}
+        config = AutoConfig.for_model(name, **given)
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=dtype).eval()
         for weight in model.parameters():  # some begin at zero
             weight.data += 0.1 * torch.randn_like(weight)
-    let_see(model, Drawn(kind, dtype))
+    return model
+
+
+def seeing(name: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a tiny model of a family, whose images are drawn."""
+    model = made(name, dtype=dtype, ids={})
+    let_see(model, Drawn(FAMILIES[name][3], dtype))
     return model
 
 
@@ -113,21 +118,25 @@ def showing(family: str, names: Sequence[str], *, number: int = 0) -> Prompt:
     return Prompt(number, number, np.array(tokens, np.int32), group=number, images=tuple(images))
 
 
-def of_words(length: int, *, number: int = 0) -> IntArray:
-    return np.random.default_rng((7, number)).integers(3, 80, length).astype(np.int32)
+def of_words(length: int) -> IntArray:
+    return np.random.default_rng((7, length)).integers(3, 80, length).astype(np.int32)
 
 
-def prompts_of(family: str) -> list[Prompt]:
-    """Return the prompts of a group of two, one of two images, and one of text."""
-    one, two = showing(family, ["a"], number=1), showing(family, ["bb", "c"], number=2)
-    return [one, one, two, Prompt(3, 3, of_words(9, number=3))]
+def responses_of(family: str) -> list[Response]:
+    """Return two responses to a prompt with one image, one to a prompt with two, and one to text."""
+    one, two, text = (showing(family, names, number=number) for number, names in enumerate((["a"], ["bb", "c"], []), 1))
+    prompts = [Prompt(row, row, each.tokens, images=each.images) for row, each in enumerate((one, one, two, text))]
+    return [Response.empty(each).then(chunk(row, 0, of_words(5 + 3 * row))) for row, each in enumerate(prompts)]
+
+
+def ids_of(response: Response) -> Tensor:
+    return torch.tensor([*response.prompt.tokens, *response.tokens]).long()
 
 
 def from_pixels(model: PreTrainedModel, prompt: Prompt, ids: Tensor) -> Tensor:
     """Return the logits [n, V] of transformers' own pass over a sequence, from the pixels of its images."""
-    drawn, kinds = processor_of(model), (ids == PAD).int()[None]
-    assert drawn is not None
-    given: dict[str, Any] = {**drawn.pixels(prompt.images)} if prompt.images else {}
+    kinds = (ids == PAD).int()[None]
+    given: dict[str, Any] = {**pixels_of(model).pixels(prompt.images)} if prompt.images else {}
     given |= {each: kinds for each in ("mm_token_type_ids", "token_type_ids") if given and takes(model, each)}
     logits: Tensor = model(input_ids=ids[None], use_cache=False, **given).logits[0]
     return logits

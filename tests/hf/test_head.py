@@ -224,7 +224,9 @@ FURTHER = ("granite", "falcon-h1", "nemotron-h", "rwkv", "gemma3", "llava")
 
 
 def made(name: str) -> PreTrainedModel:
-    return tiny.of(CAUSAL[name](), seed=1) if name in CAUSAL and name != "gemma3" else tiny.seeing(name, seed=1)
+    return (
+        tiny.of(CAUSAL[name](), seed=1) if name in CAUSAL and name != "gemma3" else tiny.of(tiny.VISION[name](), seed=1)
+    )
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.deep) for name in FURTHER)])
@@ -332,7 +334,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = furnish(tmp_path_factory.mktemp("workplace"))
     for name in tiny.VISION:
-        tiny.seeing(name, seed=1).save_pretrained(folder / name)
+        tiny.of(tiny.VISION[name](), seed=1).save_pretrained(folder / name)
         tokenizer().save_pretrained(folder / name)
         (folder / name / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
     return folder

@@ -341,7 +341,7 @@ def of(config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.fl
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        model: PreTrainedModel = kind.from_config(config, dtype=dtype)
+        model: PreTrainedModel = kind.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call] # transformers'
     return model
 
 

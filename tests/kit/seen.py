@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from tests.hf.seeing import FAMILIES, TEXT
+from tests.hf.seeing import FAMILIES, made
 from tests.hf.spot_tokenizers import byte_tokenizer
 
 TEMPLATE: Final = (
@@ -48,21 +46,15 @@ PROCESSORS: Final[Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], 
 """The image processor of a family: its class, its settings, those of the whole, and what a template writes."""
 
 
-def checkpoint(folder: Path, name: str, *, seed: int = 0) -> Path:
+def checkpoint(folder: Path, name: str) -> Path:
     """Write a tiny model of a family with all that belongs to it, and return its directory."""
     path = folder / name
-    text, vision, own, _ = FAMILIES[name]
     kind, settings, whole, image = PROCESSORS[name]
     tokenizer = byte_tokenizer(TEMPLATE.replace("IMAGE", image), special=SPECIAL)
     number = tokenizer.inner.convert_tokens_to_ids
     names = {90: "<|pad|>", 91: "<|video|>", 92: "<|begin|>", 93: "<|end_of_image|>"}
-    ids = {key: number(names[value]) if value in names else value for key, value in own.items()}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024}
-        config = AutoConfig.for_model(name, text_config={**TEXT, **text, **sizes}, vision_config=dict(vision), **ids)
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.save_pretrained(path)
+    ids = {key: number(names[value]) for key, value in FAMILIES[name][2].items() if value in names}
+    made(name, ids=ids, vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(path)
     tokenizer.save(path)
     written = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**written, "extra_special_tokens": NAMED}))

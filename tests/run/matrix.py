@@ -344,8 +344,10 @@ COMPACT = (
 
 def compacts(row: Row) -> bool:
     """Return whether tools of a row go on behind summaries, as they may; no axis."""
-    alone = row["admission"] == "tail-batched" or row["algorithm"] == "online_dpo" or row["teacher"].startswith("own")
-    return row["dialogue"] == "tools" and row["credit"] == "response" and not alone
+    alone = (
+        row["admission"] == "tail-batched" or row["algorithm"] == "online_dpo" or row["credit"] in ("turns", "state")
+    )
+    return row["dialogue"] == "tools" and not alone and row["teacher"] not in ("own-live", "own-frozen")
 
 
 class Killer(Observer):

@@ -50,7 +50,7 @@ from oppo.hf.kv.graphs import Capture, StepGraphs
 from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.model_parts import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
 from oppo.hf.routers import RouteRecords
-from oppo.hf.sight import UNSEEN, Eyes, Seen, Sight, seen_in_pieces
+from oppo.hf.sight import BLIND, UNSEEN, Eyes, Seen, Sight, seen_in_pieces
 from oppo.images import ImageRef
 
 SHORTEST_CLASS = 64  # length of the first length class, in tokens; each next class is twice as long
@@ -125,7 +125,7 @@ class Incremental:
 
     def cut(self, row: int, start: int, limit: int) -> int:
         """Return how many tokens to read from ``start`` on: ``limit``, or a multiple of it that cuts no image."""
-        return self._sights[row].cut(start, limit) if row in self._sights else limit
+        return self._sight(row).cut(start, limit)
 
     @torch.inference_mode()
     def extend(
@@ -168,7 +168,7 @@ class Incremental:
         # segmented anew when other rows are stepped, or after extend() or forget(); in between rows grow alike, and
         # padding shrinks.
         self._make_states()
-        if self._sights and any(self._reads_prompt(row) for row in rows):
+        if self._sights and any(self.length(row) < self._sight(row).length for row in rows):
             return torch.cat(self.extend(rows, tokens.split(1)))
         batch, self._decode_batch = self._decode_batch, None
         if batch is None or not batch.continues(rows, self.max_length):
@@ -212,7 +212,7 @@ class Incremental:
     @torch.inference_mode()
     def forget(self, rows: Iterable[int]) -> None:
         rows = list(rows)
-        for row in rows if self._sights else ():
+        for row in rows:
             self._sights.pop(row, None)
         if self.routes is not None:
             for row in rows:
@@ -304,13 +304,13 @@ class Incremental:
         seen = UNSEEN if self._sights.keys().isdisjoint(members) else self._seen(members, sizes, views)
         return self._forward(views, members, ids, positions, keep=keep, pads=pads if pads.any() else None, seen=seen)
 
-    def _reads_prompt(self, row: int) -> bool:
-        return row in self._sights and self.length(row) < self._sights[row].length
+    def _sight(self, row: int) -> Sight:
+        return self._sights.get(row, BLIND)
 
     def _check_features(self, pieces: Mapping[int, Tensor]) -> None:
         for row, piece in pieces.items():
-            start, sight = self.length(row), self._sights.get(row)
-            expected = 0 if sight is None else sight.count(start, start + len(piece))
+            start = self.length(row)
+            expected = self._sight(row).count(start, start + len(piece))
             if self.eyes is not None and (found := int((piece == self.eyes.pad).sum())) != expected:
                 raise ModelError(
                     f"row {row} has {found} image tokens among its tokens {start} to {start + len(piece) - 1}, and its "
@@ -318,7 +318,7 @@ class Incremental:
                 )
 
     def _seen(self, rows: Sequence[int], sizes: NDArray[np.int64], views: Sequence[KVView]) -> Seen:
-        sights, end = [*map(self._sights.get, rows)], max(view.region.end for view in views)
+        sights, end = [*map(self._sight, rows)], max(view.region.end for view in views)
         return seen_in_pieces(sights, [*map(self.length, rows)], sizes.tolist(), end, self.device)
 
     def _batched(self, rows: Sequence[int], overhead: int | None = None) -> DecodeBatch:
@@ -334,7 +334,7 @@ class Incremental:
         picks = torch.tensor([position_of[row] for row in batch])
         views, positions, picks = self._views(by_slab, np.ones(len(batch), np.int64), picks)
         made = DecodeBatch(list(rows), batch, views, positions[:, 0], picks if batch != list(rows) else None)
-        offsets = [self._sights[row].offset if row in self._sights else 0 for row in batch] if self._sights else []
+        offsets = [self._sight(row).offset for row in batch] if self._sights else []
         if any(offsets):
             made.rotary = made.positions + sent(self.device, offsets)[0]
         return made

@@ -192,7 +192,7 @@ class ActorCritic(nn.Module):
         trunk = backbone(model)
         if trunk not in self._eyes:
             self._eyes[trunk] = Eyes(trunk, frozen=True)
-        sights = [self._eyes[trunk].sight(each.tokens, each.images) if each.images else None for each in batch.prompts]
+        sights = [self._eyes[trunk].sight(each.tokens, each.images) for each in batch.prompts]
         return shown_to(sights, batch.lengths, batch.ids.device, packed=batch.packed)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelRefused
@@ -17,7 +16,6 @@ from oppo.hf.kv.reader import Incremental
 from oppo.hf.loading import _freeze_beside_text
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput, ValueWorker
-from oppo.hf.sight import processor_of
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.packing import pack
 from oppo.hf.train.trainer import HfTrainer
@@ -25,20 +23,9 @@ from oppo.losses import Input, token_logprobs
 from oppo.models import Sampling
 from oppo.placement import Thread
 from tests.hf import tiny
-from tests.hf.seeing import FAMILIES, PAD, from_pixels, of_words, prompts_of, seeing, showing
+from tests.hf.seeing import FAMILIES, PAD, TOLERANCE, from_pixels, ids_of, responses_of, seeing, showing
 from tests.hf.train.test_trainer import batch_of
 from tests.kit.responses import chunk
-
-TOLERANCE = {"qwen3_5": 1e-3}
-
-
-def _responses(name: str) -> list[Response]:
-    made = []
-    for row, prompt in enumerate(prompts_of(name)):
-        tokens = of_words(5 + 3 * row, number=row)
-        prompted = Prompt(row, row, prompt.tokens, images=prompt.images)
-        made.append(Response.empty(prompted).then(chunk(row, 0, tokens)))
-    return made
 
 
 def _batch(rows: list[Response]) -> Batch:
@@ -50,15 +37,8 @@ def _batch(rows: list[Response]) -> Batch:
     return replace(made, responses=tuple(rows))
 
 
-def _gradients(model: nn.Module) -> Iterator[Tensor]:
-    for weight in model.parameters():
-        if weight.grad is not None:
-            yield weight.grad.clone()
-    model.zero_grad()
-
-
 def _alone(model: PreTrainedModel, row: Response) -> Tensor:
-    ids, first = torch.tensor([*row.prompt.tokens, *row.tokens]).long(), len(row.prompt.tokens)
+    ids, first = ids_of(row), len(row.prompt.tokens)
     logits = from_pixels(model, row.prompt, ids)
     return token_logprobs(logits[first - 1 : -1], ids[first:], 1.0)
 
@@ -66,7 +46,7 @@ def _alone(model: PreTrainedModel, row: Response) -> Tensor:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_gradient_is_that_of_each_row_alone_from_its_pixels(name: str, packed: bool) -> None:
-    actor, rows = seeing(name, dtype=torch.float64), _responses(name)
+    actor, rows = seeing(name, dtype=torch.float64), responses_of(name)
     _freeze_beside_text(actor)
     models = ActorCritic(actor)
     models.prepare()
@@ -80,11 +60,9 @@ def test_a_gradient_is_that_of_each_row_alone_from_its_pixels(name: str, packed:
         return {"logprobs": token_logprobs(logits, part.tokens[at], 1.0)}
 
     found = models(part, measure)[0]["logprobs"]
-    found.square().sum().backward()
-    ours = [*_gradients(actor)]
     alone = torch.cat([_alone(actor, row) for row in rows])
-    alone.square().sum().backward()
-    theirs = [*_gradients(actor)]
+    weights = [weight for weight in actor.parameters() if weight.requires_grad]
+    ours, theirs = (torch.autograd.grad(each.square().sum(), weights) for each in (found, alone))
     limit = TOLERANCE.get(name, 1e-6)  # log-probs are in float32
     assert torch.allclose(found, alone, atol=limit)
     for one, other in zip(ours, theirs, strict=True):
@@ -94,7 +72,7 @@ def test_a_gradient_is_that_of_each_row_alone_from_its_pixels(name: str, packed:
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "llava"])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_scorers_see_and_look_once_for_a_group(name: str, deterministic: bool) -> None:
-    rows, model = _responses(name), seeing(name)
+    rows, model = responses_of(name), seeing(name)
     worker = ReferenceWorker(model, deterministic, Sampling())
     for piece in range(0, 40, 4):
         events = [
@@ -112,9 +90,7 @@ def test_scorers_see_and_look_once_for_a_group(name: str, deterministic: bool) -
 
 
 def test_a_critic_and_a_reward_model_see() -> None:
-    rows, actor = _responses("qwen2_5_vl"), seeing("qwen2_5_vl")
-    processor = processor_of(actor)
-    assert processor is not None
+    rows, actor = responses_of("qwen2_5_vl"), seeing("qwen2_5_vl")
     critic = value_model_on(actor)
     with torch.no_grad():
         critic.get_submodule("score").weight.normal_()  # type: ignore[operator] # a tensor
@@ -144,7 +120,7 @@ def test_ids_that_are_barred_are_never_drawn_and_leave_the_support() -> None:
 
 
 async def test_a_sampled_image_token_is_an_error_of_the_update() -> None:
-    rows = _responses("llava")
+    rows = responses_of("llava")
     said = rows[0].tokens.copy()
     said[2] = PAD
     broken = Response.empty(rows[0].prompt).then(chunk(0, 0, said))
@@ -159,7 +135,7 @@ async def test_a_sampled_image_token_is_an_error_of_the_update() -> None:
 def test_a_tower_that_would_be_trained_is_refused() -> None:
     actor = seeing("llava")
     models = ActorCritic(actor)
-    part = pack(_batch(_responses("llava")), range(4), torch.device("cpu"))
+    part = pack(_batch(responses_of("llava")), range(4), torch.device("cpu"))
     with pytest.raises(ModelRefused, match="requires a gradient, and what reads images is frozen"):
         models(part, None)
     with pytest.raises(ModelRefused, match="it has no image tokens, or no tower"):
