@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -82,12 +81,10 @@ class ImageFiles:
         try:
             path = next((each for each in (self.folder / name, Path(name).expanduser()) if each.is_file()), None)
         except (OSError, RuntimeError, ValueError) as error:  # too long, a circle of links, an unknown user, a NUL
-            why = shortened(str(error), 200)
-            raise DataError(
-                f"{place}: {shortened(name, 200)!r} is no path that can be followed: {why}{coded}"
-            ) from error
+            why = shortened(f"{name!r} is no path that can be followed: {error}", 200)
+            raise DataError(f"{place}: {why}{coded}") from error
         if path is None:
-            near = "" if os.path.lexists(self.folder / name) else did_you_mean_path(self.folder / name)
+            near = did_you_mean_path(self.folder / name)
             raise DataError(f"{place}: there is no image file {shortened(name, 200)!r}{near}{coded}")
         return path.resolve()
 

@@ -14,7 +14,7 @@ from annotated_types import Ge, Le
 from oppo.config.sections import OPENENV, VERIFIERS, DataSection, RunSection, StepSection, placed
 from oppo.declared import Filled, FromList, OneOf, Positive, PositiveCount, changed, setting
 from oppo.environments.functions import REQUEST
-from oppo.errors import did_you_mean, in_toml
+from oppo.errors import in_toml
 from oppo.user_code import SPEC
 
 
@@ -222,12 +222,6 @@ class AgentsSection:
     def frozen(self) -> Mapping[str, str]:
         """Who plays the roles that are not trained."""
         return {role: player for role, player in self.roles.items() if player != POLICY}
-
-    @property
-    def misspelt(self) -> tuple[str, str, str] | None:
-        names = {role: name for role, name in self.frozen.items() if "/" not in name and name != INITIAL}
-        near = ((role, name, did_you_mean(name, [POLICY, INITIAL])) for role, name in names.items())
-        return next((found for found in near if found[2] and not Path(found[1]).is_dir()), None)
 
     def single(self, run: RunSection, step: StepSection) -> tuple[str, str] | None:
         late = step.admission == "tail-batched"

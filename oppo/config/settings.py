@@ -490,9 +490,6 @@ RULES: Final[Mapping[str, Callable[[Settings], object]]] = {
     ),
     "agents.roles = {s.agents.roles} has no role that the policy plays, so nothing would be trained: set one of them "
     "to 'policy'": lambda s: s.agents.roles and not s.agents.trained,
-    "agents.roles.{found[0]} = {found[1]!r} is neither 'policy', 'initial' nor a directory{found[2]}": (
-        lambda s: s.agents.misspelt
-    ),
     "agents.roles names roles of an agent, and the tasks of agents.program = 'verifiers' know none: leave them out": (
         lambda s: s.agents.roles and s.agents.program == VERIFIERS
     ),

@@ -101,10 +101,8 @@ def supplied(
     pools = trained | apart
     chosen, known = settings.environment.tools_column, _columns(pools)
     if chosen and pools and chosen not in known:
-        raise DataError(
-            f"environment.tools_column = {chosen!r} is a column of no row{did_you_mean(chosen, known)}: name one of "
-            f"{', '.join(sorted(known))}, or leave it out"
-        )
+        guess = did_you_mean(chosen, known) or f": rows have {', '.join(sorted(known))}"
+        raise DataError(f"environment.tools_column = {chosen!r} is a column of no row{guess}")
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
     stream = (
         RowStream(
