@@ -81,8 +81,8 @@ class ImageFiles:
         try:
             path = next((each for each in (self.folder / name, Path(name).expanduser()) if each.is_file()), None)
         except (OSError, RuntimeError, ValueError) as error:  # too long, a circle of links, an unknown user, a NUL
-            why = shortened(f"{name!r} is no path that can be followed: {error}", 200)
-            raise DataError(f"{place}: {why}{coded}") from error
+            why = f"is no path that can be followed: {shortened(str(error), 99)}"
+            raise DataError(f"{place}: {shortened(name, 99)!r} {why}{coded}") from error
         if path is None:
             near = did_you_mean_path(self.folder / name)
             raise DataError(f"{place}: there is no image file {shortened(name, 200)!r}{near}{coded}")

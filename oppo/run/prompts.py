@@ -99,10 +99,9 @@ def supplied(
     for file in provenance.changed(settings.files):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
-    chosen, known = settings.environment.tools_column, _columns(pools)
-    if chosen and pools and chosen not in known:
-        guess = did_you_mean(chosen, known) or f": rows have {', '.join(sorted(known))}"
-        raise DataError(f"environment.tools_column = {chosen!r} is a column of no row{guess}")
+    if pools and (tools := settings.environment.tools_column) and tools not in (known := _columns(pools)):
+        guess = did_you_mean(tools, known) or f": rows have {', '.join(sorted(known))}"
+        raise DataError(f"environment.tools_column = {tools!r} is a column of no row{guess}")
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
     stream = (
         RowStream(
