@@ -41,9 +41,8 @@ def without_row() -> list[Pair]:
 def refusing(pair: Pair) -> list[int]:
     """Return the rules, from 1 on, of which one applies whatever else is set; none if a row could hold the pair."""
     free = [axis for axis in DECIDING if axis not in dict(pair)]
-    ways = [
-        {**dict(zip(free, values, strict=True)), **dict(pair)} for values in itertools.product(*map(AXES.get, free))
-    ]
+    chosen = itertools.product(*(AXES[axis] for axis in free))
+    ways = [{**dict(zip(free, values, strict=True)), **dict(pair)} for values in chosen]
     applying = [{number for number, (clash, _) in enumerate(RULES, 1) if _applies(clash, way)} for way in ways]
     needed: list[int] = []
     while applying and all(applying):

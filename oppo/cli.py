@@ -221,9 +221,17 @@ def doctor(
             for two of them. Without [placement], layouts that fit are proposed, as settings to paste.
         trial: Load the models too and make one step, with all responses as long as they may be; save nothing.
     """
-    gc.disable()  # importing torch and transformers makes many objects and no garbage: a fifth of the time
+    if trial and assume:
+        raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
     from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.hf.devices import Hardware  # noqa: PLC0415 - likewise
+    from oppo.simulate.costs import Hardware  # noqa: PLC0415 - likewise
+
+    machines = Hardware.assumed(assume) if assume else None
+    settings, console = load_settings(config, in_cluster(override, ray)), Console()
+    from oppo.run.rewards import first_look  # noqa: PLC0415 - likewise
+
+    first_look(settings)  # before torch
+    gc.disable()  # importing torch and transformers makes many objects and no garbage: a fifth of the time
     from oppo.run.deployment import Deployment  # noqa: PLC0415 - likewise
     from oppo.run.doctor import attempt, examine  # noqa: PLC0415 - likewise
     from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
@@ -231,10 +239,7 @@ def doctor(
 
     gc.freeze()
     gc.enable()
-    if trial and assume:
-        raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
-    settings, console = load_settings(config, in_cluster(override, ray)), Console()
-    deployment = Deployment.of(settings, Hardware.assumed(assume) if assume else None)
+    deployment = Deployment.of(settings, machines)
     require_engines(deployment)
     if not assume:
         require_trackers(settings.run.track)

@@ -28,13 +28,14 @@ from oppo import observe
 from oppo.errors import ModelError
 from oppo.events import Chunk, Prompt
 from oppo.hf.devices import synchronised
-from oppo.hf.memory import Load, longest_batch, of_trainer, planned_on
+from oppo.hf.memory import Load, Trained, longest_batch
 from oppo.hf.model_parts import transformer
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Deliver, Signals
 from oppo.hf.serve.scorers import ReferenceWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.hf.train.trainer import HfTrainerCore
+from oppo.hf.without_data import planned_on
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
@@ -250,7 +251,7 @@ def update(day: Day) -> Found:
     flops = PASSES * sizes.trained * transformer(model).passes(1.0).reading(0, load.sequence)
     meta, passes = torch.device("meta"), REACHED.update(day.gpu, transformer(model), head=True)
     with planned_on(day.device):
-        estimate = of_trainer(lambda: ActorCritic(day.model("actor", meta)), load, SAMPLING, settings, loss)
+        estimate = Trained(lambda: ActorCritic(day.model("actor", meta))).under(load, SAMPLING, settings, loss)
     return {
         **memory,
         "seconds": took,

@@ -34,11 +34,12 @@ from oppo.errors import ConfigError
 from oppo.events import StepReport
 from oppo.graph import Run
 from oppo.hf.devices import DeviceThread, free, use_cores
-from oppo.hf.memory import Load, longest_batch, of_critic, of_policy, of_reference, of_reward, of_trainer, planned_on
+from oppo.hf.memory import Load, ServedPolicy, Trained, longest_batch, served_critic, served_reference, served_reward
 from oppo.hf.serve.decoder import Counters
 from oppo.hf.serve.policy import PREFILL_TOKENS, HfPolicy
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
+from oppo.hf.without_data import planned_on
 from oppo.losses import ClippedLoss
 from oppo.placement import Ranks
 from oppo.training import TrainerSettings
@@ -99,16 +100,16 @@ def fitted(workload: BenchWorkload, deferring: bool, device: torch.device, room:
 
     with planned_on(device):
         needs = {
-            "policy": of_policy(actor, load, sampling, prefill_tokens=PREFILL_TOKENS),
-            "reference": of_reference(actor, load),
+            "policy": ServedPolicy(actor).under(load, sampling, prefill_tokens=PREFILL_TOKENS),
+            "reference": served_reference(actor).under(load),
         }
         if workload.reward == "model":
-            needs["reward"] = of_reward(reward, load)
+            needs["reward"] = served_reward(reward).under(load)
         if "critic" in workload.roles:
-            needs["critic"] = of_critic(critic, load)
+            needs["critic"] = served_critic(critic).under(load)
         for tokens in MICRO_BATCHES:
             chosen = replace(workload, micro_batch_tokens=tokens)
-            needs["trainer"] = of_trainer(trained, load, sampling, settings_of(chosen), loss)
+            needs["trainer"] = Trained(trained).under(load, sampling, settings_of(chosen), loss)
             total = sum(each.total for each in needs.values())
             if total <= room:
                 return chosen, total

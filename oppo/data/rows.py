@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeGuard, cast
@@ -197,22 +198,27 @@ def rows_of_directory(path: Path, split: str) -> Iterator[Located]:
     return _rows(dataset, str(path))
 
 
-def rows_of_hub(name: str, split: str, subset: str = "") -> Iterator[Located]:
-    # The hub is asked once, with a short timeout; without a hub, cached files are used.
-    library = _library(name)
+@cache
+def ask_hub(name: str) -> None:
+    """Raise ``DataError`` unless the hub, which is asked once, with a short timeout, or its cache has the dataset."""
+    require("datasets", f"{name}: a dataset", error=DataError)
     from huggingface_hub import HfApi, constants, is_offline_mode  # noqa: PLC0415 - with its HTTP clients, .2 s
 
-    cached = Path(library.config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir()
     try:
         if not is_offline_mode():
             logger.info(f"{name} is no file or directory here: asking {constants.ENDPOINT} for the dataset")
         HfApi().dataset_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # any kind: proxies, certificates, servers and their answers
-        if not cached:
+        if not Path(_library(name).config.HF_DATASETS_CACHE, name.replace("/", "___")).is_dir():
             raise DataError(
                 f"{name!r} is no file or directory here, and as a dataset of a hub it could not be had "
                 f"({one_line(error)})"
             ) from error
+
+
+def rows_of_hub(name: str, split: str, subset: str = "") -> Iterator[Located]:
+    ask_hub(name)
+    library = _library(name)
     try:
         with _quiet(library):
             dataset = library.load_dataset(name, subset or None, split=split)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from oppo.errors import ConfigError, ModelError, one_line
 from oppo.log import logger, with_route
 from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
 from oppo.scheduling import DEFAULT_TIME_SLICE, GPU_TIME_SLICE, Priority
-from oppo.simulate.costs import GPUS, Gpu, gpu_named
+from oppo.simulate.costs import Hardware, gpu_named
 
 
 def use_cores(count: int) -> None:
@@ -520,11 +519,6 @@ class ModelPlace:
 _LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The memory limit of a container, where there is one."""
 
-_ASSUMED: Final = re.compile(
-    r"(?:(?P<machines>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d{0,2})x"
-    r"(?:(?P<bare>[1-9]\d{0,4})GB|(?P<name>.+?)(?:-(?P<size>[1-9]\d{0,4})GB)?)"
-)
-
 
 def free(device: torch.device) -> int:
     """Return the bytes of a device that are free now; of a CPU, those that a process can get without swapping."""
@@ -535,40 +529,6 @@ def free(device: torch.device) -> int:
         with suppress(OSError, ValueError):  # "max": no limit
             available = min(available, int(limit.read_text()))
     return available
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """The GPUs (``bytes``: memory of each; ``gpus``: in each machine) that a run is planned for."""
-
-    name: str
-    bytes: int
-    gpus: int
-    machines: int = 1
-
-    @classmethod
-    def assumed(cls, text: str) -> Self:
-        """Return the hardware of a text: ``8xH100-80GB``, ``1x24GB`` or, with several machines, ``2x8xH100-80GB``."""
-        found = _ASSUMED.fullmatch(text)
-        gpu = GPUS.get((found["name"] or "").lower()) if found else None
-        memory = (found["size"] or found["bare"]) if found else None
-        if found is None or (memory is None and gpu is None):
-            alone = (name for name in GPUS if not name.endswith("gb"))
-            raise ConfigError(
-                f"--assume takes [MACHINESx]GPUSxNAME-MEMORYGB, such as 8xH100-80GB or 2x8xH100-80GB, or the memory "
-                f"alone, 1x24GB; of {', '.join(alone)} the memory may be left out; got {text!r}"
-            )
-        size = int(gpu.memory) if memory is None and gpu is not None else int(memory or 0) * 10**9
-        return cls(found["name"] or "GPU", size, int(found["gpus"]), int(found["machines"] or 1))
-
-    @property
-    def gpu(self) -> Gpu | None:
-        sized = f"{self.name}-{self.bytes // 10**9}gb".lower()
-        return GPUS.get(self.name.lower()) or GPUS.get(sized)
-
-    def __str__(self) -> str:
-        each = f"{self.gpus} x {self.name} with {self.bytes // 10**9} GB"
-        return each if self.machines == 1 else f"{self.machines} machines of {each}"
 
 
 def memory_of(device: torch.device, assumed: Hardware | None = None) -> tuple[int, int] | None:

@@ -9,32 +9,25 @@ up or keeps, and the work space of kernels.
 from __future__ import annotations
 
 import copy
-import math
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cached_property, partial
 from itertools import accumulate, chain, groupby, zip_longest
 from operator import itemgetter
-from typing import Any, Final, Self, TypeAlias, TypeVar, cast
-from unittest.mock import patch
+from typing import Any, Final, Generic, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from oppo.errors import ModelRefused
-from oppo.events import Batch, Chunk, IntArray, Prompt, Response
-from oppo.hf.devices import CPU
-from oppo.hf.head import planned_device
+from oppo.events import Batch, Chunk, FloatArray, IntArray, Prompt, Response
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
-from oppo.hf.kv.reader import Incremental
+from oppo.hf.kv.reader import Incremental, WholeRows
 from oppo.hf.kv.states import RowCache
 from oppo.hf.model_parts import FAILURES, backbone, longest, require_pieces, set_only_whole
 from oppo.hf.servable import known_reason
@@ -52,6 +45,7 @@ from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.optim import matrices
 from oppo.hf.train.packing import CPU_TOKENS, pack, units
 from oppo.hf.train.trainer import HfTrainerCore
+from oppo.hf.without_data import LiveBytes, without_data
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
@@ -60,205 +54,7 @@ from oppo.training import TrainerSettings
 T = TypeVar("T")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_aten = torch.ops.aten
-_GROUPED = _aten._grouped_mm.default  # noqa: SLF001 - an operator's name
-_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 - an operator's name
-_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default  # noqa: SLF001 - an operator's name
-_of_torch = nn.functional.scaled_dot_product_attention
-_list_of = Tensor.tolist
 _META: Final = torch.device("meta")
-_INDICES: Final = frozenset({_aten.nonzero_numpy.default, _aten.where.default})  # in inference mode they come whole
-_NUMBER = frozenset({_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default})  # noqa: SLF001 - an operator's name
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations create in this context, while they are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.now = self.peak = 0
-        self._counted: set[int] = set()
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.count(leaf)
-        return result
-
-    def count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key in self._counted or not size:
-            return
-        self._counted.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._freed, key, size)
-
-    def _freed(self, key: int, size: int) -> None:
-        self._counted.discard(key)
-        self.now -= size
-
-
-class WithoutData(LiveBytes):
-    """The same for tensors without data: where an operation asks for data, masks are true and numbers are 1.
-
-    So rows have no padding, which holds for rows of one length, and a search for few ids falls back to all of them.
-    Experts get equally many tokens.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        if func in _NUMBER:
-            return True if args[0].dtype == torch.bool else 1
-        if func is _aten.nonzero.default:
-            return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
-        if func in _INDICES:
-            return [args[0].new_zeros(args[0].numel(), dtype=torch.int64) for _ in args[0].shape]
-        if func is _aten.split_with_sizes.default and sum(args[1]) != args[0].shape[args[2] if args[2:] else 0]:
-            return _aten.tensor_split.sections(args[0], len(args[1]), *args[2:])
-        if func is _aten.index.Tensor and any(index is not None and index.dtype == torch.bool for index in args[1]):
-            return args[0].reshape(-1, *args[0].shape[args[1][0].dim() :]).clone()
-        if func is _GROUPED and args[0].dtype != torch.bfloat16:  # without data it knows no other
-            left, right, *others = args
-            result: Tensor = func(left.bfloat16(), right.bfloat16(), *others, **(kwargs or {})).to(left.dtype)
-            self.count(result)
-            return result
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-class _OnMeta(WithoutData):
-    """Makes all tensors on ``meta``, whatever device is asked for, and moves arguments on other devices there."""
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        given = {name: _META if name == "device" else _on_meta(each) for name, each in (kwargs or {}).items()}
-        args = [*map(_on_meta, args)]
-        key = (
-            (func, *map(_form, args), *((name, _form(each)) for name, each in given.items())) if _makes(func) else None
-        )
-        if (form := _MADE.get(key)) is not None:
-            result = _made(form)
-            for each in (result,) if isinstance(result, Tensor) else result:
-                self.count(each)
-            return result
-        result = super().__torch_dispatch__(func, types, args, given)
-        if key is not None and (form := _forms_apart(result, [*args, *given.values()])) is not None:
-            _MADE[key] = form
-        return result
-
-
-_Form: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
-
-_MADE: Final = dict[Hashable, _Form | tuple[_Form, ...]]()
-"""What operations make of arguments of some shapes. Torch says it of tensors without data in up to a millisecond."""
-
-
-@cache
-def _makes(func: Any) -> bool:
-    schema = func._schema  # noqa: SLF001 - torch's own public name of it
-    return not schema.is_mutable and not any(each.alias_info for each in (*schema.arguments, *schema.returns))
-
-
-def _form(value: Any) -> Hashable:
-    # 1, 1.0 and True are equal keys, and give results of different dtypes.
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    return tuple(map(_form, value)) if isinstance(value, list | tuple) else (type(value), value)
-
-
-def _forms_apart(result: object, args: Sequence[object]) -> _Form | tuple[_Form, ...] | None:
-    # `None` of what shares memory with an argument, or holds more than tensors.
-    made = result if isinstance(result, tuple) else (result,)
-    given = {each.untyped_storage()._cdata for each in tree_leaves(args) if isinstance(each, Tensor)}  # noqa: SLF001
-    if not all(isinstance(each, Tensor) and each.untyped_storage()._cdata not in given for each in made):  # noqa: SLF001
-        return None
-    forms = tuple(cast("_Form", _form(each)) for each in made)
-    return forms if isinstance(result, tuple) else forms[0]
-
-
-def _made(form: Any) -> Any:
-    if isinstance(form[0], torch.Size):
-        return torch.empty_strided(form[0], form[1], dtype=form[2], device=_META)
-    return tuple(map(_made, form))
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return (
-            value
-            if value.is_meta
-            else torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
-        )
-    if isinstance(value, torch.device):
-        return _META
-    return [*map(_on_meta, value)] if isinstance(value, list | tuple) else value
-
-
-def _attention(  # noqa: PLR0917 - torch's own
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    # As the kernels of devices, which keep no matrix of weights. On ``meta`` torch would choose its formula, as it does
-    # on a CPU for a mask that is trained and for values of another width than queries.
-    usual = query.shape[-1] == value.shape[-1] and (attn_mask is None or not attn_mask.requires_grad)
-    if not query.is_meta or (not usual and planned_device.get() == CPU):
-        return _of_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, -math.inf)
-    masked = {"attn_mask": attn_mask} if usual else {"attn_bias": attn_mask, "compute_log_sumexp": True}
-    kernel = _FLASH if usual else _EFFICIENT
-    result: Tensor = kernel(query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, **masked)[0]
-    return result
-
-
-def _listed(tensor: Tensor) -> Any:
-    return np.ones(tensor.shape, np.int64).tolist() if tensor.is_meta else _list_of(tensor)
-
-
-@contextmanager
-def planned_on(device: torch.device) -> Iterator[None]:
-    token = planned_device.set(device)
-    try:
-        yield
-    finally:
-        planned_device.reset(token)
-
-
-@contextmanager
-def without_data(*modules: nn.Module) -> Iterator[LiveBytes]:
-    """Let tensors that are created inside have no data, and count their bytes and those of the modules, on ``meta``."""
-    attending = patch.object(nn.functional, _of_torch.__name__, _attention)
-    with _OnMeta() as live, attending, patch.object(Tensor, "tolist", _listed), planned_on(planned_device.get() or CPU):
-        for module in modules:
-            for tensor in (*module.parameters(), *module.buffers()):
-                live.count(tensor)
-        yield live
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +105,7 @@ def same(model: ModuleT) -> ModuleT:
 def at_rest(
     make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same, optimizer: str = "adamw"
 ) -> Bytes:
-    """Return the memory of an idle model: weights and, if some are trained, gradients and optimizer states."""
+    """Return the memory of a model for all loads: weights and, if some are trained, gradients and optimizer states."""
     whole = _bare(make)
     if adapt is same:
         return _resting(whole, (), optimizer)
@@ -335,136 +131,202 @@ def _resting(model: nn.Module, stacks: Sequence[_Stack], optimizer: str) -> Byte
     states = sum(  # Muon keeps one number of each weight, AdamW two
         count * each.numel() * max(4, each.element_size()) * (1 if id(each) in once else 2) for each, count in trained
     )
-    return Bytes(sum(count * each.nbytes for each, count in counted), copies + states, steps_on)
+    # A backward pass leaves gradients of 16 bits, which are added up in float32 after it.
+    weights = sum(count * each.nbytes for each, count in counted)
+    return Bytes(weights, copies + states, steps_on, activations=copies // 2)
 
 
-def of_policy(
-    make: Callable[[], PreTrainedModel],
-    load: Load,
-    sampling: Sampling,
-    *,
-    prefill_tokens: int,
-    adapt: Adapt[PreTrainedModel] = same,
-) -> Bytes:
-    """Return the memory of a served policy when all rollouts are at their longest and have just been read again."""
-    whole = _bare(make)
-    load, resting = load.within(longest(whole)), at_rest(lambda: whole, adapt).weights
-    model, layers = _few(whole)
-    set_only_whole(model, known_reason(model))
-    model = _attending(adapt(model))
-    with _reading_in_pieces(model), without_data(model) as live, torch.inference_mode():
-        weights, reader = live.now, Incremental(model)
-        tokens = np.zeros(load.sequence - 1, np.int32)
-        rows = [DecodeRow(key, Prompt(key, key, tokens), load.sequence) for key in range(load.rollouts)]
-        signals, few = Signals.of(len(rows)), 2 * -(-prefill_tokens // load.sequence)
-        for part, budget in ((rows[few:], load.rollouts * load.sequence), (rows[:few], prefill_tokens)):
-            live.peak = live.now  # only the last passes are counted: they find the most
-            prefill = ChunkedPrefill(reader, part, budget=budget, deterministic=False)
+class ServedPolicy:
+    """The memory of a policy that decodes; the few layers that stand for all are made once for all loads."""
+
+    def __init__(self, make: Callable[[], PreTrainedModel], adapt: Adapt[PreTrainedModel] = same) -> None:
+        self._whole, self._adapt = _bare(make), adapt
+        self.at_rest = Bytes(at_rest(lambda: self._whole, adapt).weights)
+
+    def shortest(self, rollouts: int) -> Bytes:
+        """Return the least that it needs: its weights, and the states of its rollouts, however short."""
+        if RowCache(self._whole.config).states is None:
+            return self.at_rest
+        least = self.under(Load(rollouts, 1, 1, 1), Sampling(), prefill_tokens=rollouts)
+        return replace(self.at_rest, keys_values=least.keys_values)
+
+    def under(self, load: Load, sampling: Sampling, *, prefill_tokens: int) -> Bytes:
+        """Return what it needs when all rollouts are at their longest and have just been read again."""
+        load = load.within(longest(self._whole))
+        model, layers = self._few
+        every, length = [*range(load.rollouts)], load.sequence - 1
+        part, unread = max(1, prefill_tokens // length), min(length, prefill_tokens)
+        with _reading_in_pieces(model), without_data(model) as live, torch.inference_mode():
+            weights, reader = live.now, self._reader
+            for at in range(part, load.rollouts, part):
+                reader.hold(dict.fromkeys(every[at : at + part], length))
+            if length > unread:
+                reader.hold(dict.fromkeys(every[:part], length - unread))
+            prompt = np.zeros(length, np.int32)
+            rows = [DecodeRow(key, Prompt(key, key, prompt), load.sequence) for key in every[:part]]
+            live.peak = live.now  # the last portion, and the decode step after it, find the most
+            prefill = ChunkedPrefill(reader, rows, budget=prefill_tokens, deterministic=False)
             while prefill:
-                prefill.read(signals)
-        logits = reader.step([row.key for row in rows], torch.zeros(len(rows), dtype=torch.int64))
-        Drawing(sampling, logits.device)(logits, [(row.key, 0) for row in rows], [load.response] * len(rows))
-        return _serving(live, weights, reader.layer_bytes(), resting, layers)
+                prefill.read(Signals.of(len(rows)))
+            logits = reader.step(every, torch.zeros(load.rollouts, dtype=torch.int64))
+            Drawing(sampling, logits.device)(logits, [(key, 0) for key in every], [load.response] * len(every))
+            found = _serving(live, weights, reader.layer_bytes(), self.at_rest.weights, layers)
+            reader.clear()
+            return found
 
+    @cached_property
+    def _few(self) -> tuple[PreTrainedModel, list[int]]:
+        model, layers = _few(self._whole)
+        set_only_whole(model, known_reason(model))
+        return _attending(self._adapt(model)), layers
 
-def of_shortest(make: Callable[[], PreTrainedModel], rollouts: int, adapt: Adapt[PreTrainedModel] = same) -> Bytes:
-    """Return the least memory of a served policy: its weights, and the states of its rollouts, however short."""
-    model = _bare(make)
-    with _reading_in_pieces(model):
-        if RowCache(model.config).states is None:
-            return Bytes(at_rest(lambda: model, adapt).weights)
-    shortest = of_policy(lambda: model, Load(rollouts, 1, 1, 1), Sampling(), prefill_tokens=rollouts, adapt=adapt)
-    return Bytes(shortest.weights, keys_values=shortest.keys_values)
+    @cached_property
+    def _reader(self) -> Incremental:
+        reader = Incremental(self._few[0])
+        reader.extend([0], [torch.zeros(1, dtype=torch.int64)])  # it knows the caches of its layers from now on
+        reader.clear()
+        return reader
 
 
 @contextmanager
 def _reading_in_pieces(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
-    except FAILURES as error:  # as in the probe, for which there are no weights here
+    except FAILURES as error:  # as in the probe, for which there are no weights here: if it reads whole rows at least
+        with without_data(model):
+            WholeRows(model).extend([0], [torch.zeros(2, dtype=torch.int64)])
         set_only_whole(model, f"{type(model).__name__} cannot be served row by row: it failed when tried ({error!r})")
         require_pieces(model)
 
 
-def of_reference(make: Callable[[], PreTrainedModel], load: Load, adapt: Adapt[PreTrainedModel] = same) -> Bytes:
-    return _of_scorer(make, lambda model: ReferenceWorker(_attending(model), False, Sampling()), load, adapt)
+class ServedScorer(Generic[T]):
+    """The memory of a model that reads rollouts while they grow, or each once if that fails."""
+
+    def __init__(
+        self,
+        make: Callable[[], PreTrainedModel],
+        worker_of: Callable[[PreTrainedModel], ScorerWorker[T]],
+        adapt: Adapt[PreTrainedModel] = same,
+    ) -> None:
+        self._whole, self._worker_of, self._adapt = _bare(make), worker_of, adapt
+        self.at_rest = Bytes(at_rest(lambda: self._whole, adapt).weights)
+        self._only_whole = known_reason(self._whole)
+
+    def under(self, load: Load) -> Bytes:
+        try:
+            return self._under(load)
+        except (ModelRefused, *FAILURES) as error:  # as in the probe, for which there are no weights here
+            if self._only_whole:
+                raise
+            self._only_whole = str(error)
+            self.__dict__.pop("_few", None)
+            self.__dict__.pop("_worker", None)
+            return self._under(load)
+
+    def _under(self, load: Load) -> Bytes:
+        load = load.within(longest(self._whole))
+        model, layers = self._few
+        with without_data(model) as live, torch.inference_mode():
+            worker, tail = self._worker
+            weights, chunk = live.now, min(load.chunk, load.response, TOKENS_PER_PASS)
+            rollouts = range(load.rollouts)
+            last = [_chunk(each, 0, np.zeros(chunk, np.int32)) for each in rollouts]
+            before = load.sequence - chunk
+            if self._only_whole:  # where it is read now; it keeps nothing, so a few passes find the most
+                few = rollouts[: 2 * -(-TOKENS_PER_PASS // load.sequence)]
+                prompts = [Prompt(each, each, np.zeros(before, np.int32)) for each in few]
+                worker.extend(ScorerInput([*prompts, *last[: len(few)]]))
+                worker.reader.finish(dict.fromkeys(few, chunk))
+            else:
+                few = rollouts[: TOKENS_PER_PASS // chunk]
+                worker.reader.hold({each: before if each in few else load.sequence for each in rollouts}, tail)
+                live.peak = live.now  # the last pass finds the most
+                worker.extend(ScorerInput(last[: len(few)]))
+            found = _serving(live, weights, worker.reader.layer_bytes(), self.at_rest.weights, layers)
+            worker.forget(rollouts)
+            return found
+
+    @cached_property
+    def _few(self) -> tuple[PreTrainedModel, list[int]]:
+        model, layers = _few(self._whole)
+        set_only_whole(model, self._only_whole)
+        return self._adapt(model), layers
+
+    @cached_property
+    def _worker(self) -> tuple[ScorerWorker[T], Tensor | None]:
+        worker = self._worker_of(self._few[0])
+        if self._only_whole:
+            return worker, None
+        worker.extend(ScorerInput([Prompt(0, 0, np.zeros(2, np.int32))]))  # it knows the caches of its layers now
+        tail = worker.reader.tail(0)
+        worker.forget([0])
+        return worker, tail
 
 
-def of_reward(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    return _of_scorer(make, lambda model: RewardWorker(_scoring(model), False), load)
+def served_reference(
+    make: Callable[[], PreTrainedModel], adapt: Adapt[PreTrainedModel] = same
+) -> ServedScorer[FloatArray]:
+    return ServedScorer(make, lambda model: ReferenceWorker(_attending(model), False, Sampling()), adapt)
 
 
-def of_process(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    return _of_scorer(make, lambda model: ProcessRewardWorker(_scoring(model), False, (), 0, 0.0), load)
+def served_reward(make: Callable[[], PreTrainedModel]) -> ServedScorer[float]:
+    return ServedScorer(make, lambda model: RewardWorker(_scoring(model), False))
 
 
-def of_critic(make: Callable[[], PreTrainedModel], load: Load) -> Bytes:
-    return _of_scorer(make, lambda model: ValueWorker(_scoring(model), False), load)
+def served_process_reward(make: Callable[[], PreTrainedModel]) -> ServedScorer[Any]:
+    return ServedScorer(make, lambda model: ProcessRewardWorker(_scoring(model), False, (), 0, 0.0))
 
 
-def _of_scorer(
-    make: Callable[[], PreTrainedModel],
-    worker_of: Callable[[PreTrainedModel], ScorerWorker[T]],
-    load: Load,
-    adapt: Adapt[PreTrainedModel] = same,
-) -> Bytes:
-    try:
-        return _scoring_bytes(make, worker_of, load, adapt)
-    except (ModelRefused, *FAILURES) as error:  # as in the probe, for which there are no weights here
-        return _scoring_bytes(make, worker_of, load, adapt, only_whole=str(error))
+def served_critic(make: Callable[[], PreTrainedModel]) -> ServedScorer[FloatArray]:
+    return ServedScorer(make, lambda model: ValueWorker(_scoring(model), False))
 
 
-def _scoring_bytes(
-    make: Callable[[], PreTrainedModel],
-    worker_of: Callable[[PreTrainedModel], ScorerWorker[T]],
-    load: Load,
-    adapt: Adapt[PreTrainedModel],
-    only_whole: str | None = None,
-) -> Bytes:
-    whole = _bare(make)
-    load, resting = load.within(longest(whole)), at_rest(lambda: whole, adapt).weights
-    model, layers = _few(whole)
-    set_only_whole(model, only_whole or known_reason(model))
-    model = adapt(model)
-    with without_data(model) as live, torch.inference_mode():
-        worker = worker_of(model)
-        weights, rollouts = live.now, range(load.rollouts)
-        chunk = min(load.chunk, load.response)
-        last = [_chunk(each, 0, np.zeros(chunk, np.int32)) for each in rollouts]
-        few = 2 * -(-TOKENS_PER_PASS // chunk)
-        worker.reader.tokens_per_pass = math.inf
-        before = np.zeros(load.sequence - chunk, np.int32)  # as a prompt, for which no outputs are kept
-        worker.extend(ScorerInput([*(Prompt(each, each, before) for each in rollouts), *last[few:]]))
-        worker.reader.tokens_per_pass, live.peak = TOKENS_PER_PASS, live.now  # the last passes find the most
-        worker.extend(ScorerInput(last[:few]))
-        by_layer = worker.reader.layer_bytes()
-        worker.reader.finish(dict.fromkeys(rollouts, chunk))  # where it is read now
-        return _serving(live, weights, by_layer, resting, layers)
+class Trained(Generic[ModuleT]):
+    """The memory of models that are trained; ``make`` without the changes of ``adapt``, which are made to copies."""
+
+    def __init__(self, make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same) -> None:
+        self._whole, self._adapt = _bare(make), adapt
+        self._stacks = [*_stacks(self._whole)]
+        self._at_rest = dict[str, Bytes]()
+
+    def at_rest(self, optimizer: str) -> Bytes:
+        if optimizer not in self._at_rest:
+            self._at_rest[optimizer] = at_rest(lambda: self._whole, self._adapt, optimizer)
+        return self._at_rest[optimizer]
+
+    def under(self, load: Load, sampling: Sampling, settings: TrainerSettings, loss: Loss) -> Bytes:
+        """Return what they need during the most expensive micro-batch."""
+        stacks = [stack.standing(max(1, settings.gradient_checkpointing)) for stack in self._stacks]
+
+        def most(shape: Load, stacks: Sequence[_Stack]) -> int | None:
+            few, copies = _shortened(self._whole, stacks)
+            models = cast("ActorCritic", self._adapt(few))
+            return _micro_batch(models, copies, shape, sampling=sampling, settings=settings, loss=loss).at_most(copies)
+
+        activations = max(
+            most(shape, ()) or 0 if (found := most(shape, stacks)) is None else found
+            for shape in self._expensive(load, settings.micro_batch_tokens or CPU_TOKENS)
+        )
+        return replace(self.at_rest(settings.optimizer), activations=activations)
+
+    def _expensive(self, load: Load, budget: int) -> list[Load]:
+        # Of longest rows, or of rows that are all response; of both, if neither surely needs more than the other.
+        load = load.within(longest(next(each for each in self._whole.modules() if isinstance(each, PreTrainedModel))))
+        shapes = load, replace(load, prompt=1)
+        rows = [rows_of(shape, budget) for shape in shapes]
+        tokens = [count * (shape.sequence - 1) for count, shape in zip(rows, shapes, strict=True)]
+        if tokens[0] >= tokens[1] and rows[0] >= rows[1]:
+            return [shapes[0]]
+        masks = [count * (shape.sequence - 1) for count, shape in zip(tokens, shapes, strict=True)]
+        widths = [each.embedding_dim for each in self._whole.modules() if isinstance(each, nn.Embedding)]
+        # A layer keeps far more of a token than eight times its hidden state, and less of a mask than two numbers.
+        is_more = 4 * min(widths, default=0) * (tokens[1] - tokens[0]) > masks[0] - masks[1]
+        return [shapes[1]] if is_more else [*shapes]
 
 
-def of_trainer(
-    make: Callable[[], ModuleT],
-    load: Load,
-    sampling: Sampling,
-    settings: TrainerSettings,
-    loss: Loss,
-    *,
-    adapt: Callable[[ModuleT], nn.Module] = same,
-) -> Bytes:
-    """Return the memory of the most expensive micro-batch: of longest rows, or of rows that are all response."""
-    whole = _bare(make)
-    stacks = [stack.standing(max(1, settings.gradient_checkpointing)) for stack in _stacks(whole)]
-
-    def activations(shape: Load, stacks: Sequence[_Stack]) -> int | None:
-        few, copies = _shortened(whole, stacks)
-        models = cast("ActorCritic", adapt(few))
-        return _micro_batch(models, copies, shape, sampling=sampling, settings=settings, loss=loss).at_most(copies)
-
-    found = list[int]()
-    for shape in (load, replace(load, prompt=1)):
-        most = activations(shape, stacks)
-        found.append(activations(shape, ()) or 0 if most is None else most)
-    return replace(at_rest(lambda: whole, adapt, settings.optimizer), activations=max(found))
+def rows_of(load: Load, budget: int) -> int:
+    """Return the rows of a micro-batch of that many tokens at most."""
+    return min(load.rollouts, max(1, budget // (load.sequence - 1)))
 
 
 def _micro_batch(
@@ -477,8 +339,7 @@ def _micro_batch(
     loss: Loss,
 ) -> _Visits:
     load = load.within(longest(models.actor))
-    budget = settings.micro_batch_tokens or CPU_TOKENS
-    rows = min(load.rollouts, max(1, budget // (load.sequence - 1)))
+    rows = rows_of(load, settings.micro_batch_tokens or CPU_TOKENS)
     models.prepare()  # here, where there is nothing to compare
     with without_data(models) as live:
         core = HfTrainerCore(models, sampling, settings, loss, TrainerCounts.new())

@@ -11,14 +11,11 @@ import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
-from huggingface_hub import HfApi, constants, is_offline_mode, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, though not marked as exported
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
@@ -39,10 +36,10 @@ from transformers import (
 from transformers.utils import logging
 
 from oppo.durable import content, read_text
-from oppo.errors import ConfigError, ModelRefused, OppoError, did_you_mean_path, one_line
+from oppo.errors import ConfigError, ModelRefused, OppoError, one_line
 from oppo.hf.head import scored
 from oppo.hf.model_parts import score_head, token_head
-from oppo.log import logger
+from oppo.hf.tokenizer import copy_without_hub
 
 MAKING: Final = threading.RLock()
 """Held while transformers makes a model: it changes its own classes for that time.
@@ -66,7 +63,7 @@ def located(
         directory = Path(name).expanduser()
         if directory.is_dir():
             return directory
-        if (copy := _copy_without_hub(str(name))) is not None:
+        if (copy := copy_without_hub(str(name))) is not None:
             return copy
         directory = Path(
             snapshot_download(str(name), allow_patterns=[*METADATA, *(["*.py"] if trust_remote_code else [])])
@@ -77,11 +74,6 @@ def located(
             _fetch(str(name), directory, PICKLED, "adapter_model.bin")
     except OppoError:
         raise
-    except HFValidationError:
-        guess = did_you_mean_path(Path(name).expanduser().absolute())
-        raise ConfigError(
-            f"{str(name)!r} is no directory here{guess}, nor could it be the name of a model at a hub"
-        ) from None
     except Exception as error:  # any kind: paths that no system has, networks, servers, disks
         raise ConfigError(f"{str(name)!r} could not be had ({one_line(error)})") from error
     return directory
@@ -90,36 +82,6 @@ def located(
 def _fetch(name: str, directory: Path, weights: tuple[str, str], adapter: str) -> None:
     whole, index = weights
     snapshot_download(name, allow_patterns=[whole, adapter, *shards(directory / index)])
-
-
-def _copy_without_hub(name: str) -> Path | None:
-    # ``None`` if a hub has the model. The answer holds for the life of the process, so that a run waits for it once per
-    # name.
-    validate_repo_id(name)
-    online = not is_offline_mode()
-    if online:
-        logger.once(f"{name} is no directory here: asking {constants.ENDPOINT} for it")
-    copy, why = _copy_and_why(name)
-    if copy is not None and online:
-        logger.once(f"taking {name} as this machine's copy {copy} has it ({why})")
-    return copy
-
-
-@cache
-def _copy_and_why(name: str) -> tuple[Path | None, str]:
-    files = (CONFIG, ADAPTER, "tokenizer_config.json", "tokenizer.json")
-    cached = [found for file in files if isinstance(found := try_to_load_from_cache(name, file), str)]
-    copy = Path(cached[0]).parent if cached else None
-    try:
-        HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception as error:  # any kind: proxies, certificates, servers and their answers
-        if copy is None:
-            guess = did_you_mean_path(Path(name).absolute())
-            raise ConfigError(
-                f"{name!r} is no directory here{guess}, and as a hub name it could not be had ({one_line(error)})"
-            ) from error
-        return copy, one_line(error)
-    return None, ""
 
 
 @contextmanager

@@ -204,14 +204,14 @@ def seen_in_pieces(
     sights: Sequence[Sight], starts: Sequence[int], sizes: Sequence[int], end: int, device: torch.device
 ) -> Seen:
     # For a pass over ``sizes`` tokens of rows from ``starts`` on, padded on the left, and keys below ``end``.
-    rows = [(sight, at, at + size) for sight, at, size in zip(sights, starts, sizes, strict=True)]
-    shown, blocks = [(sight, *span) for sight, *span in rows if sight.count(*span)], None
-    given = encoded([sight for sight, *_ in shown], [sight.between(*span) for sight, *span in shown]) if shown else {}
+    rows = [(sight, (at, at + size)) for sight, at, size in zip(sights, starts, sizes, strict=True)]
+    shown, blocks = [(sight, span) for sight, span in rows if sight.count(*span)], None
+    given = encoded([sight for sight, _ in shown], [sight.between(*span) for sight, span in shown]) if shown else {}
     if any(sight.places is not None for sight in sights):
-        turned = [sight.rotary(np.arange(*span)) for sight, *span in rows]
+        turned = [sight.rotary(np.arange(*span)) for sight, span in rows]
         places = [np.pad(each, ((0, 0), (max(sizes) - each.shape[1], 0))) for each in turned]
         given["position_ids"] = torch.from_numpy(np.stack(places, 1)).to(device)
-    if any(sight.whole for sight, *_ in shown):
+    if any(sight.whole for sight, _ in shown):
         blocks = torch.from_numpy(np.stack([sight.blocks(end) for sight in sights])).to(device)
     return Seen(given, blocks)
 

@@ -19,7 +19,6 @@ from oppo.hf.devices import (
     DeviceLayout,
     Devices,
     DeviceThread,
-    Hardware,
     RemotePlaces,
     acting_share,
     available_cores,
@@ -30,6 +29,7 @@ from oppo.hf.lora import Quantization
 from oppo.hf.memory import Load
 from oppo.log import logger
 from oppo.placement import Place, Process
+from oppo.simulate.costs import Hardware
 from oppo.training import TrainerSettings
 from oppo.vllm.arguments import workers_of
 

@@ -26,7 +26,7 @@ from oppo.config.settings import Settings
 from oppo.data import PromptStream
 from oppo.errors import ConfigError, in_toml
 from oppo.events import Prompt
-from oppo.hf.devices import Hardware, Peak, available_cores, memory_of
+from oppo.hf.devices import Peak, available_cores, memory_of
 from oppo.hf.memory import Bytes, Load
 from oppo.hf.model_parts import transformer
 from oppo.log import logger, routed
@@ -51,7 +51,7 @@ from oppo.run.models import policy_tokenizer
 from oppo.run.prompts import supplied
 from oppo.run.rewards import begin_of, environment_of
 from oppo.run.train import PreparedRun, prepare
-from oppo.simulate.costs import Gpu, Reached
+from oppo.simulate.costs import Gpu, Hardware, Reached
 
 PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")
 

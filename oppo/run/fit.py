@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from rich.filesize import decimal
 
+from oppo.config.scorers import ModelRewardSection
 from oppo.errors import ConfigError, ModelError, ModelRefused, in_toml
 from oppo.hf.memory import Load
 from oppo.log import logger, routed
@@ -39,7 +40,6 @@ _ALONE: Final[Sequence[Changes]] = (
     {"models": {"lora_rank": 16}},
     {"models": _TRUNK},
     _CHECKPOINTING,
-    {"step": {"chunk": "whole"}},  # scorers read each response once, and keep nothing of it
 )
 """Changes any of which may be enough."""
 
@@ -134,6 +134,12 @@ def advice(deployment: Deployment, load: Load | None, known: Known) -> str:
     others = ["give a model another device, or the trainer several ([placement])", "use smaller models"]
     if load:
         others.insert(0, "have fewer or shorter responses in flight ([step], sampling.max_new_tokens)")
+        rewards = deployment.settings.reward_tables.items()
+        reads = [
+            f"{key}.reading" for key, each in rewards if isinstance(each, ModelRewardSection) and each.reading == "auto"
+        ]
+        if reads:
+            others.insert(1, f"let reward models keep nothing of responses in flight ({', '.join(reads)} = 'whole')")
     most = [
         changes for changes in map(partial(_unlike, deployment), REMEDIES) if changes and altered(deployment, changes)
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 from rich.filesize import decimal
@@ -20,33 +20,34 @@ from oppo.config.sections import SamplingSection
 from oppo.declared import declared
 from oppo.errors import ConfigError, ModelRefused, one_line
 from oppo.hf.as_text.whole import transformer_of
-from oppo.hf.devices import CPU, Devices, Hardware, memory_of
+from oppo.hf.devices import CPU, Devices, memory_of
 from oppo.hf.loading import outline
 from oppo.hf.lora import load_lora, outline_lora, quantise_base
 from oppo.hf.memory import (
-    Adapt,
     Bytes,
     Load,
+    ServedPolicy,
+    ServedScorer,
+    Trained,
     at_rest,
-    of_critic,
-    of_policy,
-    of_process,
-    of_reference,
-    of_shortest,
-    of_trainer,
-    planned_on,
+    rows_of,
     same,
+    served_critic,
+    served_process_reward,
+    served_reference,
 )
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
 from oppo.hf.model_parts import FAILURES
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS, most_gpu_tokens
+from oppo.hf.without_data import planned_on
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.deployment import Deployment, named_reward
 from oppo.run.engines import served_dtype
 from oppo.run.loading import adapter_of, critic_source, kind_of
+from oppo.simulate.costs import Hardware
 from oppo.vllm.arguments import GIB, gpus_of, placed, workers_of
 
 SHARE: Final = "gpu_memory_utilization"
@@ -72,6 +73,8 @@ KINDS: Final[Mapping[RewardKind, Kind]] = {
 }
 RANK: Final = "trainer, rank"
 """The name of a training rank, before its number."""
+
+T = TypeVar("T")
 
 Known: TypeAlias = dict[Hashable, Any]
 """Models without weights, and bytes counted, by what they depend on."""
@@ -164,12 +167,32 @@ class Outlines:
         path, kind = reward.source, self.kind(key, reward)
         directory = transformer_of(self._located(path)) if kind == "similarity" else path
         make = partial(self._made, key, KINDS[kind], str(directory))
-        if load is None or kind in {"classifier", "similarity"}:  # these read whole responses: weights alone are known
+        if kind in {"classifier", "similarity"}:  # these read whole responses: weights alone are known
             return Bytes(at_rest(make).weights)
         if kind == "process":
-            return self.counted(named_reward(reward), (kind, path, load), partial(of_process, make, load))
+            return self.served(named_reward(reward), (kind, path), partial(served_process_reward, make), load, device)
         # A critic keeps a number of each token, and a reward model that of the last one: one count is both's.
-        return self.counted(named_reward(reward), (("critic", path), load, device.type), partial(of_critic, make, load))
+        return self.served(named_reward(reward), ("critic", path), partial(served_critic, make), load, device)
+
+    def served(
+        self,
+        name: str,
+        key: Hashable,
+        make: Callable[[], ServedScorer[Any]],
+        load: Load | None,
+        device: torch.device,
+    ) -> Bytes:
+        scorer = self.kept((key, device.type), make)
+
+        def count() -> Bytes:
+            with planned_on(device):
+                return scorer.under(load) if load else scorer.at_rest
+
+        return self.counted(name, (key, device.type, load), count)
+
+    def policy(self) -> ServedPolicy:
+        key = "policy", self.deployment.models.policy, self.adapter
+        return self.kept(key, lambda: ServedPolicy(self.actor, self.adapt))
 
     def scorer(self, name: str) -> tuple[PreTrainedModel | None, bool]:
         """Return the model of a row of the table, if its passes are known, and whether it gives log-probs."""
@@ -229,6 +252,12 @@ class Outlines:
         actor, critic = self.adapted(held["actor"]), held.get("critic")
         shares = self.deployment.settings.algorithm.has_critic and self.deployment.models.shared_trunk
         return ActorCritic(actor, value_model_on(actor) if shares else critic)
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        key = ("kept", key, self.deployment.models.dtype)
+        if key not in self.known:
+            self.known[key] = make()
+        return cast("T", self.known[key])
 
     def counted(self, model: str, key: Hashable, count: Callable[[], Bytes]) -> Bytes:
         key = (key, self.deployment.models.dtype)
@@ -301,7 +330,7 @@ def _needs(deployment: Deployment, load: Load | None, known: Known) -> list[Expe
         apart = {"policy": made.actor, "critic": made.critic}
         there = devices.apart | ({"policy"} if own_engine else set())
         unshared = sum(
-            _policy_weights(made) if model == "policy" else at_rest(make).weights
+            made.policy().at_rest.weights if model == "policy" else at_rest(make).weights
             for model, make in apart.items()
             if model in there
         )
@@ -315,30 +344,22 @@ def _needs(deployment: Deployment, load: Load | None, known: Known) -> list[Expe
 
 def _trained(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
     settings, trainer, device = deployment.settings, deployment.trainer, deployment.devices.trainer[0]
-    critic = settings.algorithm.has_critic and (deployment.models.shared_trunk or made.critic_source)
+    own = settings.algorithm.has_critic and (deployment.models.shared_trunk or made.critic_source)
     loss, sampling = settings.trained_loss(), _sampling(settings.sampling)
 
+    models = deployment.models.policy, made.adapter, own
+    trained = made.kept(("trained", models), lambda: Trained(made.trained, made.training))
+    if load is None:
+        return trained.at_rest(trainer.optimizer)
+
     def count() -> Bytes:
-        if load is None:
-            return at_rest(made.trained, made.training, trainer.optimizer)
         with planned_on(device):
-            return of_trainer(made.trained, load, sampling, trainer, loss, adapt=made.training)
+            return trained.under(load, sampling, trainer, loss)
 
-    rows = load and min(load.rollouts, max(1, (trainer.micro_batch_tokens or CPU_TOKENS) // (load.sequence - 1)))
-    models = (deployment.models.policy, made.adapter, critic, rows, load and (load.prompt, load.response))
-    chosen = (
-        trainer.optimizer,
-        trainer.gradient_checkpointing,
-        trainer.micro_batch_tokens,
-        repr(loss),
-        sampling.temperature,
-    )
-    return made.counted("trainer", ("trainer", models, device.type, chosen), count)
-
-
-def _policy_weights(made: Outlines) -> int:
-    key = ("policy weights", made.deployment.models.policy, made.adapter)
-    return made.counted("policy", key, lambda: at_rest(made.actor, made.adapt)).weights
+    rows = rows_of(load, trainer.micro_batch_tokens or CPU_TOKENS)
+    asked = rows, load.prompt, load.response, trainer.gradient_checkpointing, trainer.micro_batch_tokens
+    key = "trainer", models, asked, device.type, trainer.optimizer, repr(loss), sampling.temperature
+    return made.counted("trainer", key, count)
 
 
 def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> Iterator[Expected]:
@@ -374,7 +395,7 @@ def _policy_on_engine(deployment: Deployment, made: Outlines, others: Sequence[E
     chosen, devices = deployment.settings.vllm, deployment.devices
     stored = made.actor().dtype
     dtype = served_dtype(deployment.models, chosen, stored)
-    weights = _policy_weights(made)
+    weights = made.policy().at_rest.weights
     share, remote = engine_share(deployment, others), "policy" in devices.remote
     needs = list[Expected]()
     for number, on in enumerate(devices.policies):
@@ -465,9 +486,8 @@ def _policy(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes:
 
     def count() -> Bytes:
         if load is None:
-            return of_shortest(made.actor, share(deployment.load(1)).rollouts, made.adapt)
-        sampling = _sampling(settings.sampling)
-        return of_policy(made.actor, share(load), sampling, prefill_tokens=PREFILL_TOKENS, adapt=made.adapt)
+            return made.policy().shortest(share(deployment.load(1)).rollouts)
+        return made.policy().under(share(load), _sampling(settings.sampling), prefill_tokens=PREFILL_TOKENS)
 
     mine = replace(share(deployment.load(1) if load is None else load), chunk=1)
     chosen = settings.sampling.temperature > 0, settings.sampling.top_k, settings.sampling.top_p
@@ -479,33 +499,27 @@ def _player(made: Outlines, key: str, player: str, load: Load | None) -> Bytes:
     models, sampling = made.deployment.models, _sampling(made.deployment.settings.sampling)
     path = models.policy if player == INITIAL else player
     make = partial(made._made, key, CAUSAL, path)  # noqa: SLF001 - of this module
+    served = made.kept(("player", path), lambda: ServedPolicy(make))
     if load is None:
-        return Bytes(at_rest(make).weights)
-    count = partial(of_policy, make, load, sampling, prefill_tokens=PREFILL_TOKENS)
-    return made.counted(key, ("player", path, load), count)
+        return served.at_rest
+    return made.counted(
+        key, ("player", path, load), lambda: served.under(load, sampling, prefill_tokens=PREFILL_TOKENS)
+    )
 
 
 def _served(made: Outlines, model: str, load: Load | None, device: torch.device) -> Bytes:
     # The critic, or what gives the log-probs of the name's model.
     models = made.deployment.models
     if model == "critic":
-        key: Hashable = ("critic", (models.shared_trunk and models.policy) or made.critic_source)
-        make: Callable[[], PreTrainedModel] = made.critic
-        adapt: Adapt[PreTrainedModel] = same
-    elif model == "proximal":
-        key, make, adapt = ("logprobs", models.policy, made.adapter), made.actor, made.adapt
-    else:
-        make, adapt = partial(made.logprobs, model), made.over_base(model)
-        path = {"reference": models.reference, **made.deployment.settings.teachers}[model]
-        key = ("logprobs", path, models.quantization if adapt is not same else "none")
-
-    def count() -> Bytes:
-        with planned_on(device):
-            if load is None:
-                return Bytes(at_rest(make, adapt).weights)
-            return of_critic(make, load) if model == "critic" else of_reference(make, load, adapt)
-
-    return made.counted(model, (key, load, device.type), count)
+        source = (models.shared_trunk and models.policy) or made.critic_source
+        return made.served(model, ("critic", source), partial(served_critic, made.critic), load, device)
+    if model == "proximal":
+        key = "logprobs", models.policy, made.adapter
+        return made.served(model, key, partial(served_reference, made.actor, made.adapt), load, device)
+    adapt = made.over_base(model)
+    path = {"reference": models.reference, **made.deployment.settings.teachers}[model]
+    of_base = "logprobs", path, models.quantization if adapt is not same else "none"
+    return made.served(model, of_base, partial(served_reference, partial(made.logprobs, model), adapt), load, device)
 
 
 def _shares_the_policy_s(deployment: Deployment, model: str) -> bool:

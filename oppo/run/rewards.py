@@ -31,7 +31,7 @@ from oppo.config.sections import (
 )
 from oppo.config.settings import Settings
 from oppo.data.prompts import Begin, Encoding, ReadImages, rows_of
-from oppo.data.rows import check_file
+from oppo.data.rows import ask_hub, check_file, is_hub_name
 from oppo.durable import read_text
 from oppo.environments import (
     Compaction,
@@ -48,7 +48,7 @@ from oppo.environments.classes import kind_of as made_by
 from oppo.errors import ConfigError, one_line, shown
 from oppo.events import Drop, Finish, Prompt
 from oppo.hf.chat import ChatFormat, ChatMessage, chatting
-from oppo.hf.tokenizer import HfTokenizer, quick_tokenizer
+from oppo.hf.tokenizer import HfTokenizer, copy_without_hub, quick_tokenizer
 from oppo.hf.tool_calls import ToolSchema
 from oppo.libraries import require
 from oppo.models import Scorer
@@ -346,11 +346,24 @@ class FirstLook:
 
 
 def first_look(settings: Settings) -> FirstLook | None:
-    """Check the templates, the code and the first rows of each file; ``None`` if the policy's tokenizer needs torch."""
+    """Check paths, templates, code and the first rows of each file; ``None`` if the policy's tokenizer needs torch."""
     data, chosen = settings.data, [*sources(settings.data.prompts), *sources(settings.eval.prompts)]
     for source in chosen:
         if source.file is not None:
             check_file(source.file, or_directory=True)
+        elif source.taskset:
+            require(VERIFIERS, "a taskset of verifiers")
+        elif is_hub_name(source.path):
+            ask_hub(source.path)
+    models = settings.models
+    named = {"policy": models.policy, "reference": models.reference, "critic": models.critic, **settings.teachers}
+    scored = {key: each.source for key, each in settings.reward_tables.items() if isinstance(each, ModelRewardSection)}
+    for key, path in [*((f"models.{name}", path) for name, path in named.items() if path), *scored.items()]:
+        if not Path(path).expanduser().is_dir():
+            try:
+                copy_without_hub(path)
+            except ConfigError as error:
+                raise ConfigError(f"{key}: {error}") from error
     own = None if settings.models.trust_remote_code else quick_tokenizer(settings.models.policy)
     if own is None:
         return None

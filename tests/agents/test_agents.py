@@ -312,7 +312,7 @@ async def showing(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
     [
         (
             silent,
-            "agent 'run' returned 1.0 (float) without a request of the policy: expected it to POST to /chat/completions",
+            "agent 'run' returned 1.0 (float) without a request of the policy: expected it to POST to /chat",
         ),
         (hanging, "agent 'run' neither asked for anything nor returned within 9 s: raise the timeout"),
         (broken, "agent 'run' raised OSError: no network at "),

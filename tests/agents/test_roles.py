@@ -70,11 +70,11 @@ def test_roles_are_compared_as_if_each_were_alone(
     groups: Sequence[Sequence[Mapping[str, tuple[float, int]]]], how: GroupAdvantage
 ) -> None:
     rows, branches = list[ScoredRollout](), iter(range(1, 1000))
-    for admission, group in enumerate(groups):
-        for sample, episode in enumerate(group):
-            for number, (role, (score, count)) in enumerate(episode.items()):
-                for at in range(count):
-                    rows.append(scored(admission, sample, role, score, next(branches) if number or at else 0))
+    episodes = [(at, sample, each) for at, group in enumerate(groups) for sample, each in enumerate(group)]
+    for admission, sample, episode in episodes:
+        spoken = [(role, score) for role, (score, count) in episode.items() for _ in range(count)]
+        for number, (role, score) in enumerate(spoken):
+            rows.append(scored(admission, sample, role, score, next(branches) if number else 0))
     rows.sort(key=lambda each: each.rollout)
     together, by_role = GroupRelative(how).batch(rows), defaultdict[str, list[ScoredRollout]](list)
     for each in rows:
@@ -86,21 +86,13 @@ def test_roles_are_compared_as_if_each_were_alone(
 
 @dataclass
 class Duel:
-    """A game of two players of the policy and a frozen umpire, whose word is a part of what the second one reads.
+    """A game of two players of the policy and a frozen umpire, whose word is a part of what the second one reads."""
 
-    Attributes:
-        seconds: before each request, by row and number of the request.
-        opening: the umpire speaks first.
-        returns: in place of the rewards.
-        models: in place of the roles.
-        umpire: who plays the frozen role.
-    """
-
-    seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    opening: bool = False
-    returns: object = None
-    models: Mapping[str, str] = field(default_factory=dict)
-    umpire: FakePolicy = field(default_factory=partial(FakePolicy, length=lambda prompt: 2 + prompt.stream % 5))
+    seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)  # before a request, by row and its number
+    opening: bool = False  # the umpire speaks first
+    returns: object = None  # in place of the rewards
+    models: Mapping[str, str] = field(default_factory=dict)  # in place of the roles
+    umpire: FakePolicy | None = field(default_factory=partial(FakePolicy, length=lambda prompt: 2 + prompt.stream % 5))
     said: list[tuple[str, list[int]]] = field(default_factory=list)
     answers: list[Any] = field(default_factory=list)
 
@@ -187,19 +179,15 @@ SILENT: dict[str, Any] = {"models": {"two": "one"}, "returns": {"one": 1.0, "two
         ({"returns": Drop.because("a draw")}, "a draw"),
         (SILENT, "returned a reward for 'two', which has no conversation: leave it out"),
         ({"models": {"two": "gpt"}}, "model = 'gpt' names no role: expected 'one' or 'two' or 'umpire'"),
-        ({"unseated": True}, "no policy plays role 'umpire': give Agents one, or seat() it"),
+        ({"umpire": None}, "no policy plays role 'umpire': give Agents one, or seat() it"),
     ],
 )
 def test_what_fits_no_roles_drops_the_game_with_the_reason(given: dict[str, Any], words: str) -> None:
-    duel = Duel(**{key: value for key, value in given.items() if key != "unseated"})
-    if "unseated" in given:
-        duel.agents.players["umpire"] = None
-    batches, _, reasons = played(duel, 2)
+    batches, _, reasons = played(Duel(**given), 2)
     assert any(words in reason for reason in reasons)
     assert all(words in reason or reason == "left alone in its group" for reason in reasons)
-    assert {each.prompt.role for batch in batches for each in batch.responses} == (
-        {"one"} if "no turn" in words else set()
-    )
+    trained = {each.prompt.role for batch in batches for each in batch.responses}
+    assert trained == ({"one"} if "no turn" in words else set())
 
 
 class Lost(FakePolicy):
@@ -208,14 +196,10 @@ class Lost(FakePolicy):
 
 
 @pytest.mark.parametrize(("adds", "words"), [(True, "the model of role 'umpire' has failed"), (False, "1 rollouts")])
-def test_a_frozen_model_that_fails_ends_the_run_with_its_error(adds: bool, words: str) -> None:
-    with pytest.raises(ModelError, match=words):
-        played(Duel(umpire=Lost(capabilities=Capabilities(adds_while_decoding=adds))))
-
-
-@pytest.mark.parametrize("adds", [True, False])
-def test_a_frozen_role_says_the_same_whether_its_engine_decodes_answers_side_by_side(adds: bool) -> None:
+def test_a_frozen_role_says_the_same_on_any_engine_and_one_that_fails_ends_the_run(adds: bool, words: str) -> None:
     can = Capabilities(adds_while_decoding=adds)
+    with pytest.raises(ModelError, match=words):
+        played(Duel(umpire=Lost(capabilities=can)))
     umpire = FakePolicy(length=lambda prompt: 2 + prompt.stream % 5, capabilities=can, seconds=0.3)
     assert described(played(Duel(umpire=umpire))[0]) == described(played(Duel())[0])
 

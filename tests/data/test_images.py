@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,13 @@ from PIL import Image
 from oppo.data.images import gathered
 from oppo.errors import DataError
 from oppo.images import ImageFiles, ImageRef, described, picture_of
-from tests.kit.seen import picture
-
-
-def _png(number: int) -> bytes:
-    buffer = io.BytesIO()
-    picture(number).save(buffer, format="PNG")
-    return buffer.getvalue()
+from tests.kit.seen import picture, png, uri
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> ImageFiles:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.png").write_bytes(_png(1))
+    (tmp_path / "data" / "a.png").write_bytes(png(1))
     return ImageFiles(tmp_path / "images", tmp_path / "data")
 
 
@@ -39,8 +31,8 @@ def _text(text: str) -> dict[str, str]:
     ("row", "parts"),
     [
         ({"prompt": "what is <image>?", "image": "a.png"}, ["what is ", "?"]),
-        ({"prompt": "<image><image>", "images": ["a.png", _png(2)]}, ["", "", ""]),
-        ({"prompt": "<image>", "image": {"bytes": _png(2), "path": None}, "images": [None]}, ["", ""]),
+        ({"prompt": "<image><image>", "images": ["a.png", png(2)]}, ["", "", ""]),
+        ({"prompt": "<image>", "image": {"bytes": png(2), "path": None}, "images": [None]}, ["", ""]),
     ],
 )
 def test_a_text_has_its_images_at_placeholders(row: Mapping[str, Any], parts: list[str], files: ImageFiles) -> None:
@@ -55,9 +47,9 @@ def test_a_text_has_its_images_at_placeholders(row: Mapping[str, Any], parts: li
     ("content", "images", "kinds"),
     [
         ("what?", ["a.png"], ["image", "text"]),
-        ("is <image> as <image>?", ["a.png", _png(2)], ["text", "image", "text", "image", "text"]),
+        ("is <image> as <image>?", ["a.png", png(2)], ["text", "image", "text", "image", "text"]),
         ([_text("is "), {"type": "image"}, _text("<image>?")], ["a.png"], ["text", "image", "text"]),
-        ([{"type": "image", "image": _png(2)}, _text("what?")], None, ["image", "text"]),
+        ([{"type": "image", "image": png(2)}, _text("what?")], None, ["image", "text"]),
         ([{"type": "image", "path": "a.png"}], None, ["image"]),
         ([{"type": "image", "image": picture(3)}], None, ["image"]),
         ([{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image"}], ["a.png"], ["image"] * 2),
@@ -76,14 +68,13 @@ def test_messages_have_their_images_in_parts(
 
 
 def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: ImageFiles) -> None:
-    uri = f"data:image/png;base64,{base64.b64encode(_png(2)).decode()}"
     paths = {
         files.file(each, "row 1")
-        for each in (_png(2), uri, {"base64": uri.split(",")[1]}, {"bytes": _png(2)}, picture(2))
+        for each in (png(2), uri(2), {"base64": uri(2).split(",")[1]}, {"bytes": png(2)}, picture(2))
     }
-    assert [*paths] == [files.directory / hashlib.sha256(_png(2)).hexdigest()]
+    assert [*paths] == [files.directory / hashlib.sha256(png(2)).hexdigest()]
     before = next(iter(paths)).stat().st_mtime_ns
-    files.file(_png(2), "row 2")
+    files.file(png(2), "row 2")
     assert next(iter(paths)).stat().st_mtime_ns == before
     assert files.file("a.png", "row 1").parent.name == "data"
 
@@ -117,8 +108,7 @@ def test_what_is_no_image_or_has_no_place_is_refused(
 
 
 def test_a_picture_is_upright_and_without_transparency(tmp_path: Path) -> None:
-    turned = Image.new("RGB", (30, 20))
-    exif = turned.getexif()
+    turned, exif = Image.new("RGB", (30, 20)), Image.Exif()
     exif[0x0112] = 6
     turned.save(tmp_path / "turned.jpg", exif=exif)
     Image.new("RGBA", (5, 7)).save(tmp_path / "clear.png")
@@ -129,14 +119,14 @@ def test_a_picture_is_upright_and_without_transparency(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_decoded_or_has_changed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    for data, why in (_png(1)[:60], "OSError: image"), (b"", "0 bytes, b''..., in no"), (b"text", "4 bytes, b'text'"):
+    for data, why in (png(1)[:60], "OSError: image"), (b"", "0 bytes, b''..., in no"), (b"text", "4 bytes, b'text'"):
         path.write_bytes(data)
         with pytest.raises(DataError, match=rf"row 1: the image .*a\.png cannot be decoded: {why}.*; save it again"):
             described(path, "row 1")
-    path.write_bytes(_png(1))
+    path.write_bytes(png(1))
     image = described(path, "row 1")[0]
     assert picture_of(image).size == (48, 32)
-    path.write_bytes(_png(2))
+    path.write_bytes(png(2))
     with pytest.raises(DataError, match=r"a\.png changed since its prompt was read .* put the old file back"):
         picture_of(image)
     path.unlink()

@@ -396,8 +396,10 @@ def test_what_a_page_names_and_links_to_is_there(page: Path) -> None:
 
 
 def test_every_guarantee_has_a_test() -> None:
-    lines = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if "| `" in line and "::" not in line]  # those of others' reports name tests
+    page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    page = re.sub(r"\n## Pairs of features\n.*?(?=\n## )", "", page, flags=re.DOTALL)
+    # Rows of others' reports name tests.
+    rows = [line for line in page.splitlines() if "| `" in line and "::" not in line]
     assert len(rows) > 30
     for row in rows:
         behind = row.rsplit(" | ", 1)[1]

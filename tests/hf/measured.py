@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from oppo.events import Chunk, Prompt
 from oppo.hf.lora import add_lora
-from oppo.hf.memory import Bytes, Load, longest_batch, of_policy, of_reference, of_reward, of_trainer
+from oppo.hf.memory import Bytes, Load, ServedPolicy, Trained, longest_batch, served_reference, served_reward
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
@@ -122,13 +122,13 @@ def work(role: str, load: Load, *, small: bool) -> None:
 
 def estimate(role: str, load: Load) -> Bytes:
     if role == "policy":
-        return of_policy(partial(causal, small=False), load, SAMPLING, prefill_tokens=PREFILL)
+        return ServedPolicy(partial(causal, small=False)).under(load, SAMPLING, prefill_tokens=PREFILL)
     if role == "reference":
-        return of_reference(partial(causal, small=False), load)
+        return served_reference(partial(causal, small=False)).under(load)
     if role == "reward":
-        return of_reward(partial(scalar, small=False), load)
+        return served_reward(partial(scalar, small=False)).under(load)
     loss = ClippedLoss() if role == "grpo" else PPOLoss()
-    return of_trainer(partial(trained, role, small=False), load, SAMPLING, settings(role), loss)
+    return Trained(partial(trained, role, small=False)).under(load, SAMPLING, settings(role), loss)
 
 
 def in_memory() -> int:

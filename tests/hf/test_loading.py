@@ -29,7 +29,7 @@ from oppo.errors import ConfigError, ModelRefused
 from oppo.hf.kv.attention import attend_in_segments, attends_eagerly
 from oppo.hf.loading import ModelRecipe, load_causal, load_scalar, load_tokenizer, name_of, positions_of, vocabulary_of
 from oppo.hf.lora import add_lora
-from oppo.hf.model_files import _copy_and_why
+from oppo.hf.tokenizer import _copy_and_why
 from oppo.hf.weights import ALIGNMENT, weights_digest
 from tests.hf import tiny
 
@@ -347,7 +347,7 @@ def test_a_hub_is_asked_once_and_that_is_told(
         asked.append((name, timeout))
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr("oppo.hf.model_files.is_offline_mode", lambda: False)
+    monkeypatch.setattr("oppo.hf.tokenizer.is_offline_mode", lambda: False)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     with pytest.raises(ConfigError, match=r"^'owner/none' is no directory here, .* \(TimeoutError: no answer\)$"):
         load_causal("owner/none")

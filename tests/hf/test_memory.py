@@ -10,38 +10,38 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Chunk, IntArray, Prompt
-from oppo.hf.devices import Hardware
 from oppo.hf.head import CPU_LOGITS_BYTES, OwnHead
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import (
     Bytes,
-    LiveBytes,
     Load,
+    ServedPolicy,
+    ServedScorer,
+    Trained,
     longest_batch,
-    of_critic,
-    of_policy,
-    of_reference,
-    of_reward,
-    of_trainer,
-    planned_on,
-    without_data,
+    served_critic,
+    served_reference,
+    served_reward,
 )
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput, ScorerWorker, ValueWorker
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.trainer import HfTrainerCore
+from oppo.hf.without_data import LiveBytes, planned_on, without_data
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
+from oppo.simulate.costs import Hardware
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.kit.known import deep
@@ -75,8 +75,8 @@ def test_a_served_model_is_estimated_without_its_weights(name: str) -> None:
     def made() -> PreTrainedModel:
         return tiny.of({**tiny.CONFIGS, **tiny.STATEFUL}[name]())
 
-    policy = of_policy(made, LOAD, SAMPLING, prefill_tokens=64)
-    reference = of_reference(made, LOAD)
+    policy = ServedPolicy(made).under(LOAD, SAMPLING, prefill_tokens=64)
+    reference = served_reference(made).under(LOAD)
     real = made()
     assert policy.weights == reference.weights
     assert policy.weights == pytest.approx(weights_of(real), rel=0.01)
@@ -89,7 +89,10 @@ def test_a_served_model_is_estimated_without_its_weights(name: str) -> None:
 @pytest.mark.parametrize("name", ["jamba", "minimax"])
 def test_a_model_that_reads_whole_responses_is_estimated_without_a_cache(name: str) -> None:
     make = partial(tiny.of, tiny.ONLY_WHOLE[name]())
-    found, longer = of_reference(make, LOAD), of_reference(make, replace(LOAD, response=2 * LOAD.response))
+    found, longer = (
+        served_reference(make).under(LOAD),
+        served_reference(make).under(replace(LOAD, response=2 * LOAD.response)),
+    )
     assert found.keys_values == 0
     assert 1.2 * found.activations < longer.activations
 
@@ -97,19 +100,19 @@ def test_a_model_that_reads_whole_responses_is_estimated_without_a_cache(name: s
 @pytest.mark.parametrize("name", ["jamba", "minimax"])
 def test_a_policy_that_reads_whole_sequences_is_refused_as_in_a_run(name: str) -> None:
     with pytest.raises(ModelRefused, match=r"served row by row.*models\.engine = 'vllm'"):
-        of_policy(partial(tiny.of, tiny.ONLY_WHOLE[name]()), LOAD, SAMPLING, prefill_tokens=64)
+        ServedPolicy(partial(tiny.of, tiny.ONLY_WHOLE[name]())).under(LOAD, SAMPLING, prefill_tokens=64)
 
 
 def test_more_rollouts_longer_ones_and_more_logits_need_more() -> None:
     def total(load: Load, sampling: Sampling = SAMPLING) -> int:
-        return of_policy(tiny.causal, load, sampling, prefill_tokens=64).total
+        return ServedPolicy(tiny.causal).under(load, sampling, prefill_tokens=64).total
 
     usual = total(LOAD)
     assert total(replace(LOAD, rollouts=12)) > usual
     assert total(replace(LOAD, response=80)) > usual
     assert total(LOAD, replace(SAMPLING, temperature=0.0)) < usual
-    assert of_reward(tiny.scalar, LOAD).total < of_reference(tiny.causal, LOAD).total
-    assert of_critic(tiny.scalar, LOAD).weights == of_reward(tiny.scalar, LOAD).weights
+    assert served_reward(tiny.scalar).under(LOAD).total < served_reference(tiny.causal).under(LOAD).total
+    assert served_critic(tiny.scalar).under(LOAD).weights == served_reward(tiny.scalar).under(LOAD).weights
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_training_without_data_is_counted_like_training_with_data(
     def made() -> ActorCritic:
         return ActorCritic(tiny.causal(), tiny.scalar() if critic else None)
 
-    expected = of_trainer(made, longest, SAMPLING, settings, loss)
+    expected = Trained(made).under(longest, SAMPLING, settings, loss)
 
     def updated(load: Load) -> tuple[int, int]:
         batch = longest_batch(3 * (tokens // (load.sequence - 1)), load, critic=critic)
@@ -188,10 +191,10 @@ def test_a_deep_model_is_counted_by_few_of_its_layers(
     monkeypatch.setattr("oppo.hf.memory.HfTrainerCore", Counting)
     settings = TrainerSettings(gradient_checkpointing=checkpointing)
     loss = PPOLoss() if kind in {"PPO", "trunk"} else ClippedLoss()
-    quick = of_trainer(made, LOAD, SAMPLING, settings, loss)
+    quick = Trained(made).under(LOAD, SAMPLING, settings, loss)
     assert max(made_of) < 12
     monkeypatch.setattr("oppo.hf.memory._stacks", lambda whole: ())
-    whole = of_trainer(made, LOAD, SAMPLING, settings, loss)
+    whole = Trained(made).under(LOAD, SAMPLING, settings, loss)
     assert max(made_of) == 12
     assert quick == whole
 
@@ -217,24 +220,24 @@ def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str, mo
     count = LiveBytes.count
     monkeypatch.setattr(LiveBytes, "count", counted)
     settings = TrainerSettings(epochs=1, micro_batch_tokens=4096)
-    found = of_trainer(made, Load(4, 20, 1000, 16), sampling, settings, loss)
+    found = Trained(made).under(Load(4, 20, 1000, 16), sampling, settings, loss)
     assert max(sizes) == 4 * 152_000 * chunk
     assert found.total < 6 * weights_of(made()) + 8 * CPU_LOGITS_BYTES < 4 * 152_000 * 4000
-    few, many = (of_trainer(made, Load(rows, 20, 1000, 16), sampling, settings, loss).activations for rows in (1, 4))
+    few, many = (Trained(made).under(Load(rows, 20, 1000, 16), sampling, settings, loss).activations for rows in (1, 4))
     assert many < few + 3000 * 20_000, "what a token needs does not depend on the vocabulary"
 
 
 @pytest.mark.parametrize(
     ("worker_of", "of", "make"),
     [
-        (lambda model: ReferenceWorker(model, False, Sampling()), of_reference, partial(tiny.causal, "llama")),
-        (lambda model: RewardWorker(model, False), of_reward, partial(tiny.scalar, "llama")),
-        (lambda model: ValueWorker(model, False), of_critic, partial(tiny.scalar, "llama")),
+        (lambda model: ReferenceWorker(model, False, Sampling()), served_reference, partial(tiny.causal, "llama")),
+        (lambda model: RewardWorker(model, False), served_reward, partial(tiny.scalar, "llama")),
+        (lambda model: ValueWorker(model, False), served_critic, partial(tiny.scalar, "llama")),
     ],
 )
 def test_a_scorer_without_data_is_counted_like_one_with_data(
     worker_of: Callable[[PreTrainedModel], ScorerWorker[Any]],
-    of: Callable[[Callable[[], PreTrainedModel], Load], Bytes],
+    of: Callable[[Callable[[], PreTrainedModel]], ServedScorer[Any]],
     make: Callable[[], PreTrainedModel],
 ) -> None:
     """Also where all logits at once would be the most: a reference has a chunk of them at a time."""
@@ -257,7 +260,7 @@ def test_a_scorer_without_data_is_counted_like_one_with_data(
             nothing = np.zeros(len(each), np.float32)
             worker.extend(ScorerInput([Chunk(row, start, each, nothing, each) for row in rows]))
         worker.finish(dict.fromkeys(rows, load.response))
-    assert of(made, load).total == pytest.approx(live.peak, rel=0.05)
+    assert of(made).under(load).total == pytest.approx(live.peak, rel=0.05)
 
 
 def test_an_update_of_an_h100_is_predicted_within_a_twentieth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +282,7 @@ def test_an_update_of_an_h100_is_predicted_within_a_twentieth(monkeypatch: pytes
 
     monkeypatch.setattr(OwnHead, "chunk", (256 << 20) // (4 * 151_936))  # as it was then
     with planned_on(torch.device("cuda")):
-        found = of_trainer(made, Load(32, 256, 768, 128), Sampling(max_new_tokens=768), chosen, ClippedLoss())
+        found = Trained(made).under(Load(32, 256, 768, 128), Sampling(max_new_tokens=768), chosen, ClippedLoss())
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     measured = json.loads((results / "nvidia-h100" / "gpu-day-2.json").read_text())["parts"]["update"]["peak bytes"]
     assert found.total == pytest.approx(measured, rel=0.05)
@@ -322,7 +325,7 @@ def test_adapters_need_little_but_activations_and_short_weights_need_copies() ->
         return ActorCritic(tiny.causal(dtype=torch.bfloat16))
 
     def of(make: Callable[[], ActorCritic]) -> Bytes:
-        return of_trainer(make, LOAD, SAMPLING, TrainerSettings(), ClippedLoss())
+        return Trained(make).under(LOAD, SAMPLING, TrainerSettings(), ClippedLoss())
 
     whole, lora, bfloat16 = of(lambda: ActorCritic(tiny.causal())), of(adapted), of(short)
     assert lora.optimizer < 0.5 * whole.optimizer
@@ -336,7 +339,7 @@ def test_nothing_is_allocated() -> None:
     config = tiny.CONFIGS["llama"]()
     config.update({"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2, "vocab_size": 128_256})
     config.update({"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128})
-    estimated = of_reference(lambda: tiny.of(config), LOAD)
+    estimated = served_reference(lambda: tiny.of(config)).under(LOAD)
     assert estimated.weights > 12e9
     assert np.isfinite(estimated.total)
 
@@ -346,7 +349,7 @@ def test_what_cannot_be_trained_is_refused_as_in_a_run() -> None:
         return ActorCritic(tiny.causal(dtype=torch.float16))
 
     with pytest.raises(ModelRefused, match="float16"):
-        of_trainer(half, LOAD, SAMPLING, TrainerSettings(), ClippedLoss())
+        Trained(half).under(LOAD, SAMPLING, TrainerSettings(), ClippedLoss())
 
 
 @pytest.mark.deep
@@ -396,3 +399,16 @@ def test_hardware_is_named_with_its_memory_or_is_known(text: str, shown: str) ->
 def test_hardware_of_no_known_memory_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"of b200, h100, h200, .* the memory may be left out"):
         Hardware.assumed(text)
+
+
+@given(rollouts=st.integers(1, 40), prompt=st.integers(1, 60), response=st.integers(1, 60), tokens=st.integers(20, 900))
+@hypothesis_settings(max_examples=5, deadline=None)
+def test_one_micro_batch_is_counted_where_it_needs_the_most(
+    rollouts: int, prompt: int, response: int, tokens: int
+) -> None:
+    models = Trained(lambda: ActorCritic(tiny.causal()))
+    load, settings = Load(rollouts, prompt, response, 8), TrainerSettings(micro_batch_tokens=tokens)
+    found = models.under(load, SAMPLING, settings, ClippedLoss())
+    shapes = [replace(load, prompt=1), load]
+    with patch.object(Trained, "_expensive", lambda *_: shapes):
+        assert models.under(load, SAMPLING, settings, ClippedLoss()) == found

@@ -10,20 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from docs.make_models import PAGE, tiny_config
-from oppo.hf.memory import (
-    Bytes,
-    LiveBytes,
-    Load,
-    longest_batch,
-    of_critic,
-    of_policy,
-    of_reference,
-    of_trainer,
-    planned_on,
-)
+from oppo.hf.memory import Bytes, Load, ServedPolicy, Trained, longest_batch, served_critic, served_reference
 from oppo.hf.model_files import CAUSAL, SCALAR
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainerCore
+from oppo.hf.without_data import LiveBytes, planned_on
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
@@ -60,10 +51,10 @@ def count(role: str, model_type: str) -> Bytes:
         return SCALAR.made(config)
 
     works: Mapping[str, Callable[[], Bytes]] = {
-        "policy": lambda: of_policy(causal, LOAD, SAMPLING, prefill_tokens=16),
-        "reference": lambda: of_reference(causal, LOAD),
-        "critic": lambda: of_critic(scalar, LOAD),
-        "trainer": lambda: of_trainer(lambda: ActorCritic(causal()), LOAD, SAMPLING, SETTINGS, ClippedLoss()),
+        "policy": lambda: ServedPolicy(causal).under(LOAD, SAMPLING, prefill_tokens=16),
+        "reference": lambda: served_reference(causal).under(LOAD),
+        "critic": lambda: served_critic(scalar).under(LOAD),
+        "trainer": lambda: Trained(lambda: ActorCritic(causal())).under(LOAD, SAMPLING, SETTINGS, ClippedLoss()),
     }
     return works[role]()
 
@@ -100,7 +91,7 @@ def test_an_unusual_attention_is_counted_like_the_one_with_data(name: str) -> No
         return at_rest, live.peak
 
     at_rest, peak = tiny.apart(updated)()
-    expected = of_trainer(made, LONG, SAMPLING, SETTINGS, ClippedLoss())
+    expected = Trained(made).under(LONG, SAMPLING, SETTINGS, ClippedLoss())
     measured = peak - at_rest - expected.gradients
     # Rows without data are not packed, and a mask is made for them: the estimate is rather too large.
     assert 0.95 * measured < expected.activations < 1.25 * measured
@@ -110,7 +101,7 @@ def test_a_gpu_keeps_no_matrix_of_weights_that_a_cpu_keeps() -> None:
     def activations(device: str) -> int:
         make = partial(tiny.of, tiny.WHOLE["deepseek-v3"]())
         with planned_on(torch.device(device)):
-            return of_trainer(lambda: ActorCritic(make()), LONG, SAMPLING, SETTINGS, ClippedLoss()).activations
+            return Trained(lambda: ActorCritic(make())).under(LONG, SAMPLING, SETTINGS, ClippedLoss()).activations
 
     matrices = 2 * LONG.rollouts * 4 * (LONG.sequence - 1) ** 2 * 4  # of two layers, four heads, float32
     assert activations("cpu") - activations("cuda") > 0.9 * matrices

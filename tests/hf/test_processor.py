@@ -62,22 +62,21 @@ def test_an_image_token_that_a_message_spells_is_text(name: str, folder: Path) -
 
 def test_what_the_processor_cannot_do_is_named(folder: Path) -> None:
     picture(1, width=3000, height=10).save(folder / "narrow.png")
-    row = {"prompt": _asked("<image>"), "images": ["narrow.png"]}
-    with pytest.raises(
-        DataError, match=r"row 1, .*narrow.png: the image processor of .* takes no image of 3000 x 10 pi"
+    llava, other = _reader(folder, "llava"), _reader(folder, "llava")
+    llava.tokenizer = HfTokenizer(load_tokenizer(folder / "gemma3"))
+    other.tokenizer.inner.add_tokens(["zz"])
+    for reader, image, error, words in (
+        (
+            _reader(folder, "qwen2_5_vl"),
+            "narrow.png",
+            DataError,
+            "row 1, .*narrow.png: .* no image of 3000 x 10 pixels",
+        ),
+        (llava, "0.png", DataError, "has 0 places for the 1 images of the prompt"),
+        (other, "0.png", ConfigError, r"makes \d+ tokens of this prompt, and the tokenizer \d+ .* differ at \d+"),
     ):
-        _reader(folder, "qwen2_5_vl")(row, "prompt", "row 1")
-    blind = _reader(folder, "llava")
-    blind.tokenizer = HfTokenizer(load_tokenizer(folder / "gemma3"))
-    with pytest.raises(DataError, match="has 0 places for the 1 images of the prompt"):
-        blind({"prompt": _asked("<image>"), "images": ["0.png"]}, "prompt", "row 1")
-
-
-def test_another_tokenizer_than_the_processors_is_found_out(folder: Path) -> None:
-    reader = _reader(folder, "llava")
-    reader.tokenizer.inner.add_tokens(["zz"])
-    with pytest.raises(ConfigError, match=r"makes \d+ tokens of this prompt, and the tokenizer \d+ .* differ at \d+"):
-        reader({"prompt": _asked("<image> zz"), "images": ["0.png"]}, "prompt", "row 1")
+        with pytest.raises(error, match=words):
+            reader({"prompt": _asked("<image> zz"), "images": [image]}, "prompt", "row 1")
 
 
 def test_processors_are_told_apart_by_what_makes_pixels(folder: Path) -> None:

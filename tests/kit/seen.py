@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,3 +67,13 @@ def checkpoint(folder: Path, name: str) -> Path:
 
 def picture(number: int, width: int = 48, height: int = 32) -> Image.Image:
     return Image.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    picture(number).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def uri(number: int) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png(number)).decode()}"

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load_settings
-from oppo.hf.devices import Hardware
 from oppo.run.deployment import Deployment
 from oppo.run.doctor import Layout, examine
 from oppo.run.fit import advice
 from oppo.run.memory import Known, crowded, expected, too_large
+from oppo.simulate.costs import Hardware
 from tests.kit.known import deep
 
 COUNTED = Path(__file__).parents[1] / "golden" / "memory.json"
@@ -110,10 +110,13 @@ def test_figures_are_those_of_all_layers(folder: Path, name: str) -> None:
         assert each.weights == pytest.approx(weights, rel=0.001)
         assert (each.optimizer, each.gradients) == (optimizer, gradients)
         if model in {"reference", "proximal"}:
-            assert 0.85 * keys_values < each.keys_values <= keys_values
+            assert 0.85 * keys_values < each.keys_values <= 1.125 * keys_values, "a slab may have an eighth to spare"
             assert each.activations <= 1.01 * activations
         else:
-            assert each.total == pytest.approx(weights + optimizer + gradients + keys_values + activations, rel=0.05)
+            spare = each.keys_values - keys_values
+            assert abs(spare) <= keys_values / 8
+            known = weights + optimizer + gradients + keys_values + activations
+            assert each.total - spare == pytest.approx(known, rel=0.05)
 
 
 def test_a_model_that_several_are_made_of_is_counted_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +133,7 @@ def test_a_count_that_fails_says_what_to_do(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("oppo.run.memory.of_trainer", fails)
+    monkeypatch.setattr("oppo.run.memory.Trained.under", fails)
     assert main(["doctor", str(folder / "config.toml"), "--assume", "8xH100"]) == UNUSABLE
     said = capsys.readouterr().err
     assert "the memory of the trainer could not be counted: its passes failed" in " ".join(said.split())
@@ -223,7 +226,7 @@ def test_layouts_are_of_a_run_that_places_nothing_itself(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("assume", "chosen", "said"),
     [
-        ("1x300GB", (), "models.shared_trunk = true.* would fit"),
+        ("1x300GB", (), "models.shared_trunk = true.* would fit.*rewards.0.reading = 'whole'"),
         ("1x100GB", (), "trainer.gradient_checkpointing = 1, models.lora_rank = 16, .*shared_trunk = true.* would fit"),
         ("1x24GB", ("placement.policy=cuda:0",), "the trainer alone needs 319.5 GB on cuda:0: several devices in"),
         ("1xL4", ("step.lookahead=1", "algorithm.is_correction=truncated"), "not even trainer"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import shutil
 from pathlib import Path
@@ -18,7 +16,7 @@ from oppo.errors import DataError, OppoError
 from oppo.hf.model_files import SCALAR
 from oppo.run.prompts import Rows
 from oppo.run.train import prepare, resume, train
-from tests.kit.seen import PROCESSORS, checkpoint, picture
+from tests.kit.seen import PROCESSORS, checkpoint, picture, uri
 from tests.kit.workplace import read_lines
 from tests.run.matrix import digests
 
@@ -26,21 +24,15 @@ CONFIG = Path(make_model.__file__).with_name("config.toml")
 CODE = "def total(completion_ids):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 
 
-def _uri(number: int) -> str:
-    buffer = io.BytesIO()
-    picture(number).save(buffer, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
 def _rows(count: int) -> list[dict[str, Any]]:
     """Return rows of text, of an image before the text, of two at placeholders, and of one in a part."""
     rows = []
     for n in range(count):
-        part, text = {"type": "image", "image": _uri(n)}, {"type": "text", "text": f"{n} <|pad|>?"}
+        part, text = {"type": "image", "image": uri(n)}, {"type": "text", "text": f"{n} <|pad|>?"}
         kinds: tuple[dict[str, Any], ...] = (
             {"prompt": [{"role": "user", "content": f"{n}?"}]},
-            {"prompt": [{"role": "user", "content": f"{n}?"}], "images": [_uri(n)]},
-            {"prompt": [{"role": "user", "content": f"<image>{n}<image>?"}], "images": [_uri(n), "a.png"]},
+            {"prompt": [{"role": "user", "content": f"{n}?"}], "images": [uri(n)]},
+            {"prompt": [{"role": "user", "content": f"<image>{n}<image>?"}], "images": [uri(n), "a.png"]},
             {"prompt": [{"role": "user", "content": [part, text]}]},
         )
         rows.append({**kinds[n % 4], "number": n})

@@ -23,7 +23,7 @@ from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.config.load import load_settings
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError
-from oppo.hf.devices import CPU, Devices, DeviceThread, Hardware
+from oppo.hf.devices import CPU, Devices, DeviceThread
 from oppo.hf.loading import ModelRecipe, positions_of
 from oppo.hf.memory import Bytes
 from oppo.hf.train.actor_critic import ActorCritic
@@ -43,6 +43,7 @@ from oppo.run.memory import (
     with_micro_batches,
 )
 from oppo.run.train import FINAL
+from oppo.simulate.costs import Hardware
 from oppo.vllm.arguments import placed, route_of
 from tests.hf import tiny
 from tests.kit.workplace import killed_and_replaced, oppo, records, resume, start, tokenizer
@@ -637,7 +638,7 @@ def test_the_plans_of_the_page_fit_the_machines_that_it_names(
     assert plan(large, text, assume, "sampling.max_new_tokens=512") == DONE, capsys.readouterr()
     said = capsys.readouterr()
     assert "for 256 rollouts in flight" in said.out, "a group of eight for each prompt"
-    assert "counting the memory of the trainer" in said.err
+    assert "counting the memory of the reference" in said.err
     assert ("policy, worker 1" in said.out) is ("vllm" in text)
     assert "assumed" in said.out
     assert "free;" not in said.out, "nothing of this machine"

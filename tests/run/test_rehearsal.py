@@ -27,6 +27,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "an unknown key": ("step.bathc=3", "error: unknown key 'step.bathc' (did you mean 'batch'?)"),
     "a value": ("step.batch=0", "step.batch: expected"),
     "no file": ("data.prompts=none.jsonl", "there is no prompt file"),
+    "no model": ("models.policy=./none", "models.policy: "),
     "no held-out file": ("eval.prompts=none.jsonl", "there is no prompt file"),
     "a damaged row": ("data.prompts=damaged.jsonl", "damaged.jsonl, line 2: not valid JSON"),
     "no such column": ("data.column=text", "line 1: no column 'text'; the columns there are prompt, goal"),

@@ -24,13 +24,13 @@ from oppo.config.load import load_settings
 from oppo.errors import ConfigError, ModelLost
 from oppo.evaluation import Evaluate, Evaluated, Evaluation
 from oppo.events import Batch, Prompt, RoutedExperts, StepReport
-from oppo.hf.devices import Hardware
 from oppo.hf.weights import SentWeights
 from oppo.models import Sampling, SyncedModel, Trained, Weights
 from oppo.placement import PolicyPool, Process
 from oppo.run.deployment import Deployment
 from oppo.run.engines import require_engines
 from oppo.run.memory import Expected, at_worst, crowded, expected
+from oppo.simulate.costs import Hardware
 from oppo.stages import GAE, Generate, Update
 from oppo.testing import FakeCritic, FakeScorer, FakeTrainer, check_policy, fake_scalar, run_virtual
 from oppo.vllm import VllmPolicy, VllmServer
@@ -375,7 +375,8 @@ def test_memory_that_engine_and_update_need_by_turns_is_counted_once(tmp_path: P
     assert sleeping["policy, asleep"].bytes.weights == policy.bytes.weights
     assert policy.share is not None
     assert policy.share >= (beside["policy"].share or 0)
-    assert at_worst(there) == sum(each.bytes.total for each in there) - trainer.bytes.gradients
+    by_turns = trainer.bytes.gradients + trainer.bytes.activations
+    assert at_worst(there) == sum(each.bytes.total for each in there) - by_turns
     assert not crowded([*sleeping.values()], assumed)
 
 

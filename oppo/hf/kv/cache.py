@@ -193,7 +193,7 @@ class Slab(Slots):
                 known, kinds = self._kinds(), [_Kind.of(new) for new in news]
                 at = [known[kind] + kinds[:before].count(kind) for before, kind in enumerate(kinds)]
                 self._places[layer, of] = list(zip(kinds, at, strict=True))
-            self._allocate()
+            self.allocate()
             stores = self._layers[layer, of]
         for store, new in zip(stores, news, strict=True):
             flat = new.transpose(1, 2)  # [n, q, heads, head_dim]
@@ -226,7 +226,7 @@ class Slab(Slots):
         self.add(rows)
         pairs, longest = list(runs([*map(self.slot, rows)], [*map(source.slot, rows)])), max(rows.values())
         self._places.update(source._places)
-        self._allocate()
+        self.allocate()
         for kind, blocks in source._stacks.items():
             others = list(blocks)
             for new, old in chain.from_iterable(_parts(block, others) for block in self._stacks[kind]):
@@ -260,7 +260,7 @@ class Slab(Slots):
     def _kinds(self) -> Counter[_Kind]:
         return Counter(kind for places in self._places.values() for kind, _ in places)
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         for kind, count in self._kinds().items():
             stack = self._stacks.setdefault(kind, [])
             stack += self._blocks(kind, count - sum(map(len, stack)))
@@ -292,7 +292,7 @@ class Slab(Slots):
                     new[:, :live, :, :kept] = old[:, :live, :, :kept]
                 self._stacks[kind].append(block)
         if self._stacks:
-            self._allocate()
+            self.allocate()
 
 
 def _parts(block: Tensor, others: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -398,6 +398,13 @@ class Rows:
             by_slab.setdefault(slab, []).append(row)
         self._move(by_slab, lengths)
         return {slab: sorted(members, key=slab.slot) for slab, members in by_slab.items()}
+
+    def hold(self, lengths: Mapping[int, int]) -> None:
+        """Let rows be that long without a token; their memory is as if they had been read."""
+        for slab in self.by_class([*lengths], [*lengths.values()]):
+            slab.allocate()
+        for row, length in lengths.items():
+            self.grow(row, length)
 
     def by_segment(
         self, rows: Sequence[int], overhead: int | None, segmented_on: torch.device | None

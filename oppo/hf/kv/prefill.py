@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oppo.events import NO_COLUMNS, Chunk, Prompt, TokenColumns, ToolTokens
-from oppo.hf.kv.reader import Reader, WholeRows
+from oppo.hf.kv.reader import Incremental, Reader, WholeRows
 from oppo.scorers import RolloutSession, RolloutSessions
 
 EXACT_BLOCK = 32
@@ -84,7 +84,6 @@ class IncrementalPrefill:
         self._keep = keep
         self._deterministic = deterministic
         self._predictive = predictive
-        self.tokens_per_pass: float = TOKENS_PER_PASS
         self._states = RolloutSessions(
             name,
             lambda prompt: ReadState(prompt.rollout, len(prompt.tokens)),
@@ -122,6 +121,17 @@ class IncrementalPrefill:
         self._states.forget(rollouts)
         self._reader.forget(rollouts)
 
+    def tail(self, rollout: int) -> Tensor | None:
+        return self._states[rollout].tail
+
+    def hold(self, lengths: Mapping[int, int], tail: Tensor | None) -> None:
+        # For counts of memory: with prompts that long, as if they had been read, and outputs like `tail` at their ends.
+        for rollout, length in lengths.items():
+            end = None if tail is None else tail.clone()
+            self._states[rollout] = ReadState(rollout, length, received=length, read=length, tail=end)
+        if isinstance(self._reader, Incremental):
+            self._reader.hold(lengths)
+
     def memory(self) -> tuple[int, int]:
         return self._reader.memory()
 
@@ -158,11 +168,11 @@ class IncrementalPrefill:
         while waiting := [state for state in waiting if len(state.unread)]:
             spans = [self._next_span(state, self._most(state)) for state in waiting]
             rows, lengths = [span.state.rollout for span in spans], [len(span.tokens) for span in spans]
-            for group in self._reader.groups(rows, lengths, self.tokens_per_pass):
+            for group in self._reader.groups(rows, lengths, TOKENS_PER_PASS):
                 yield [spans[at] for at in group]
 
     def _most(self, state: ReadState) -> int:
-        least = min(len(state.unread), math.inf if self._whole else self.tokens_per_pass)
+        least = min(len(state.unread), math.inf if self._whole else TOKENS_PER_PASS)
         return self._cut(state, int(least))
 
     def _next_span(self, state: ReadState, limit: int) -> TokenSpan:

@@ -162,6 +162,15 @@ class Incremental:
         return [outputs[row] for row in rows]
 
     @torch.inference_mode()
+    def hold(self, lengths: Mapping[int, int]) -> None:
+        # For counts of memory: as long as if they had been read.
+        self._make_states()
+        self._decode_batch = None
+        self._rows.hold(lengths)
+        if self._states is not None:
+            self._states.admit([*lengths])
+
+    @torch.inference_mode()
     def step(self, rows: Sequence[int], tokens: Tensor) -> Tensor:
         """Append one token to each row, ``tokens`` int64 [n]; return [n, D] in the order of ``rows``."""
         # The rows of a segment are at the front of their slab, so that their KV cache is read as a view. Rows are

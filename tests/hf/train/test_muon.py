@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError
 from oppo.hf.lora import add_lora
-from oppo.hf.memory import Load, at_rest, of_trainer
+from oppo.hf.memory import Load, Trained, at_rest
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.optim import LIKE_ADAMW, Muon, MuonAndAdamW, Optimisation, matrices
 from oppo.hf.train.ranks import whole
@@ -114,7 +114,9 @@ def test_its_state_is_counted_as_one_number_of_each_weight() -> None:
     load, counted = Load(4, 8, 8, 8), {}
     for name in ("adamw", "muon"):
         chosen = TrainerSettings(optimizer=name)
-        counted[name] = of_trainer(make, load, Sampling(max_new_tokens=8), chosen, ClippedLoss(), adapt=adapt).optimizer
+        counted[name] = (
+            Trained(make, adapt=adapt).under(load, Sampling(max_new_tokens=8), chosen, ClippedLoss()).optimizer
+        )
     saved = sum(each.nbytes for each in matrices([tiny.causal()]))
     assert counted == {name: at_rest(make, adapt, name).optimizer for name in counted}
     assert counted["adamw"] - counted["muon"] == saved > 0

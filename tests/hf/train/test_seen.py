@@ -108,8 +108,7 @@ def test_ids_that_are_barred_are_never_drawn_and_leave_the_support() -> None:
     logits = torch.zeros(3, 8)
     logits[:, 5] = 9.0
     for sampling in (Sampling(barred=(5,), temperature=0), Sampling(barred=(5, 90)), Sampling(barred=(5,), top_k=3)):
-        drawn = draw(logits, torch.zeros(3, 8), sampling)
-        ids, logprobs, support = drawn.read_back()
+        ids, logprobs, support = draw(logits, torch.zeros(3, 8), sampling).read_back()
         assert 5 not in ids
         assert support.holds(ids).all()
         assert not support.holds(np.full(3, 5, np.int32)).any()
@@ -120,21 +119,17 @@ def test_ids_that_are_barred_are_never_drawn_and_leave_the_support() -> None:
 
 
 async def test_a_sampled_image_token_is_an_error_of_the_update() -> None:
-    rows = responses_of("llava")
-    said = rows[0].tokens.copy()
-    said[2] = PAD
-    broken = Response.empty(rows[0].prompt).then(chunk(0, 0, said))
-    actor = seeing("llava")
+    rows, actor = responses_of("llava"), seeing("llava")
+    rows[0] = Response.empty(rows[0].prompt).then(chunk(0, 0, np.array([3, PAD], np.int32)))
     _freeze_beside_text(actor)
     with Thread("training") as place:
         trainer = HfTrainer(actor, sampling=Sampling(), place=place)
         with pytest.raises(ModelError, match=r"rollouts \[0\] have tokens in their responses that stand for images"):
-            await trainer.update(_batch([broken, *rows[1:]]))
+            await trainer.update(_batch(rows))
 
 
 def test_a_tower_that_would_be_trained_is_refused() -> None:
-    actor = seeing("llava")
-    models = ActorCritic(actor)
+    models = ActorCritic(seeing("llava"))
     part = pack(_batch(responses_of("llava")), range(4), torch.device("cpu"))
     with pytest.raises(ModelRefused, match="requires a gradient, and what reads images is frozen"):
         models(part, None)
