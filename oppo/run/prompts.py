@@ -214,7 +214,7 @@ def few(count: int, batch: int, epochs: int) -> str:
     )
 
 
-def require_images(supply: Supplied, pads: Sequence[int]) -> None:
+def check_image_tokens(supply: Supplied, pads: Sequence[int]) -> None:
     known = [*(supply.stream.prompts if isinstance(supply.stream, PromptStream) else ()), *supply.held_out]
     for prompt in known if pads else ():
         if (found := int(np.isin(prompt.tokens, pads).sum())) != (shown := sum(each.tokens for each in prompt.images)):

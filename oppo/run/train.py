@@ -66,8 +66,8 @@ from oppo.run.prompts import (
     ProgramRows,
     Rows,
     Supply,
+    check_image_tokens,
     of_agents,
-    require_images,
     require_room,
     require_unfinished,
     steps_of,
@@ -203,7 +203,7 @@ def prepare(
         )
         stack.callback(assembly.close)
         require_room(supply, assembly.sampling, assembly.positions, assembly.teacher)
-        require_images(supply, assembly.image_tokens)
+        check_image_tokens(supply, assembly.image_tokens)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
         stream = of_agents(stream, assembly.environment, settings.data)
         composed = compose(settings, assembly, stream, replay.observations, graph)
