@@ -494,5 +494,6 @@ def _edits(one: str, other: str) -> int:
 def did_you_mean_path(path: Path) -> str:
     """Return the same with what lies beside a path that is not there; nothing where its folder is not there either."""
     with suppress(OSError):
-        return did_you_mean(path.name, [each.name for each in path.parent.iterdir()])
+        names = [each.name for each in path.parent.iterdir()]
+        return "" if path.name in names else did_you_mean(path.name, names)
     return ""

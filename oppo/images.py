@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from oppo.durable import content, make
-from oppo.errors import DataError, did_you_mean_path, one_line, shown
+from oppo.errors import DataError, did_you_mean_path, one_line, shortened, shown
 from oppo.libraries import require
 
 MOST_BYTES: Final = 2**28  # of an image file
@@ -50,7 +50,9 @@ class ImageFiles:
     def file(self, value: object, place: str) -> Path:
         """Return the file of an image, given as a path, a data URI, bytes, a picture, or a table with one of these."""
         if isinstance(value, Mapping):
-            given = (value.get(name) for name in ("bytes", "base64", "path", "image", "url"))
+            if isinstance(text := value.get("base64"), str):
+                return self._named(text if text.startswith("data:") else f"data:;base64,{text}", place)
+            given = (value.get(name) for name in ("bytes", "path", "image", "url"))
             value = next((each for each in given if each is not None), value)
             if isinstance(value, Mapping):
                 raise DataError(f"{place}: an image is a table with bytes or a path, got {shown(value)}")
@@ -75,12 +77,15 @@ class ImageFiles:
                 raise DataError(f"{place}: the data URI of an image is not in base64: {error}") from error
         if re.match(r"[a-z][a-z0-9+.-]+://", name, re.IGNORECASE):
             raise DataError(f"{place}: {name!r} is a URL, and images are not fetched: save it, and give its path")
+        coded = "; base64 begins with 'data:image/png;base64,'" if len(name) > 200 else ""
         try:
             path = next((each for each in (self.folder / name, Path(name).expanduser()) if each.is_file()), None)
         except (OSError, RuntimeError, ValueError) as error:  # too long, a circle of links, an unknown user, a NUL
-            raise DataError(f"{place}: {name!r} is no path that can be followed: {error}") from error
+            why = f"is no path that can be followed: {shortened(str(error), 99)}"
+            raise DataError(f"{place}: {shortened(name, 99)!r} {why}{coded}") from error
         if path is None:
-            raise DataError(f"{place}: there is no image {name!r}{did_you_mean_path(self.folder / name)}")
+            near = did_you_mean_path(self.folder / name)
+            raise DataError(f"{place}: there is no image file {shortened(name, 200)!r}{near}{coded}")
         return path.resolve()
 
     def _written(self, data: bytes) -> Path:
@@ -121,7 +126,7 @@ def _read(path: Path, place: str) -> bytes:
 
 def _decoded(data: bytes, what: str) -> Any:
     require("vision", "an image in a prompt", module="PIL", error=DataError)
-    from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
+    from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415 - an extra
 
     try:
         with warnings.catch_warnings():
@@ -130,4 +135,6 @@ def _decoded(data: bytes, what: str) -> Any:
                 image.load()
                 return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # any kind, from decoders of dozens of formats
-        raise DataError(f"{what} cannot be decoded: {one_line(error)}") from error
+        unknown = isinstance(error, UnidentifiedImageError)  # whose message is the address of a buffer
+        why = f"{len(data)} bytes, {data[:8]!r}..., in no format that Pillow reads" if unknown else one_line(error)
+        raise DataError(f"{what} cannot be decoded: {why}; save it again, or leave the row out") from error

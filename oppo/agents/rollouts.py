@@ -351,7 +351,7 @@ class Agents(RunningAgents, Branching):
     async def asked(self, session: Session) -> Request:
         request = await self.heard(session, session.first)
         if request is None:
-            raise session.failure(f"returned {shown(session.outcome)} without a request: {_WANTED}")
+            raise session.failure(f"returned {shown(session.outcome)} without a request of the policy: {_WANTED}")
         return request
 
     async def branch(self, holds: Callable[[int], bool]) -> Prompt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -48,14 +48,14 @@ def gathered(row: Row, column: str, files: ImageFiles, place: str) -> Gathered:
         held = {key: each for key, each in part.items() if key != "type" and each is not None}
         own = held.get("image_url", held)
         if not own and not waiting:
-            raise _miscounted(place, len(given), "more places for them")
+            raise _miscounted(place, named, len(given), f"more than {len(given)} places")
         taken.append(files.file(own, place) if own else waiting.pop(0))
         return {"type": "image", "image": str(taken[-1])}
 
     if isinstance(value, str):
         pieces = value.split(PLACEHOLDER)
         if len(pieces) != len(given) + 1:
-            raise _miscounted(place, len(given), f"{len(pieces) - 1} {PLACEHOLDER} in its text")
+            raise _miscounted(place, named, len(given), f"{len(pieces) - 1} places")
         return {**row, **written}, pieces, given
     if not (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
         raise DataError(f"{place}: expected text or a list of chat messages beside images")
@@ -67,7 +67,7 @@ def gathered(row: Row, column: str, files: ImageFiles, place: str) -> Gathered:
             is_image = [isinstance(part, Mapping) and part.get("type") in KINDS for part in parts]
             message["content"] = [image(part) if it else part for part, it in zip(parts, is_image, strict=True)]
     if waiting:
-        raise _miscounted(place, len(given), f"only {len(given) - len(waiting)} places for them")
+        raise _miscounted(place, named, len(given), f"{len(given) - len(waiting)} places")
     return {**row, **written, column: messages}, messages, taken
 
 
@@ -101,5 +101,8 @@ def _split(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def _miscounted(place: str, images: int, places: str) -> DataError:
-    return DataError(f"{place}: the prompt has {images} images, and {places}: give each image one place")
+def _miscounted(place: str, columns: Iterable[str], images: int, places: str) -> DataError:
+    return DataError(
+        f"{place}: the prompt has {places} for {images} images in {' and '.join(columns) or 'its row'}: expected one "
+        f"for each, {PLACEHOLDER} in its text or a part {{'type': 'image'}}"
+    )

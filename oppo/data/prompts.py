@@ -14,7 +14,7 @@ from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from oppo.data.images import image_parts
+from oppo.data.images import COLUMNS, PLACEHOLDER, image_parts
 from oppo.data.rows import Located, Row, is_hub_name, rows_of_directory, rows_of_file, rows_of_hub, rows_of_program
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, DataError, did_you_mean, noted, one_line, shown
@@ -97,7 +97,8 @@ class Encoding:
         if self.column not in row:
             raise DataError(f"{place}: no column {self.column!r}; the columns there are {', '.join(row) or '(none)'}")
         media = [name for name in MEDIA if _holds(row.get(name))]
-        if media or any(True for _ in image_parts(row[self.column])):
+        awaited = any(name in row for name in COLUMNS) and PLACEHOLDER in str(row[self.column])
+        if media or awaited or any(True for _ in image_parts(row[self.column])):
             kinds = sorted({name.removesuffix("s") for name in media} or {"image"})
             if isinstance(self.images, str) or kinds != ["image"]:
                 others = [kind for kind in kinds if kind != "image"]
@@ -255,8 +256,8 @@ def _message(value: object, place: str, *, images: bool = False) -> Message:
     parts = [part for part in given if not (images and isinstance(part, dict) and part.get("type") == "image")]
     if others := [part for part in parts if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
         raise DataError(
-            f"{place}: a part of a chat message is {{'type': 'text', 'text': text}}, without images, got "
-            f"{shown(others[0])}"
+            f"{place}: a part of a chat message is {{'type': 'text', 'text': text}}, or {{'type': 'image'}} where the "
+            f"policy reads images, got {shown(others[0])}"
         )
     has_other = any(each is not None for key, each in value.items() if key not in {"role", "content"})
     if not isinstance(content, str | list) and not (content is None and has_other):

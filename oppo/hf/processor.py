@@ -55,7 +55,7 @@ class Processor:
         config = AutoConfig.from_pretrained(directory)
         if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or not processor_files(directory):
             raise ConfigError(
-                f"{self.path} reads text only: it has no tower that reads images, or no image processor beside it"
+                f"{self.path} reads text only: prompts with images need a tower and an image processor beside it"
             )
         try:
             with quiet():

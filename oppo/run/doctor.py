@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, cast
 
 import anyio
@@ -113,10 +115,10 @@ def examine(deployment: Deployment) -> Diagnosis:
     settings, assumed, known = deployment.settings, deployment.assumed, Known()
     if assumed is not None and assumed.machines > 1 and not settings.placement.cluster:
         logger.info("the run is on one machine: --ray, or placement.cluster, places models on others")
-    with routed():
+    with routed(), TemporaryDirectory() as aside:
         tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
-        images = reader_of_images(deployment, tokenizer)
+        images = reader_of_images(deployment, tokenizer, Path(aside))
         supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment), images=images)
         load = deployment.load(supply.longest)
     if settings.teacher.note:

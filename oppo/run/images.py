@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from oppo.durable import nearby
 from oppo.errors import ConfigError, ModelRefused
@@ -12,13 +13,12 @@ from oppo.hf.servable import probe_images
 from oppo.hf.sight import pixels_of
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.images import ImageFiles
-from oppo.report.records import IMAGES
 from oppo.run.deployment import Deployment
 from oppo.run.loading import ServedRewardModel
 from oppo.run.prompts import ImagesIn
 
 
-def reader_of_images(deployment: Deployment, tokenizer: HfTokenizer) -> ImagesIn | str:
+def reader_of_images(deployment: Deployment, tokenizer: HfTokenizer, directory: Path) -> ImagesIn | str:
     """Return what reads prompts with images, given the folder of relative paths; or why none are read."""
     settings = deployment.settings
     if deployment.has_engine:
@@ -29,7 +29,7 @@ def reader_of_images(deployment: Deployment, tokenizer: HfTokenizer) -> ImagesIn
         return "the prompt of teacher.column or teacher.template is text: leave [teacher] out"
     if len(settings.devices["trainer"]) > 1 and settings.placement.shard:
         return "a shard of a model has no whole tower: set placement.shard = false"
-    processor, directory = Processor(settings.models.policy), settings.run_directory / IMAGES
+    processor = Processor(settings.models.policy)
     return lambda folder: ImagePrompts(tokenizer, processor, ImageFiles(directory, folder))
 
 

@@ -84,6 +84,7 @@ class Assembly:
     saving: Saving
     tokenizer: HfTokenizer
     sampling: Sampling
+    image_tokens: Sequence[int]
     positions: int  # of the longest sequence that every model can read
     places: DeviceLayout
     # A model is served from weights other than those that are trained, so it is synced before the first step: a
@@ -281,6 +282,7 @@ def _assembled(
         saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
         tokenizer=tokenizer,
         sampling=sampling,
+        image_tokens=pads_of(actor.config),
         positions=min(serving.positions, *read, *(scorer.longest for scorer in on_vllm.scorers)),
         places=places,
         served_apart=critic.is_apart

@@ -20,7 +20,7 @@ from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.data.prompts import TEXT_ONLY, Begin, PrivilegedPrompt, ReadImages
 from oppo.durable import nearby
 from oppo.environments import verifiers
-from oppo.errors import ConfigError, DataError, RunComplete
+from oppo.errors import ConfigError, DataError, RunComplete, did_you_mean
 from oppo.events import Prompt
 from oppo.log import logger
 from oppo.models import Sampling
@@ -99,6 +99,9 @@ def supplied(
     for file in provenance.changed(settings.files):
         raise DataError(f"{file} changed while it was read: start again when its writer is done")
     pools = trained | apart
+    if pools and (tools := settings.environment.tools_column) and tools not in (known := _columns(pools)):
+        guess = did_you_mean(tools, known) or f": rows have {', '.join(sorted(known))}"
+        raise DataError(f"environment.tools_column = {tools!r} is a column of no row{guess}")
     unfiled = {name: content_digest(pool) for name, pool in pools.items() if name not in settings.files}
     stream = (
         RowStream(
@@ -211,20 +214,18 @@ def few(count: int, batch: int, epochs: int) -> str:
     )
 
 
-def _check_image_tokens(supply: Supplied, pads: Sequence[int]) -> None:
-    # A text may spell one, where other prompts show images.
+def check_image_tokens(supply: Supplied, pads: Sequence[int]) -> None:
     known = [*(supply.stream.prompts if isinstance(supply.stream, PromptStream) else ()), *supply.held_out]
     for prompt in known if pads else ():
         if (found := int(np.isin(prompt.tokens, pads).sum())) != (shown := sum(each.tokens for each in prompt.images)):
             raise DataError(
                 f"the prompt that begins with the ids {prompt.tokens[:8].tolist()} has {found} tokens that stand for "
-                f"images, and its images have {shown}: other prompts show images, so take the text of such a token out"
+                f"images, and its images have {shown}: name their column 'image' or 'images', or take the text out"
             )
 
 
 def require_room(supply: Supplied, sampling: Sampling, positions: int, teacher: object) -> None:
     max_new_tokens = sampling.max_new_tokens
-    _check_image_tokens(supply, sampling.barred)
     if supply.longest + max_new_tokens > positions:
         raise ConfigError(
             f"a prompt of {supply.longest} tokens and a response of sampling.max_new_tokens = {max_new_tokens} do not "

@@ -10,6 +10,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import anyio
@@ -32,7 +33,7 @@ from oppo.log import logger
 from oppo.observe import Observer
 from oppo.placement.place import Closing
 from oppo.report import RunDirectory, RunLog
-from oppo.report.records import JOURNAL, Lock, Replay, read_replay, require_unused
+from oppo.report.records import IMAGES, JOURNAL, Lock, Replay, read_replay, require_unused
 from oppo.run.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
@@ -65,6 +66,7 @@ from oppo.run.prompts import (
     ProgramRows,
     Rows,
     Supply,
+    check_image_tokens,
     of_agents,
     require_room,
     require_unfinished,
@@ -98,6 +100,7 @@ class PreparedRun(Closing):
     checkpoint: Checkpoint | None = None
     lock: Lock | None = None
     replay: Replay = field(default_factory=Replay)
+    held: ExitStack = field(default_factory=ExitStack)  # models, lock and, in a dry run, images of rows
 
     @property
     def steps(self) -> int:
@@ -145,9 +148,7 @@ class PreparedRun(Closing):
         await self.assembly.saving.checkpoint(self.checkpoints, report.index + 1, score, state)
 
     def close(self) -> None:
-        self.assembly.close()
-        if self.lock is not None:
-            self.lock.release()
+        self.held.close()
 
 
 def prepare(
@@ -179,7 +180,8 @@ def prepare(
         require_trackers(chosen.track)
         tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
-        begin, images = begin_of(environment), reader_of_images(deployment, tokenizer)
+        kept = Path(stack.enter_context(TemporaryDirectory())) if dry_run else settings.run_directory / IMAGES
+        begin, images = begin_of(environment), reader_of_images(deployment, tokenizer, kept)
         supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin=begin, images=images)
         stream, provenance = supply.stream, supply.provenance
         if chosen.steps == BY_DATA:
@@ -201,6 +203,7 @@ def prepare(
         )
         stack.callback(assembly.close)
         require_room(supply, assembly.sampling, assembly.positions, assembly.teacher)
+        check_image_tokens(supply, assembly.image_tokens)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
         stream = of_agents(stream, assembly.environment, settings.data)
         composed = compose(settings, assembly, stream, replay.observations, graph)
@@ -216,8 +219,8 @@ def prepare(
             batch=settings.step.batch * settings.algorithm.responses,
             by_rule=bool(settings.agents.program) or (len(settings.rewards) == 1 and not settings.reward_models),
         )
-        stack.pop_all()
-    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, checkpoint, lock, replay)
+        held = stack.pop_all()
+    return PreparedRun(settings, assembly, composed, stream, provenance, checkpoints, checkpoint, lock, replay, held)
 
 
 def _resumed(

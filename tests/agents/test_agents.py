@@ -310,7 +310,10 @@ async def showing(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (silent, "agent 'run' returned 1.0 (float) without a request: expected it to POST to /chat/completions"),
+        (
+            silent,
+            "agent 'run' returned 1.0 (float) without a request of the policy: expected it to POST to /chat",
+        ),
         (hanging, "agent 'run' neither asked for anything nor returned within 9 s: raise the timeout"),
         (broken, "agent 'run' raised OSError: no network at "),
         (showing, "message 0 shows 'image_url' (str): the policy reads text only"),

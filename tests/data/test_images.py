@@ -68,7 +68,10 @@ def test_messages_have_their_images_in_parts(
 
 
 def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: ImageFiles) -> None:
-    paths = {files.file(each, "row 1") for each in (png(2), uri(2), {"bytes": png(2)}, picture(2))}
+    paths = {
+        files.file(each, "row 1")
+        for each in (png(2), uri(2), {"base64": uri(2).split(",")[1]}, {"bytes": png(2)}, picture(2))
+    }
     assert [*paths] == [files.directory / hashlib.sha256(png(2)).hexdigest()]
     before = next(iter(paths)).stat().st_mtime_ns
     files.file(png(2), "row 2")
@@ -80,15 +83,20 @@ def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: Image
     ("prompt", "image", "words"),
     [
         ("<image>", "https://a.b/c.png", "is a URL, and images are not fetched: save it, and give its path"),
-        ("<image>", "b.png", r"there is no image 'b.png' \(did you mean 'a.png'"),
+        ("<image>", "b.png", r"there is no image file 'b.png' \(did you mean 'a.png'"),
+        ("<image>", ".", "there is no image file '.'$"),
+        ("<image>", f"a.{'b' * 3000}", r"is no path .* base64 begins with 'data:image/png;base64,'$"),
+        ("<image>", f"a/{'b/' * 300}", r"there is no image file '.* base64 begins with 'data:image/png;base64,'$"),
+        ("<image>", {"base64": "%%"}, "the data URI of an image is not in base64"),
         ("<image>", "data:image/png;base64,%%", "the data URI of an image is not in base64"),
         ("<image>", "data:image/png,abc", "the data URI of an image is not in base64"),
         ("<image>", 3, "expected an image as a path, bytes, a data URI or a picture of Pillow, got 3"),
         ("<image>", {"width": 3}, "an image is a table with bytes or a path"),
-        ("a", "a.png", "1 images, and 0 <image> in its text"),
-        ("<image> <image>", "a.png", "1 images, and 2 <image> in its text"),
-        ([{"role": "assistant", "content": "a"}], "a.png", "1 images, and only 0 places"),
-        ([{"role": "user", "content": [{"type": "image"}] * 2}], "a.png", "1 images, and more places"),
+        ("a", "a.png", "has 0 places for 1 images in image: expected one"),
+        ("<image> <image>", "a.png", "has 2 places for 1 images"),
+        ([{"role": "assistant", "content": "a"}], "a.png", "has 0 places for 1 images"),
+        ([{"role": "user", "content": [{"type": "image"}] * 2}], "a.png", "more than 1 places for 1 images"),
+        ([{"role": "user", "content": "<image>"}], None, "more than 0 places for 0 images in "),
         (3, "a.png", "expected text or a list of chat messages beside images"),
     ],
 )
@@ -111,9 +119,10 @@ def test_a_picture_is_upright_and_without_transparency(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_decoded_or_has_changed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    path.write_bytes(png(1)[:60])
-    with pytest.raises(DataError, match=r"row 1: the image .*a\.png cannot be decoded: "):
-        described(path, "row 1")
+    for data, why in (png(1)[:60], "OSError: image"), (b"", "0 bytes, b''..., in no"), (b"text", "4 bytes, b'text'"):
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=rf"row 1: the image .*a\.png cannot be decoded: {why}.*; save it again"):
+            described(path, "row 1")
     path.write_bytes(png(1))
     image = described(path, "row 1")[0]
     assert picture_of(image).size == (48, 32)

@@ -283,7 +283,8 @@ environment.factory=games.py:Silent | rewards.0: Silent has no method get_reward
 environment.factory={one='games.py:Game'} | expected one of one in the column 'environment' | got 'two'
 environment.factory= TOOL=bare | tool 'bare' cannot be shown to the policy
 environment.factory= TOOL=none | tools.py has no 'none'
-environment.factory= TOOL=add environment.tools_column=environment | row 1 | some of add in the column | got 'one'
+environment.factory= TOOL=add environment.tools_column=environment | line 1 | some of add in the column | got 'one'
+environment.factory= TOOL=add environment.tools_column=enviroment | is a column of no row (did you mean 'environment'?)
 environment.factory= TOOL=add data.chat_template= | has no chat template
 environment.factory= TOOL=add sampling.stop=[] | ends what it says with '<|im_end|>', and no such token
 """)

@@ -11,10 +11,11 @@ import pytest
 from transformers import AutoConfig
 
 from examples.images import make_model
+from oppo.config.load import load_settings
 from oppo.errors import DataError, OppoError
 from oppo.hf.model_files import SCALAR
 from oppo.run.prompts import Rows
-from oppo.run.train import resume, train
+from oppo.run.train import prepare, resume, train
 from tests.kit.seen import PROCESSORS, checkpoint, picture, uri
 from tests.kit.workplace import read_lines
 from tests.run.matrix import digests
@@ -45,6 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint(folder, name)
     (folder / "code.py").write_text(CODE)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _rows(8)))
+    (folder / "typo.jsonl").write_text('{"prompt": "a<|pad|>b", "img": "a.png"}\n')
+    (folder / "empty.jsonl").write_text('{"prompt": "<image>", "images": []}\n')
     (folder / "spelt.jsonl").write_text('{"prompt": "<image>", "image": "a.png"}\n{"prompt": "a<|pad|>b"}\n')
     picture(77).save(folder / "a.png")
     return folder
@@ -118,6 +121,8 @@ def test_a_reward_model_sees_and_images_are_kept_once_and_never_pixels(folder: P
         ("data.over_long=truncate data.max_prompt_tokens=30", "would lose a part of them"),
         ("models.reference=blind", "cannot be shown images: there is no image processor beside its weights"),
         ('data.prompts="spelt.jsonl"', "has 1 tokens that stand for images, and its images have 0"),
+        ('data.prompts="typo.jsonl"', "stand for images, and its images have 0: name their column 'image' or 'images'"),
+        ('data.prompts="empty.jsonl"', "line 1: the prompt has 1 places for 0 images in images"),
     ],
 )
 def test_what_reads_no_images_is_refused_by_name(setting: str, words: str, folder: Path) -> None:
@@ -125,6 +130,14 @@ def test_what_reads_no_images_is_refused_by_name(setting: str, words: str, folde
         shutil.copytree(folder / "llava", folder / "blind", ignore=shutil.ignore_patterns("*processor*"))
     with pytest.raises(OppoError, match=words):
         trained(folder, "llava", "refused", *setting.split())
+
+
+def test_a_dry_run_writes_no_image(folder: Path) -> None:
+    (folder / "config.toml").write_text(SETTINGS)
+    settings = load_settings(folder / "config.toml", ["models.policy=llava", f"run.directory={folder / 'dry'}"])
+    with prepare(settings, dry_run=True) as session:
+        assert {Path(image.path).is_file() for prompt in session.prompts.prompts for image in prompt.images} == {True}
+    assert not (folder / "dry").exists()
 
 
 def test_rows_that_come_one_by_one_show_images_if_they_are_to(folder: Path) -> None:
