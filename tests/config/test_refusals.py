@@ -218,6 +218,7 @@ AGENT | agents.program = 'agent.py:run' | leave [[rewards]] out
 rewards.0.source=environment | rewards.0.source = 'environment' is what an environment says | give a class or a function
 algorithm.over=turns | algorithm.over = 'turns' is of turns, and nothing answers a turn | leave algorithm.over out
 step.algorithm=grpo algorithm.credit=state | algorithm.credit = 'state' is of turns | set environment.source
+environment.tools=["a.py:b"] step.algorithm=grpo algorithm.credit=state | environment.tools says of none in which state
 step.loss=LOSS algorithm.clip=0.3 | step.loss = ' | reads algorithm.clip: leave that out
 step.algorithm=distill | algorithm.distill = 1.0 learns | models.teacher names none
 algorithm.distill=0.5 | step.algorithm = 'ppo' with algorithm.distill = 0.5 learns | models.teacher names none

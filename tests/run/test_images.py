@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from transformers import AutoConfig
 
 from examples.images import make_model
+from oppo import PromptStream
 from oppo.config.load import load_settings
 from oppo.errors import DataError, OppoError
 from oppo.hf.model_files import SCALAR
@@ -136,7 +137,8 @@ def test_a_dry_run_writes_no_image(folder: Path) -> None:
     (folder / "config.toml").write_text(SETTINGS)
     settings = load_settings(folder / "config.toml", ["models.policy=llava", f"run.directory={folder / 'dry'}"])
     with prepare(settings, dry_run=True) as session:
-        assert {Path(image.path).is_file() for prompt in session.prompts.prompts for image in prompt.images} == {True}
+        prompts = cast("PromptStream", session.prompts).prompts
+        assert {Path(image.path).is_file() for prompt in prompts for image in prompt.images} == {True}
     assert not (folder / "dry").exists()
 
 
