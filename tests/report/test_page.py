@@ -206,7 +206,7 @@ def test_a_held_out_metric_is_drawn_where_its_chart_is_and_not_as_one_of_ones_ow
 VALUE = st.one_of(st.none(), st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False))
 NAMES = st.sampled_from(
     [
-        each.name.format(name="x", versions="0", k=1, channel="a") if "{" in each.name else each.name
+        each.name.format(name="x", versions="0", k=1, channel="a", role="r") if "{" in each.name else each.name
         for each in chain(*METRICS.values())
     ]
 )
