@@ -251,7 +251,7 @@ def test_an_engine_is_ended_also_if_a_place_cannot_be(folder: Path, monkeypatch:
 
     monkeypatch.setattr(session.assembly.places.training, "close", broken)
     with pytest.raises(ModelError, match="does not end"):
-        session.assembly.close()
+        session.close()
     session.assembly.places.scoring["reward"].close()
     session.assembly.places.acting[0].close()
 
