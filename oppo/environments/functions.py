@@ -296,7 +296,7 @@ class Compaction:
 
     Behind the answer with which a response has ``after`` tokens, a user asks for a summary. That is the policy's next
     turn, is trained, and ends the response. The rollout's next segment is a response to its prompt with the summary
-    behind it. An answer that leaves no room for a summary is left out, which the policy is told.
+    behind it. An answer that leaves no room for a summary is left out; a notice is in its place.
 
     Attributes:
         after: tokens of a response.
