@@ -96,7 +96,7 @@ BUDGETS = {
     "environments": 1_454,
     "evaluation": 535,
     "graph": 2_216,
-    "hf": 13_232,
+    "hf": 13_234,
     "liveness": 611,
     "losses": 1_065,
     "oppo": 6_528,

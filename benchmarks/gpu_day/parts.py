@@ -6,38 +6,42 @@ else from what was measured here.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 from typing import Final, TypeAlias
 
+import anyio
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.harness import Machine
+from benchmarks.harness import Machine, turns
 from benchmarks.ladder.directory import drawn
 from benchmarks.ladder.workloads import WORKLOADS, BenchWorkload, tiny
 from oppo import observe
 from oppo.errors import ModelError
 from oppo.events import Chunk, Prompt
-from oppo.hf.devices import synchronised
+from oppo.hf.devices import DeviceThread, synchronised, use_cores
 from oppo.hf.memory import Load, Trained, longest_batch
 from oppo.hf.model_parts import transformer
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Deliver, Signals
-from oppo.hf.serve.scorers import ReferenceWorker, ScorerInput
+from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.without_data import planned_on
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling
+from oppo.placement import Process
 from oppo.placement.trainer import TrainerCounts
 from oppo.rollout_buffer import DecodeStep
 from oppo.simulate.costs import Gpu, Reached, gpu_named
@@ -57,14 +61,15 @@ class Sizes:
     rows: int = 64
     prompt: int = 512
     steps: int = 64  # decode steps that are timed
-    read: int = 1024  # tokens of a row that is scored or trained
+    read: int = 1024  # tokens of a row that is trained
+    scored: int = 384  # tokens of a row that a scorer reads, whole chunks
     chunk: int = 128  # tokens that a scorer reads at a time
     trained: int = 32  # rows of an update
     product: int = 8192  # side of the matrices whose product is timed
     times: int = 3  # that each is timed
 
 
-ON_A_CPU: Final = Sizes(rows=8, prompt=16, steps=12, read=64, chunk=16, trained=4, product=512, times=1)
+ON_A_CPU: Final = Sizes(rows=8, prompt=16, steps=12, read=64, scored=32, chunk=16, trained=4, product=512, times=1)
 
 
 @dataclass(slots=True)
@@ -163,7 +168,96 @@ def decode(day: Day) -> Found:
 def decode_rows(
     model: PreTrainedModel, contexts: Sequence[int], steps: int, deliver: Deliver = lambda step: None
 ) -> list[DecodeRow]:
-    decoder = Decoder(model, sampling=SAMPLING, deterministic=False, prefill_tokens=8192)
+    return decoded(decoder_of(model), contexts, steps, deliver)
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """The reward model, with random weights, where it is hosted."""
+
+    model: PreTrainedModel
+    sizes: Sizes
+
+    @classmethod
+    def on(cls, device: torch.device) -> Scorer:
+        day = Day(device)
+        return cls(day.model("reward"), day.sizes)
+
+    def read(self) -> None:
+        worker, rows = RewardWorker(self.model, False), range(self.sizes.rows)
+        tokens, none = np.ones(self.sizes.chunk, np.int32), np.zeros(self.sizes.chunk, np.float32)
+        worker.extend(ScorerInput([Prompt(row, row, np.ones(1, np.int32)) for row in rows]))
+        for start in range(0, self.sizes.scored, self.sizes.chunk):
+            worker.extend(ScorerInput([Chunk(row, start, tokens, none, tokens) for row in rows]))
+        worker.finish(dict.fromkeys(rows, self.sizes.scored))
+
+
+def overlap(day: Day) -> Found:
+    """Decode for as long as the reward model reads, one after the other and at once, in the places of a run.
+
+    ``equal``: in streams of one priority; ``first``: the actor's comes before the scorer's, as in a run; ``process``:
+    and the scorer has a process, which takes turns with this one on the GPU, unless both are clients of MPS.
+    """
+    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
+    return {"under MPS": pipe.exists(), **anyio.run(_overlap, day)}
+
+
+async def _overlap(day: Day) -> Found:
+    model, sizes, setup = day.model("actor"), day.sizes, partial(use_cores, 1) if day.tries else None
+    contexts, place = [sizes.prompt] * sizes.rows, partial(DeviceThread, device=day.device, setup=setup)
+    places = place("actor"), place("actor", first=True), place("scorers"), Process("scorers", setup=setup)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(closing(each)) for each in places]
+        equal, first = (each.host(partial(decoder_of, model)) for each in opened[:2])
+        thread, process = (each.host(partial(Scorer.on, day.device)) for each in opened[2:])
+        modes = {"alone": (first, thread), "equal": (equal, thread), "first": (first, thread)}
+        modes["process"] = first, process
+
+        async def taken(mode: str, steps: int) -> Sequence[float]:
+            decoder, scorer = modes[mode]
+            took = [0.0, 0.0]
+
+            async def decode() -> None:
+                began = observe.now()
+                await decoder.call("decode", decoded, contexts, steps)
+                took[0] = observe.now() - began
+
+            async def score() -> None:
+                began = observe.now()
+                await scorer.call("score", Scorer.read)
+                took[1] = observe.now() - began
+
+            if mode == "alone":
+                await decode()
+                await score()
+            else:
+                async with anyio.create_task_group() as both:
+                    both.start_soon(decode)
+                    both.start_soon(score)
+            return took
+
+        for _ in range(2):  # graphs are captured in the first
+            decoding, reading = await taken("alone", sizes.steps)
+        steps = max(1, round(sizes.steps * reading / decoding))
+        pairs = {mode: list[Sequence[float]]() for mode in modes}
+        for number, mode in turns([*modes], sizes.times):
+            pairs[mode] += [await taken(mode, steps)][:number]  # none of the warm-up
+    found: dict[str, object] = {"decode steps": steps}
+    alone = np.sum(pairs["alone"], axis=1)
+    for mode, times in pairs.items():
+        found |= dict(zip((f"{mode}, decode, s", f"{mode}, score, s"), np.median(times, axis=0).tolist(), strict=True))
+        if mode != "alone":
+            found[f"{mode}, times as fast"] = float(np.median(alone / np.max(times, axis=1)))
+    return found
+
+
+def decoder_of(model: PreTrainedModel) -> Decoder:
+    return Decoder(model, sampling=SAMPLING, deterministic=False, prefill_tokens=8192)
+
+
+def decoded(
+    decoder: Decoder, contexts: Sequence[int], steps: int, deliver: Deliver = lambda step: None
+) -> list[DecodeRow]:
     rows = [DecodeRow(at, Prompt(at, at, np.ones(length, np.int32)), steps) for at, length in enumerate(contexts)]
     decoder.run(rows, lambda ended: False, Signals.of(len(rows)), deliver)
     return rows

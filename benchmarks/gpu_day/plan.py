@@ -55,6 +55,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "small": Part(partial(steps.ladder, steps.SMALL), 90, 10),
     "update": Part(parts.update, 30, 6),
     "decode": Part(parts.decode, 40, 6),
+    "overlap": Part(parts.overlap, 90, 20),
     "agree": Part(parts.agree, 30, 8),
     "launches": Part(parts.launches, 40, 12),
     "tests": Part(parts.tests, 120, 60),
@@ -186,16 +187,22 @@ TAKES: Final = "takes, s"  # a part's own seconds, among its figures
 def alone(gpu: Gpu, day: Day) -> dict[str, dict[str, float]]:
     """Return the seconds and the figures of parts that are no whole steps."""
     sizes, runs, reached = day.sizes, day.sizes.times + 1, parts.REACHED
-    actor = transformer(day.model("actor", torch.device("meta")))
+    actor, judge = (transformer(day.model(role, torch.device("meta"))) for role in ("actor", "reward"))
     asked = sizes.rows, sizes.rows * (sizes.prompt + 2 * sizes.steps)
     step, served = (each.decoder(gpu, actor, 1).seconds(*asked) for each in (reached, Reached()))
     update = sizes.trained * reached.update(gpu, actor, head=True).reading(0, sizes.read)
+    score = sizes.rows * reached.reader(gpu, judge, reached.scoring, head=False).reading(0, sizes.scored)
     useful = PASSES * sizes.trained * actor.passes(gpu.flops).reading(0, sizes.read)
     return {
         "decode": {
             TAKES: runs * 2 * (1 + 3) * sizes.steps * step,
             "equal, ms": 1e3 * step,
             "equal / predicted for vLLM": step / served,
+        },
+        # Reading alone is as long as decoding alone. Processes that take turns gain nothing.
+        "overlap": {
+            TAKES: 2 * (score + sizes.steps * step) + runs * 2 * score * (1 + 2 / TOGETHER + 1),
+            "equal, times as fast": TOGETHER,
         },
         "update": {TAKES: runs * update, "seconds": update, "mfu": useful / update},
     }

@@ -19,6 +19,7 @@ from benchmarks.peer.sweep import Peer
 from oppo.errors import ConfigError
 from oppo.simulate.costs import GPUS
 
+BESIDE = ("equal", "first", "process")
 PREDICTED = sorted(RESULTS.glob("prediction-*.json"))
 
 
@@ -27,7 +28,7 @@ def test_each_part_stands_beside_its_prediction_and_one_that_is_cut_or_fails_cos
 ) -> None:
     out, limits = tmp_path / "day.json", cast("dict[str, Part]", PARTS)
     monkeypatch.setitem(limits, "tests", replace(PARTS["tests"], limit=0.01))
-    chosen = "ladder,tests,full,update,decode,launches,agree,vllm,rule"
+    chosen = "ladder,tests,full,update,decode,overlap,launches,agree,vllm,rule"
     assert gpu_day(device="cpu", parts=chosen, out=out, minutes=5) == 1
     parts = json.loads(out.read_text())["parts"]
     assert [*parts] == ["facts", *chosen.split(",")]
@@ -39,6 +40,9 @@ def test_each_part_stands_beside_its_prediction_and_one_that_is_cut_or_fails_cos
     assert parts["tests"] == {"cut": "at its limit of 0 s"}
     assert "failed" in parts["vllm"], "which is in an environment of its own"
     assert all(parts["decode"][f"{rows}, ms{what}"] > 0 for rows in ("equal", "ragged") for what in ("", ", predicted"))
+    beside = parts["overlap"]
+    assert all(beside[f"{mode}, decode, s"] > 0 < beside[f"{mode}, score, s"] for mode in ("alone", *BESIDE))
+    assert all(beside[f"{mode}, times as fast"] > 0 for mode in BESIDE)
     assert parts["launches"]["to the device"] == 0
     assert 0 <= parts["agree"]["mismatch/kl_current"] < 1e-9
     assert 0 < parts["update"]["mfu"] < 2

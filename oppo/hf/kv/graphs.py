@@ -33,7 +33,8 @@ Rotary positions, int64 [n], may be others.
 class Capture:
     """Captures passes as CUDA graphs, which share their memory: one is replayed at a time."""
 
-    # In a stream of its own, since the default stream cannot capture; graphs have its priority.
+    # In a stream of its own, since the default stream cannot capture, with the priority of the thread's: by version of
+    # PyTorch a graph has that of the stream that captured it or that launches it.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,9 +66,10 @@ class Capture:
         self._pool = None
 
     def _waiting(self) -> torch.cuda.Stream:
+        current = torch.cuda.current_stream(self._device)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream = torch.cuda.Stream(self._device, priority=current.priority)
+        self._stream.wait_stream(current)
         return self._stream
 
 

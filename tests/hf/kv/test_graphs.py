@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from oppo.hf.devices import use_stream
 from oppo.hf.kv.graphs import Capture
 from oppo.hf.kv.reader import Incremental
 from oppo.hf.routers import RouteRecords, RouterReplay, record_routers
@@ -57,6 +60,65 @@ class Trace(TorchDispatchMode):
         if not isinstance(value, Tensor):
             return value if isinstance(value, int | float | bool | torch.dtype) else type(value)
         return tuple(value.shape), value.stride(), 0 if self._place(value) in self._made else value.data_ptr()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What stands in for a stream of CUDA."""
+
+    device: torch.device
+    priority: int = 0
+
+    def wait_stream(self, other: Stream) -> None:
+        """Wait for nothing."""
+
+
+class Cuda:
+    """What stands in for CUDA's streams and graphs: which one is current, and which one captured."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current = Stream(torch.device("cuda", 0))
+        self.captured: Stream | None = None
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
+        patch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        patch.setattr(torch.cuda, "stream", self.within)
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.captured = self.current
+
+    def capture_end(self) -> None:
+        assert self.captured is self.current
+
+    def replay(self) -> None:
+        """Launch nothing."""
+
+    def pool(self) -> None:
+        """Return none."""
+
+
+@pytest.mark.parametrize(("first", "priority"), [(True, -1), (False, 0)])
+def test_a_graph_has_the_priority_of_the_thread_s_stream(
+    first: bool, priority: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, device = Cuda(monkeypatch), torch.device("cuda", 0)
+    use_stream(device, first=first)
+    of_thread, capture = cuda.current, Capture(device)
+    for work in (capture.once, capture):
+        work(lambda: torch.zeros(0))
+        assert cuda.current is of_thread
+    assert cuda.captured is not None
+    assert cuda.captured is not of_thread
+    assert cuda.captured.priority == of_thread.priority == priority
 
 
 class Replayed(Capture):
