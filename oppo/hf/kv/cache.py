@@ -34,7 +34,7 @@ from oppo.hf.kv.attention import Segments, packed_rows, segment_overhead, segmen
 ALIGNMENT = 8
 """Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
 
-SLACK = 8  # live rows per spare slot that a growing slab reserves
+SLACK = 8  # live rows per spare slot that a growing slab reserves, as long as rows are known that it lacks
 
 HEADROOM = 5
 """A growing slab reserves ``1 / HEADROOM`` more columns than its sequences need, and so is copied less often."""
@@ -203,11 +203,11 @@ class Slab(Slots):
             store.view(-1, size).index_copy_(0, region.indices(new.shape[1], self.columns), flat.reshape(-1, size))
         return stores
 
-    def reserve(self, count: int, columns: int) -> None:
-        """Make room for ``count`` more rows and for sequences of ``columns`` tokens, with one copy."""
+    def reserve(self, count: int, columns: int, others: int = 0) -> None:
+        """Make room for ``count`` more rows, of ``columns`` tokens, with one copy; ``others``: that may come later."""
         rows = len(self.rows) + count
         if rows > self._capacity or columns > self.columns:
-            spare = rows // SLACK if count and self.rows else 0
+            spare = min(rows // SLACK, others) if count and self.rows else 0
             capacity = rows + spare if rows > self._capacity else min(self._capacity, rows + spare)
             self._resize(capacity, self.columns if columns <= self.columns else self._with_headroom(columns))
 
@@ -338,10 +338,14 @@ def sent(device: torch.device, *values: Sequence[int] | NDArray[np.int64] | Tens
 
 
 class Rows:
-    """Rows by number; ``held``: the slab of each, by length class when read in chunks, by segment when they decode."""
+    """Rows by number; ``held``: the slab of each, by length class when read in chunks, by segment when they decode.
+
+    ``expected``: rows that will come, for which a slab that grows may have slots to spare.
+    """
 
     def __init__(self, classes: Sequence[int], longest: int, model: str) -> None:
         self.held: dict[int, Slab] = {}
+        self.expected: Sequence[int] = ()
         self._lengths: dict[int, int] = {}
         self._longest_row = longest
         self._model = model
@@ -434,9 +438,11 @@ class Rows:
         return by_slab
 
     def _move(self, by_slab: Mapping[Slab, Sequence[int]], lengths: Mapping[int, int]) -> None:
+        known = len({*self.expected, *self.held, *lengths})
         for slab, members in by_slab.items():
             incoming = [row for row in members if self.held.get(row) is not slab]
-            slab.reserve(len(incoming), max(lengths[row] for row in members))
+            others = known - len(slab) - len(incoming)
+            slab.reserve(len(incoming), max(lengths[row] for row in members), others)
             for source in {self.held[row]: None for row in incoming if row in self.held}:
                 slab.adopt({row: self.length(row) for row in incoming if self.held.get(row) is source}, source)
                 if source not in by_slab:

@@ -150,6 +150,7 @@ class IncrementalPrefill:
     def _advance(self, states: Sequence[ReadState], *, final: bool) -> None:
         if self._whole and not final:
             return
+        self._reader.expect(state.rollout for state in states)
         for batch in self._blocks(states, final=final) if self._deterministic else self._batches(states):
             last = [span.predictive for span in batch] if self._predictive else None
             rows, tokens = [span.state.rollout for span in batch], [span.tokens for span in batch]

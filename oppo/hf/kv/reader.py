@@ -118,6 +118,10 @@ class Incremental:
     def length(self, row: int) -> int:
         return self._rows.length(row)
 
+    def expect(self, rows: Iterable[int]) -> None:
+        """Let slots be reserved for these rows, which are about to be read, some of them later than others."""
+        self._rows.expected = [*rows]
+
     def show(self, row: int, prompt: IntArray, images: tuple[ImageRef, ...]) -> None:
         """Let a row see the images of its prompt, before its first token is read; forgotten with the row."""
         self.eyes = self.eyes or Eyes(self._model)
@@ -489,6 +493,9 @@ class WholeRows:
         return [
             out[size - count - first : size - first] for out, size, count in zip(outputs, sizes, wanted, strict=True)
         ]
+
+    def expect(self, rows: Iterable[int]) -> None:
+        """Do nothing, as :meth:`forget`."""
 
     def show(self, row: int, prompt: IntArray, images: tuple[ImageRef, ...]) -> None:
         del row, prompt, images

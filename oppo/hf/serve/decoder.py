@@ -118,6 +118,7 @@ class Decoder:
         live = [row for row in ordered if self._is_paused(row)]
         tokens = torch.tensor([row.tokens[-1] for row in live], dtype=torch.int64)
         others = [row for row in ordered if not self._is_paused(row)]
+        self.reader.expect(row.key for row in others)
         for row in others:
             if row.prompt.images:
                 self.reader.show(row.key, row.prompt.tokens, row.prompt.images)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -232,6 +233,26 @@ def test_memory_stays_near_what_live_tokens_need() -> None:
     assert allocated <= 2.0 * needed
     reader.clear()
     assert reader.memory() == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_were_expected_have_a_slot_each_in_the_end_and_few_copies_before(seed: int) -> None:
+    dice, reader = random.Random(seed), narrow()
+    rows, length = dice.sample(range(200), dice.randint(20, 120)), dice.choice([30, 64, 100])
+    reader.expect(rows)
+    waiting, portions, copies = rows, 0, 0
+    while waiting:
+        portion, waiting = waiting[: (size := dice.randint(1, 4))], waiting[size:]
+        reader.extend(portion, [sequence(0)[:length]] * len(portion), last=[1] * len(portion))
+        if seed % 2:
+            live = rows[: len(rows) - len(waiting)]
+            reader.segment_by_length(live)
+        slabs = {*reader._rows.held.values()}
+        assert sum(slab.capacity for slab in slabs) <= len(rows)
+        portions, copies = portions + 1, max(slab.version for slab in slabs)
+    (slab,) = {*reader._rows.held.values()}
+    assert slab.capacity == len(rows)
+    assert copies < 8 + math.log(len(rows), 9 / 8)
 
 
 def narrow() -> Incremental:
