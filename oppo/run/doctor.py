@@ -51,7 +51,7 @@ from oppo.run.models import policy_tokenizer
 from oppo.run.prompts import supplied
 from oppo.run.rewards import begin_of, environment_of
 from oppo.run.train import PreparedRun, prepare
-from oppo.simulate.costs import Gpu, Hardware, Reached
+from oppo.simulate.costs import BY_TORCH, BY_TRITON, Gpu, Hardware, Reached
 
 PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")
 
@@ -406,7 +406,8 @@ def _seconds(
     deployment: Deployment, needs: Sequence[Expected], load: Load, gpu: Gpu, known: Known
 ) -> Mapping[str, float]:
     made, settings, workers = Outlines(deployment, known), deployment.settings, deployment.engine_workers
-    reached = Reached(name="vllm" if deployment.has_engine else "transformers")
+    moved = BY_TORCH if settings.sampling.top_k or settings.sampling.top_p < 1 else BY_TRITON
+    reached = Reached(name="vllm" if deployment.has_engine else "transformers", logits=moved)
     together = replace(gpu, flops=gpu.flops * workers, bandwidth=gpu.bandwidth * workers)
     actor, rows = transformer(made.actor()), -(-load.rollouts // deployment.devices.replicas)
     weights = replace(actor, parameters=max(actor.parameters, float(made.actor().num_parameters())))

@@ -15,8 +15,8 @@ ids in the vocabulary, in 16 bits::
     layers, a token                   2 M                    FLOP
     head, a token                     2 V d                  FLOP    not of a reward model or a critic
     attention, a pair of tokens       4 L d                  FLOP
-    activations, a token              250 L d                bytes
-    logits, a token                   80 V                   bytes   a third in a forward pass alone
+    activations, a token              220 L d                bytes
+    logits, a token                   34 V                   bytes   70 V without Triton; a quarter in a forward pass
     weights read by a decode step     2 N                    bytes
     KV cache of a token               4 L w                  bytes
 
@@ -168,6 +168,9 @@ class Workload:
 
 Share: TypeAlias = Annotated[float, Gt(0), Le(1)]
 
+# Bytes that an update moves for each logit, as kernels of `oppo.hf` are counted: of Triton, and of each operation
+BY_TRITON, BY_TORCH = 34.0, 70.0
+
 TRAINED_PASSES: Final = 3  # forward passes' worth of an epoch: forward, and twice as much backward
 
 
@@ -286,9 +289,11 @@ class Reached:
     scoring: Share = setting(0.7, "share of the FLOP/s of the reward model's matrices")
     forward: Share = setting(0.7, "share of the FLOP/s of the matrices of reference, critic and teacher")
     training: Share = setting(0.7, "share of the FLOP/s of an update's matrices")
-    moving: Share = setting(0.75, "share of the bandwidth at which passes move activations and logits")
-    activations: NonNegative = setting(250.0, "bytes that a pass moves for each token, layer and unit of the width")
-    logits: NonNegative = setting(80.0, "bytes that an update moves for each logit; a pass without update a third")
+    moving: Share = setting(0.66, "share of the bandwidth at which passes move activations and logits")
+    activations: NonNegative = setting(220.0, "bytes that a pass moves for each token, layer and unit of the width")
+    logits: NonNegative = setting(
+        BY_TRITON, f"bytes that an update moves for each logit: {BY_TORCH:g} without Triton; a pass alone a quarter"
+    )
 
     def decoder(self, gpu: Gpu, model: Transformer, replicas: int) -> Decoder:
         layer, attention = ENGINES[self.name]
@@ -304,7 +309,7 @@ class Reached:
     def reader(self, gpu: Gpu, model: Transformer, share: float, *, head: bool) -> Passes:
         """Return the costs of reading on one device; ``head``: whether it gives log-probs, not one number a token."""
         body = self._layers(gpu, model, share)
-        return body + self._head(gpu, model, share, 1, self.logits / 3) if head else body
+        return body + self._head(gpu, model, share, 1, self.logits / 4) if head else body
 
     def update(
         self, gpu: Gpu, model: Transformer, *, head: bool, checkpointing: bool = False, frozen: bool = False

@@ -39,6 +39,7 @@ from oppo.hf.train.ranks import Replicas
 from oppo.hf.weights import copies
 from oppo.placement import Process, Thread
 from oppo.scheduling import GPU_TIME_SLICE
+from oppo.simulate.costs import BY_TORCH, BY_TRITON
 from tests.hf import tiny
 from tests.hf.on_fake_device import VOCABULARY
 from tests.kit.forked import Program
@@ -412,7 +413,7 @@ DRAWING = {"decode": 12, "decode, large vocabulary": 106, "decode, drawn by Trit
 """Kernels that a decode step launches to draw its tokens: of a small table noise is made ahead; Triton adds two."""
 
 
-MOVED = {"update of logits": 70, "update of logits, by Triton": 34}
+MOVED = {"update of logits": BY_TORCH, "update of logits, by Triton": BY_TRITON}
 """Bytes for each logit that kernels read and write in an update whose logits are computed a chunk at a time, twice.
 
 Of 34, the products write 8 and read 4 of the gradient's 16 bits, to which 6 convert it; the rest is Triton's: two
