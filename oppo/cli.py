@@ -293,6 +293,8 @@ def simulate(
         raise ConfigError("--set changes a profile; a run is simulated as it was measured")
     if profile is not None and layout is not None:
         raise ConfigError("--layout says what shared the devices of a run (--from); a profile says so in [layout]")
+    if json is not None and (json.is_dir() or not json.parent.is_dir()):
+        raise ConfigError(f"--json names a file to write in a directory that is there, and {json} is none")
     from oppo.run.simulation import of_profile, of_run  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.simulate.study import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelRefused
+from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Batch, Chunk, FloatArray, IntArray, Prompt, Response
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
@@ -91,6 +91,11 @@ class Load:
 
     def within(self, positions: int) -> Self:
         """Return the same load with prompts that leave room for the response within that many positions."""
+        if self.response >= positions:
+            raise ConfigError(
+                f"sampling.max_new_tokens = {self.response} leaves no room for a prompt in the {positions} "
+                "positions of a model: lower it"
+            )
         return replace(self, prompt=max(1, min(self.prompt, positions - self.response)))
 
 

@@ -202,7 +202,7 @@ def test_a_deep_model_is_counted_by_few_of_its_layers(
 @pytest.mark.parametrize("kind", ["PPO", "GRPO", "trunk"])
 def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny.CONFIGS["llama"]()
-    config.update({"vocab_size": 152_000})
+    config.update({"vocab_size": 152_000, "max_position_embeddings": 1024})
     sampling, loss = Sampling(max_new_tokens=1024, temperature=0.7), ClippedLoss() if kind == "GRPO" else PPOLoss()
 
     def made() -> ActorCritic:

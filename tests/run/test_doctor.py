@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load_settings
 from oppo.run.deployment import Deployment
-from oppo.run.doctor import Layout, examine
+from oppo.run.doctor import UPDATE, Layout, examine
 from oppo.run.fit import advice
 from oppo.run.memory import Known, crowded, expected, too_large
 from oppo.simulate.costs import Hardware
@@ -121,6 +121,13 @@ def test_a_model_that_several_are_made_of_is_counted_once(folder: Path, capsys: 
     assert main(["doctor", str(folder / "config.toml"), "--assume", "8xH100", "--set", tables]) == UNUSABLE
     said = capsys.readouterr().err
     assert len(re.findall("counting the memory of the (?:reward|critic|qwen)", said)) <= 1, said
+
+
+def test_responses_that_no_prompt_fits_before_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = ["--set", "sampling.max_new_tokens=32768"]
+    assert main(["doctor", str(folder / "config.toml"), "--assume", "8xH100", *long]) == UNUSABLE
+    said = " ".join(capsys.readouterr().err.split())
+    assert "sampling.max_new_tokens = 32768 leaves no room for a prompt in the 32768 positions of a model" in said
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel\n for meta"), AttributeError("layers"), ValueError("x")])
@@ -247,6 +254,13 @@ def test_two_machines_are_proposed_a_cluster(folder: Path) -> None:
     needs = expected(again, again.load(250))
     assert not crowded(needs, again.assumed)
     assert sum(need.remote for need in needs) > 1
+
+
+@pytest.mark.parametrize("truncated", ["sampling.top_k=20", "sampling.top_p=0.9"])
+def test_an_update_over_ids_that_are_listed_is_counted_without_kernels_of_triton(folder: Path, truncated: str) -> None:
+    small = ("models.policy=qwen-0.5b", "rewards.0.source=qwen-0.5b-rm")
+    plain, listed = (examine(deployed(folder, "1xH100", *small, *more)).layouts for more in ((), (truncated,)))
+    assert 1.1 < listed[0].seconds[UPDATE] / plain[0].seconds[UPDATE] < 70 / 34
 
 
 def test_a_run_that_fits_ends_with_0(folder: Path) -> None:

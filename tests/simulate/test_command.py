@@ -128,6 +128,8 @@ def test_a_profile_is_simulated_and_what_is_advised_can_be_pasted(
         ),
         (["profile.toml", "--seeds", "3", "--precise"], "--precise says how many seeds there are"),
         (["profile.toml", "--staleness", "-1"], "--staleness must be at least 0"),
+        (["profile.toml", "--json", "gone/figures"], "--json names a file to write in a directory that is there, and "),
+        (["profile.toml", "--json", "runs"], "--json names a file to write in a directory that is there, and "),
     ],
 )
 def test_what_cannot_be_simulated_is_said(
