@@ -293,8 +293,8 @@ def simulate(
         raise ConfigError("--set changes a profile; a run is simulated as it was measured")
     if profile is not None and layout is not None:
         raise ConfigError("--layout says what shared the devices of a run (--from); a profile says so in [layout]")
-    if json is not None and (json.is_dir() or not json.parent.is_dir()):
-        raise ConfigError(f"--json names a file to write in a directory that is there, and {json} is none")
+    if json is not None:
+        _require_place("--json", json)
     from oppo.run.simulation import of_profile, of_run  # noqa: PLC0415 - `oppo --help` should be quick
     from oppo.simulate.study import WIDTH, advice, as_json, legend, table  # noqa: PLC0415 - likewise
 
@@ -334,6 +334,7 @@ def convert_config(
 
     if config.exists():
         raise ConfigError(f"{config} is there already: name another file to write, or remove it")
+    _require_place("CONFIG", config)
     converted = convert(source, kind=kind, overrides=override)
     put(config, [converted.text])
     for line in converted.lines():
@@ -418,6 +419,11 @@ def demo(
 
     run_demo(directory, short=short, seed=seed, engine=engine)
     return DONE
+
+
+def _require_place(name: str, path: Path) -> None:
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{name} names a file to write in a directory that is there, and {path} is none")
 
 
 def interrupted(error: KeyboardInterrupt) -> str:

@@ -142,7 +142,8 @@ def _of_yaml(path: Path, text: str) -> dict[str, object]:
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds no fields but {shortened(repr(document), 80)}: expected `field: value`")
+        found = "nothing" if document is None else f"no fields but {shortened(repr(document), 80)}"
+        raise ConfigError(f"{path} holds {found}: expected `field: value`")
     roots = {name.partition(".")[0] for name in foreign_fields()["verl"]}
     given = {str(name): value for name, value in document.items()}
     if not roots & {name.partition(".")[0] for name in given}:

@@ -529,7 +529,8 @@ def test_a_file_that_names_no_model_says_what_to_fill_in(tmp_path: Path, capsys:
         ("a.py", "PPOConfig()\nPPOConfig()", "at line 2"),
         ("a.py", "x = 1", "none"),
         ("a.py", "x = (", "no Python"),
-        ("a.yaml", "- 1", "field: value"),
+        ("a.yaml", "- 1", "holds no fields but .1.: expected `field: value`"),
+        ("a.yaml", "", "holds nothing: expected `field: value`"),
         ("a.yaml", "a: [", "not valid YAML"),
         ("a.yaml", "learning_rate: 1", "--kind"),
         ("a.sh", "echo 'unclosed", "shell script"),
@@ -550,6 +551,8 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, capsys: pytest
     assert main(arguments) == UNUSABLE
     assert "there already" in capsys.readouterr().err
     assert (tmp_path / "config.toml").read_text() == "mine"
+    assert main([*arguments[:2], str(tmp_path / "gone" / "config.toml")]) == UNUSABLE
+    assert "CONFIG names a file to write in a directory that is there, and " in capsys.readouterr().err
 
 
 def test_settings_that_contradict_each_other_are_written_and_named(tmp_path: Path) -> None:
