@@ -1,13 +1,14 @@
-"""``python -m benchmarks.learning``: what is learned where the weights that sample are 0 to 2 updates old.
+"""``python -m benchmarks.learning``: what is learned where the weights that sample are 0 to 2 updates old, or deferred.
 
-Three tasks, each on tiny models and in seconds: a reward model's taste, sums of two digits, and a calculator that has
-to be asked. Runs of a seed share prompts, noise and initial weights, so lags are compared in pairs. Writes
-``results/learning.json`` and the table of ``results/learning.md``.
+Four tasks, each on tiny models and in seconds: a reward model's taste, sums of two digits, and a calculator that has
+to be asked, at once or late. Runs of a seed share prompts, noise and initial weights, so lags are compared in pairs.
+Writes ``results/learning.json`` and the table of ``results/learning.md``.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,14 +32,15 @@ from oppo.evaluation import Answering, examine
 from oppo.events import Drop
 from oppo.hf import DeviceThread, HfPolicy, HfTrainer, ReferenceLogprobs, RewardModel
 from oppo.hf.devices import use_cores
+from oppo.hf.serve.scorers import ProximalLogprobs
 from oppo.log import logger
 from oppo.losses import ClippedLoss
 from oppo.models import Scorer
 from oppo.placement import Place
+from oppo.returns import ImportanceCorrection
 
 RESULTS: Final = Path(__file__).parent / "results"
 BEGIN: Final = "<!-- python -m benchmarks.learning -->\n"
-LAGS: Final = (0, 1, 2)
 CHARACTERS: Final = "_.=+0123456789abcdefghijklmnopqr"
 END, CALL = CHARACTERS.index("."), CHARACTERS.index("=")
 LIKED: Final = "abcdef"  # what the reward model likes: the share of these letters in a response
@@ -61,6 +63,17 @@ def result(prompt: str) -> str:
 
 async def calculator(turn: TextTurn) -> str | None:
     return result(str(turn.prompt)) if turn.text.endswith("=") and turn.number == 0 else None
+
+
+def late(seed: int) -> Callable[[TextTurn], object]:
+    """Return a calculator whose answers take milliseconds, and a few of them a hundred times as long."""
+    dice = np.random.default_rng((seed, 2))
+
+    async def slow(turn: TextTurn) -> str | None:
+        await anyio.sleep(min(0.5, float(dice.lognormal(np.log(0.005), 1.5))))
+        return await calculator(turn)
+
+    return slow
 
 
 def right(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
@@ -124,6 +137,28 @@ def tasteful() -> PreTrainedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Arm:
+    """What makes rollouts stale, and what corrects for it."""
+
+    lag: int = 0  # updates by which the weights are older that sample a step
+    overcommit: int = 0  # groups in flight beyond a batch, which are deferred
+    most: int = 2  # times that a group is deferred
+    correction: ImportanceCorrection = field(default_factory=ImportanceCorrection)
+
+
+TRUNCATED: Final = ImportanceCorrection(ratio_base="proximal", weight="truncated")
+# By name; all are compared with "0", which is strictly on-policy
+LAGS: Final[Mapping[str, Arm]] = {str(lag): Arm(lag) for lag in range(3)}
+DEFERRALS: Final[Mapping[str, Arm]] = {
+    "0": Arm(),
+    "2 of 8 groups deferred": Arm(0, 2),
+    "the same, truncated weights": Arm(0, 2, 2, TRUNCATED),
+    "8 of 8, up to 8 times": Arm(0, 8, 8),
+    "these 8, truncated weights": Arm(0, 8, 8, TRUNCATED),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     name: str
     about: str
@@ -133,6 +168,8 @@ class Task:
     reward: Callable[[Place], Scorer[float | Drop]]  # in the place of the scorers
     tool: bool = False  # whether a calculator answers
     kl: float = 0.0  # weight of the KL to the policy as it began
+    arms: Mapping[str, Arm] = field(default_factory=lambda: LAGS)
+    slow: bool = False  # whether the calculator takes its time
 
 
 def tasks() -> list[Task]:
@@ -166,6 +203,17 @@ def tasks() -> list[Task]:
             lambda _: checked(),
             tool=True,
         ),
+        Task(
+            "slow tool",
+            "the same, where an answer takes 5 ms in the median and up to 500: who waits is deferred, in mid-call too",
+            20,
+            2e-2,
+            beginning,
+            lambda _: checked(),
+            tool=True,
+            arms=DEFERRALS,
+            slow=True,
+        ),
     ]
 
 
@@ -187,12 +235,11 @@ def prompts(seed: int, count: int, first: int = 0) -> list[Prompt]:
     return [Prompt(n, n, np.array(encode(text), np.int32)) for n, text in enumerate(sums, first)]
 
 
-def outcome(task: Task, lag: int, seed: int, *, steps: int = 0) -> Outcome:
-    """Return the outcome of a run whose steps are sampled by the weights ``lag`` updates before."""
+def outcome(task: Task, arm: Arm, seed: int, *, steps: int = 0) -> Outcome:
     actor, steps = task.actor(seed), steps or task.steps
     first, trained = copy.deepcopy(actor), copy.deepcopy(actor)
     sampling = Sampling(max_new_tokens=CAP, stop=(END, CALL) if task.tool else (END,), seed=seed)
-    environment = FunctionEnvironment(calculator, decode, encode) if task.tool else None
+    environment = FunctionEnvironment(late(seed) if task.slow else calculator, decode, encode) if task.tool else None
     with ExitStack() as stack:
         acting, scoring, training = (
             stack.enter_context(DeviceThread(name, "cpu", setup=partial(use_cores, 1)))
@@ -201,6 +248,7 @@ def outcome(task: Task, lag: int, seed: int, *, steps: int = 0) -> Outcome:
         policy = HfPolicy(actor, sampling=sampling, place=acting)
         reference = ReferenceLogprobs(first, sampling=sampling, place=scoring)
         settings = TrainerSettings(learning_rate=task.learning_rate, epochs=2, seed=seed)
+        proximal = ProximalLogprobs(trained, sampling=sampling, place=scoring)
         graph = grpo(
             policy=policy,
             reward=task.reward(scoring),
@@ -209,13 +257,15 @@ def outcome(task: Task, lag: int, seed: int, *, steps: int = 0) -> Outcome:
                 sampling=sampling,
                 place=training,
                 settings=settings,
-                loss=ClippedLoss(kl=task.kl, kl_estimator="k3"),
+                loss=ClippedLoss(kl=task.kl, kl_estimator="k3", correction=arm.correction),
             ),
-            admission=Overcommit(batch=BATCH, overcommit=0),
+            admission=Overcommit(BATCH, arm.overcommit, arm.most),
             samples=SAMPLES,
             reference=reference if task.kl else None,
+            proximal=proximal if arm.correction.needs_proximal else None,
             environment=environment,
         )
+        asked = prompts(seed, BATCH * (steps + arm.lag) + arm.overcommit)
         held_out, how = prompts(1_000 + seed, HELD_OUT, 1 << 20), Answering(batch=HELD_OUT, environment=environment)
 
         async def examined() -> tuple[float, float]:
@@ -224,7 +274,7 @@ def outcome(task: Task, lag: int, seed: int, *, steps: int = 0) -> Outcome:
 
         async def main() -> tuple[float, list[StepReport], tuple[float, float]]:
             before, _ = await examined()
-            async with graph.open(prompts(seed, BATCH * (steps + lag)), lookahead=lag) as run:
+            async with graph.open(asked, lookahead=arm.lag) as run:
                 done = [step async for step in run.steps(steps)]
             return before, done, await examined()
 
@@ -235,21 +285,21 @@ def outcome(task: Task, lag: int, seed: int, *, steps: int = 0) -> Outcome:
 
 @dataclass(slots=True)
 class Found:
-    """Outcomes by task and lag, of the seeds in order."""
+    """Outcomes by task and arm, of the seeds in order."""
 
-    outcomes: dict[str, dict[int, list[Outcome]]] = field(default_factory=dict)
+    outcomes: dict[str, dict[str, list[Outcome]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, results: Mapping[str, Any]) -> Found:
         return cls(
             {
-                task: {int(lag): [Outcome(**each) for each in found] for lag, found in lags.items()}
-                for task, lags in results["outcomes"].items()
+                task: {arm: [Outcome(**each) for each in found] for arm, found in arms.items()}
+                for task, arms in results["outcomes"].items()
             }
         )
 
-    def row(self, task: str, lag: int) -> list[str]:
-        ours, base = self.outcomes[task][lag], self.outcomes[task][LAGS[0]]
+    def row(self, task: str, arm: str) -> list[str]:
+        ours, base = self.outcomes[task][arm], self.outcomes[task]["0"]
         gain = fmean(each.after - each.before for each in base)
         target = fmean(each.before for each in base) + TARGET * gain
         against = bootstrap([a.after - b.after for a, b in zip(ours, base, strict=True)])
@@ -257,11 +307,11 @@ class Found:
         samples, seconds = ([each[at] for each in taken] for at in (0, 1))
         return [
             task,
-            str(lag),
+            arm,
             f"{fmean(each.staleness for each in ours):.2f}",
             f"{fmean(each.before for each in ours):.2f}",
             f"{fmean(each.after for each in ours):.2f}",
-            "-" if lag == LAGS[0] else percent(against.in_parts_of(gain)) if gain > 0 else "nothing gained",
+            "-" if arm == "0" else percent(against.in_parts_of(gain)) if gain > 0 else "nothing gained",
             f"{fmean(each.kl for each in ours):.1f}",
             middle(samples, ".0f"),
             middle(seconds, ".1f"),
@@ -271,7 +321,7 @@ class Found:
     def table(self) -> str:
         head = ["task", "lag", "staleness", "before", "after", "against lag 0", "KL, nats"]
         head += ["samples", "seconds", "s a run"]
-        return markdown(head, [self.row(task, lag) for task in self.outcomes for lag in LAGS])
+        return markdown(head, [self.row(task, arm) for task, arms in self.outcomes.items() for arm in arms])
 
 
 def percent(interval: Interval) -> str:
@@ -303,16 +353,19 @@ def write(results: Mapping[str, Any], folder: Path) -> None:
 
 
 def content(results: Mapping[str, Any]) -> str:
-    machine, about = results["machine"], "".join(f"- {name}: {words}.\n" for name, words in results["tasks"].items())
-    told = f"{results['seeds']} seeds; {machine['cpu']}, {machine['cores']} cores, a load of {machine['load']:.1f}."
-    return f"\n{about}\n{told}\n\n{Found.of(results).table()}\n"
+    machine, found = results["machine"], Found.of(results)
+    seeds = {task: len(arms["0"]) for task, arms in found.outcomes.items()}
+    about = "".join(f"- {task}: {results['tasks'][task]}; {count} seeds.\n" for task, count in seeds.items())
+    told = f"{machine['cpu']}, {machine['cores']} cores, a load of {machine['load']:.1f}."
+    return f"\n{about}\n{told}\n\n{found.table()}\n"
 
 
-def make(*, seeds: int = 8, steps: int = 0, out: Path = RESULTS) -> None:
+def make(*, seeds: int = 8, steps: int = 0, only: str = "", out: Path = RESULTS) -> None:
     """Run all tasks, and write the results and the table.
 
     Args:
         seeds: of every task and lag.
+        only: the task to run; the others keep their results.
         steps: of every run; 0: as many as each task needs.
         out: the folder of learning.json and learning.md.
 
@@ -322,22 +375,21 @@ def make(*, seeds: int = 8, steps: int = 0, out: Path = RESULTS) -> None:
     if seeds < 1 or not (out / "learning.md").exists():
         raise ConfigError(f"expected --seeds of 1 or more and a page {out / 'learning.md'}, got {seeds} seeds")
     use_cores(1)
-    known, outcomes = tasks(), dict[str, dict[int, list[Outcome]]]()
+    file, known = out / "learning.json", tasks()
+    raw = json.loads(file.read_text(encoding="utf-8"))["outcomes"] if only else {}
     for task in known:
-        outcomes[task.name] = {lag: [] for lag in LAGS}
-        for seed, lag in list(turns(LAGS, seeds - 1)):
-            outcomes[task.name][lag].append(found := outcome(task, lag, seed, steps=steps))
+        if only not in {"", task.name}:
+            continue
+        raw[task.name] = {arm: [] for arm in task.arms}
+        for seed, arm in turns(list(task.arms), seeds - 1):
+            raw[task.name][arm].append(asdict(found := outcome(task, task.arms[arm], seed, steps=steps)))
             logger.info(
-                f"{task.name}, seed {seed}, lag {lag}: {found.before:.2f} to {found.after:.2f}, KL {found.kl:.1f}, "
+                f"{task.name}, seed {seed}, {arm}: {found.before:.2f} to {found.after:.2f}, KL {found.kl:.1f}, "
                 f"{sum(found.seconds):.1f} s"
             )
-    raw = {
-        task: {str(lag): [asdict(each) for each in found] for lag, found in lags.items()}
-        for task, lags in outcomes.items()
-    }
     about = {task.name: task.about for task in known}
-    write(on_this_machine({"seeds": seeds, "tasks": about, "outcomes": raw}), out)
-    print(Found(outcomes).table())
+    write(on_this_machine({"tasks": about, "outcomes": raw}), out)
+    print(Found.of({"outcomes": raw}).table())
 
 
 if __name__ == "__main__":

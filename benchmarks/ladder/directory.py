@@ -264,7 +264,8 @@ def read_prompts(directory: Path) -> list[Prompt]:
     for number, line in enumerate((directory / "prompts.jsonl").read_text(encoding="utf-8").splitlines()):
         row = json.loads(line)
         tokens = np.asarray(row["tokens"], np.int32)
-        prompts.append(Prompt(number, number, tokens, group=number, columns={"length": row["length"]}))
+        columns = {name: value for name, value in row.items() if name != "tokens"}
+        prompts.append(Prompt(number, number, tokens, group=number, columns=columns))
     return prompts
 
 
@@ -294,7 +295,10 @@ def _build(directory: Path, workload: BenchWorkload, cache: Path, progress: Prog
         parameters[role] = int((made / "parameters").read_text(encoding="utf-8"))
         shutil.copytree(made / "model", directory / role, copy_function=os.link)
     lengths = [int(str(prompt.columns["length"])) for prompt in read_prompts(directory)]
-    facts = Facts(statistics(lengths, workload.lengths.cap), parameters)
+    write_spec(directory, workload, Facts(statistics(lengths, workload.lengths.cap), parameters))
+
+
+def write_spec(directory: Path, workload: BenchWorkload, facts: Facts) -> None:
     spec = {
         "workload": workload.name,
         "batch": workload.batch,

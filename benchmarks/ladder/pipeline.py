@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.ladder.directory import EOS, PAD, Files, drawn, language_of
 from benchmarks.ladder.workloads import LISTED, BenchWorkload, Layout, Mode, Phase, Scorers
+from benchmarks.peer.reviews import judged
 from oppo.algorithms.base import Roles
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.group import GRPO
@@ -32,10 +33,11 @@ from oppo.algorithms.ppo import PPO
 from oppo.events import Drop, StepReport
 from oppo.graph import Graph
 from oppo.hf.devices import DeviceThread, ModelPlace, use_cores
-from oppo.hf.loading import load_causal, load_scalar
+from oppo.hf.loading import load_causal, load_scalar, load_tokenizer
 from oppo.hf.memory import at_rest
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, TeacherLogprobs, ValueModel
+from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
 from oppo.models import Policy, Sampling, Scorer
@@ -181,6 +183,7 @@ class Models:
     reward: PreTrainedModel | None
     critic: PreTrainedModel | None
     teacher: PreTrainedModel | None
+    rule: FunctionReward  # the reward without a model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,6 +192,7 @@ class Pipeline:
 
     graph: Graph[StepReport]
     lookahead: int  # steps that begin before the current one has ended
+    actor: PreTrainedModel  # the model that is trained, unless that is done in another process
     acting: Acting
     places: Sequence[Place]
 
@@ -228,7 +232,7 @@ def pipeline(
     for place in (scoring, training):
         if isinstance(place, Process):
             place.wait_until_ready()
-    return Pipeline(graph, mode.lookahead, acting, (scoring, training))
+    return Pipeline(graph, mode.lookahead, models.actor, acting, (scoring, training))
 
 
 def sampling_of(workload: BenchWorkload) -> Sampling:
@@ -257,7 +261,7 @@ def graph_of(
 ) -> Graph[StepReport]:
     at = {name: ModelPlace(scoring, name, REMEDY) for name in _SCORERS}
     sampling = sampling_of(workload)
-    reward: Scorer[float | Drop] = FunctionReward(countdown_reward, decode=_words(workload))
+    reward: Scorer[float | Drop] = models.rule
     if models.reward is not None:
         reward = RewardModel(models.reward, place=at["reward"])
     critic = teacher = reference = None
@@ -288,7 +292,8 @@ def algorithm_of(workload: BenchWorkload) -> PPO | GRPO | Distill:
         return Distill(distill_top_k=LISTED)
     if workload.samples:
         return GRPO(samples=workload.samples, kl=workload.kl)
-    return PPO(kl=workload.kl, gamma=workload.gamma, lam=workload.lam)
+    normalised = workload.reward == "reviews"  # a utility is not centred, and the critic begins at 0
+    return PPO(kl=workload.kl, gamma=workload.gamma, lam=workload.lam, score_norm=normalised)
 
 
 def countdown_reward(prompts: Sequence[str], completions: Sequence[str], length: Sequence[int]) -> list[float]:
@@ -312,9 +317,12 @@ def load(files: Files, device: str) -> Models:
     return Models(
         actor=model("actor"),
         reference=None if taught else model("actor"),
-        reward=None if workload.reward == "rule" else model("reward", scalar=True),
+        reward=None if workload.reward != "model" else model("reward", scalar=True),
         critic=model("critic", scalar=True) if "critic" in workload.roles else None,
         teacher=model("teacher") if taught else None,
+        rule=FunctionReward(judged, HfTokenizer(load_tokenizer(files.model("actor"))).decode_whole)
+        if workload.reward == "reviews"
+        else FunctionReward(countdown_reward, decode=_words(workload)),
     )
 
 

@@ -50,6 +50,7 @@ class Watch(Observer):
     """Keeps the spans, the batch and the observation of each step that is not over."""
 
     workload: BenchWorkload
+    keep: Path | None = None  # the folder of the weights after each request, by steps made
     spans: dict[int | None, list[Span]] = field(default_factory=lambda: defaultdict(list))
     batches: dict[int, Batch] = field(default_factory=dict)
     seen: dict[int, Observation] = field(default_factory=dict)
@@ -114,6 +115,8 @@ async def serve(
         say(answers, {"ready": ready})
         while line := await anyio.to_thread.run_sync(sys.stdin.readline):
             steps = await timed_steps(run, work.acting.progress, watch, json.loads(line)["run"])
+            if watch.keep is not None:
+                work.actor.save_pretrained(watch.keep / f"{watch.done}")
             say(answers, {"steps": [step.as_json() for step in steps], "peak_rss_mb": peak_rss_mb()})
 
 
@@ -164,10 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--scorers", choices=("thread", "process"), default="process")
     parser.add_argument("--engine", choices=ENGINES, default="transformers")
+    parser.add_argument("--keep", type=Path)
     chosen = parser.parse_args(arguments)
     workload, mode = workload_in(chosen.directory), MODES[chosen.mode]
     places = seats(chosen.layout, cores_here(), held=mode.held, apart=mode.trains_apart(workload))
-    files, watch = open_files(chosen.directory, workload), Watch(workload)
+    files, watch = open_files(chosen.directory, workload), Watch(workload, chosen.keep)
     places.actor.take()
     answers = answers_only()
     work = pipeline(

@@ -25,6 +25,7 @@ Layout: TypeAlias = Literal["split", "shared"]
 Scorers: TypeAlias = Literal["thread", "process"]
 Engine: TypeAlias = Literal["transformers", "vllm"]
 Phase: TypeAlias = Literal["decode", "score", "update"]
+Reward: TypeAlias = Literal["model", "rule", "reviews"]  # `reviews`: the utility of the demo's language
 Architecture: TypeAlias = Literal["llama", "qwen3_5_text"]
 Range: TypeAlias = tuple[float, float]
 
@@ -89,7 +90,7 @@ class BenchWorkload:
     epochs: int = 1
     minibatches: int = 1
     chunk: int = 32  # tokens of a chunk in the streamed modes
-    reward: Literal["model", "rule"] = "model"  # a model, or a function of the finished response
+    reward: Reward = "model"  # a model, or a function of the finished response
     shares: tuple[Bound, ...] = ()  # of the phases in a serial step
     # range of the fraction of prompts that announce the cap or more; outside of it the run is INVALID
     capped: Range = (0.0, 1.0)

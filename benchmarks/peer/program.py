@@ -55,6 +55,7 @@ def main(about: str, build: Build, options: Mapping[str, Sequence[str]]) -> None
     parser.add_argument("--minibatches", type=int, required=True, help="forward and backward passes an epoch")
     parser.add_argument("--threads", type=int, required=True, help="intra-op threads")
     parser.add_argument("--device", default="cpu", help="of the models")
+    parser.add_argument("--keep", type=Path, help="folder of the weights after each step, by steps made")
     for name, values in options.items():
         parser.add_argument(f"--{name}", choices=values, default=values[0])
     given = parser.parse_args()
@@ -70,7 +71,7 @@ def main(about: str, build: Build, options: Mapping[str, Sequence[str]]) -> None
         # TRL's PPO collects garbage twice a step, and would scan all loaded objects each time.
         gc.freeze()
         versions = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
-        cell = {name: value for name, value in vars(given).items() if name != "workload"}
+        cell = {name: value for name, value in vars(given).items() if name not in {"workload", "keep"}}
         service.ready(
             {
                 **cell,

@@ -49,17 +49,18 @@ class Spec:
     kl: float
     gamma: float
     lam: float
-    reward: str  # `model` for the one in `reward/`, `rule` for a function
+    reward: str  # `model` for the one in `reward/`, `rule` for a function, `reviews` for that of reviews.py
     samples: int = 0  # responses to each prompt, which GRPO compares; 0: one, and PPO
     dtype: str = "float32"  # of all models
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the length of the response they announce."""
+    """Token ids, the length of the response they announce, or 0, and what a review is to be about."""
 
     tokens: tuple[int, ...]
     length: int
+    topic: str = ""
 
 
 def read_spec(directory: Path) -> Spec:
@@ -68,15 +69,15 @@ def read_spec(directory: Path) -> Spec:
     if missing := [key.name for key in fields(Spec) if key.default is MISSING and key.name not in content]:
         raise ValueError(f"{path} has no {', '.join(missing)}: it was made for another version of the ladder")
     spec = Spec(**{key.name: content[key.name] for key in fields(Spec) if key.name in content})
-    if spec.reward not in {"model", "rule"}:
-        raise ValueError(f"{path} asks for the reward {spec.reward!r}: expected 'model' or 'rule'")
+    if spec.reward not in {"model", "rule", "reviews"}:
+        raise ValueError(f"{path} asks for the reward {spec.reward!r}: expected 'model', 'rule' or 'reviews'")
     return spec
 
 
 def read_prompts(directory: Path) -> tuple[Prompt, ...]:
     lines = (directory / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     records = (json.loads(line) for line in lines if line.strip())
-    return tuple(Prompt(tuple(record["tokens"]), record["length"]) for record in records)
+    return tuple(Prompt(tuple(record["tokens"]), record["length"], record.get("topic", "")) for record in records)
 
 
 def batches(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:
@@ -94,7 +95,7 @@ def announced_tokens(prompts: Sequence[Prompt], cap: int) -> int:
 
 def complaint(trained: int, announced: int) -> str:
     """Return why a comparison over these tokens would be void; empty if it is valid."""
-    if abs(trained - announced) <= TOLERANCE * announced:
+    if not announced or abs(trained - announced) <= TOLERANCE * announced:
         return ""
     return (
         f"trained on {trained} response tokens where the prompts announce {announced}: "

@@ -26,11 +26,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     PrinterCallback,
     TrainerCallback,
+    TrainerState,
 )
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # of a checkout: nothing is installed in the peer's environment
 from benchmarks.peer.program import STEPS_WITHOUT_END, load, main, optimizers, tokenizer_of
+from benchmarks.peer.reviews import judged
 from benchmarks.peer.service import Prompt, Service, Spec, batches, read_prompts
 
 OPTIONS = {
@@ -79,8 +81,8 @@ class Watched(GRPOTrainer):
 class Paced(TrainerCallback):
     """Lets the training loop make the requested steps."""
 
-    def __init__(self, service: Service, prompts: Sequence[Prompt], spec: Spec) -> None:
-        self._service = service
+    def __init__(self, service: Service, prompts: Sequence[Prompt], spec: Spec, keep: Path | None) -> None:
+        self._service, self._keep = service, keep
         self._batches = batches(prompts, spec.batch // spec.samples)
         self._samples = spec.samples
         self.trainer: Watched | None = None
@@ -88,12 +90,15 @@ class Paced(TrainerCallback):
     def on_train_begin(self, *_: object, **__: object) -> None:
         self._service.wait()
 
-    def on_step_end(self, *_: object, **__: object) -> None:
+    def on_step_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         """Record the step; answer and wait after the last one of a request."""
         seconds = self._service.lap()
         assert self.trainer is not None
         spent, self.trainer.spent = self.trainer.spent, defaultdict(float)
         phases = {**spent, "update": seconds - spent["decode"] - spent["score"]}
+        if self._keep is not None:
+            kept: Any = self.trainer.model
+            kept.save_pretrained(self._keep / f"{state.global_step}")
         taken = [prompt for prompt in next(self._batches) for _ in range(self._samples)]
         self._service.done(seconds, self.trainer.lengths(taken), taken, phases)
 
@@ -139,9 +144,9 @@ def settings(spec: Spec, given: Namespace, output: str) -> GRPOConfig:
     )
 
 
-def texts(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def texts(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, end: str) -> list[str]:
     """Return prompts as text, which TRL tokenizes, alone and with a completion right behind it."""
-    written = [f"{tokenizer.decode(list(prompt.tokens))} " for prompt in prompts]
+    written = [f"{tokenizer.decode(list(prompt.tokens))}{end}" for prompt in prompts]
     if tokenizer(written)["input_ids"] != [list(prompt.tokens) for prompt in prompts]:
         raise ValueError("the text of a prompt has other tokens than the prompt")
     return written
@@ -158,17 +163,24 @@ def build(given: Namespace, spec: Spec, output: str, service: Service) -> Watche
     actor = load(AutoModelForCausalLM, directory / "actor", given, spec)
     prompts = read_prompts(directory)
     prompts = prompts[: len(prompts) // (spec.batch // spec.samples) * (spec.batch // spec.samples)]  # whole steps
-    pace = Paced(service, prompts, spec)
+    pace = Paced(service, prompts, spec, given.keep)
+
+    def reviewed(completion_ids: Sequence[list[int]], topic: Sequence[str], **_: object) -> list[float]:
+        return judged((), [tokenizer.decode(ids) for ids in completion_ids], topic)
+
+    reward: Any = {"rule": rewarded, "reviews": reviewed}.get(spec.reward)
     trainer = Watched(
         args=args,
         model=actor,
-        reward_funcs=rewarded
-        if spec.reward == "rule"
-        else load(AutoModelForSequenceClassification, directory / "reward", given, spec),
+        reward_funcs=reward or load(AutoModelForSequenceClassification, directory / "reward", given, spec),
         processing_class=tokenizer,
-        reward_processing_classes=None if spec.reward == "rule" else tokenizer,
+        reward_processing_classes=None if reward else tokenizer,
         train_dataset=Dataset.from_dict(
-            {"prompt": texts(prompts, tokenizer), "length": [prompt.length for prompt in prompts]}
+            {
+                "prompt": texts(prompts, tokenizer, "" if spec.reward == "reviews" else " "),
+                "length": [prompt.length for prompt in prompts],
+                "topic": [prompt.topic for prompt in prompts],
+            }
         ),
         optimizers=optimizers(args, service, actor, None, 0.0),
         callbacks=[pace],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, cycle
 from pathlib import Path
 from typing import cast
@@ -96,9 +96,9 @@ def of_record(page: str) -> str:
 def test_the_page_of_learning_is_made_of_the_results_of_record() -> None:
     results = json.loads((learning.RESULTS / "learning.json").read_text(encoding="utf-8"))
     assert of_record((learning.RESULTS / "learning.md").read_text(encoding="utf-8")) == learning.content(results)
-    for lags in learning.Found.of(results).outcomes.values():
-        assert {lag: len(each) for lag, each in lags.items()} == dict.fromkeys(learning.LAGS, results["seeds"])
-        assert sum(each.after - each.before for each in lags[0]) > 0
+    for arms in learning.Found.of(results).outcomes.values():
+        assert {len(each) for each in arms.values()} == {len(arms["0"])}
+        assert sum(each.after - each.before for each in arms["0"]) > 0
 
 
 def test_a_run_of_learning_writes_results_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +111,13 @@ def test_a_run_of_learning_writes_results_and_table(tmp_path: Path, monkeypatch:
     assert of_record((tmp_path / "learning.md").read_text()) == learning.content(results)
     staleness = [each[0].staleness for each in learning.Found.of(results).outcomes["tool"].values()]
     assert staleness == pytest.approx([0, 2 / 3, 1])
+    slow = replace(shown, name="slow", arms=learning.DEFERRALS, slow=True)
+    monkeypatch.setattr(learning, "tasks", lambda: [shown, slow])
+    assert command(learning.make, ["--seeds", "1", "--steps", "3", "--only", "slow", "--out", str(tmp_path)]) == 0
+    found = learning.Found.of(json.loads((tmp_path / "learning.json").read_text())).outcomes
+    assert [each[0].staleness for each in found["tool"].values()] == staleness
+    assert found["slow"]["0"][0].staleness == 0
+    assert all(found["slow"][arm][0].staleness > 0 for arm in list(learning.DEFERRALS)[1:])
     assert command(learning.make, ["--seeds", "0", "--out", str(tmp_path)]) == 2
 
 
