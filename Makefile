@@ -103,7 +103,7 @@ test-gym: $(GYM)/.installed
 	$(GYM)/bin/python -m pytest $(WORKERS) -W default -m gym --durations=5 $(GYM_TESTS)
 
 GYM_TESTS ?= tests/rewards/test_gym.py tests/examples/test_rlhf.py tests/examples/test_verifiers.py tests/test_openenv.py \
-	tests/test_trl_environments.py tests/config/test_counts.py
+	tests/test_trl_environments.py tests/config/test_counts.py tests/config/test_sdpo.py
 
 # pip would refuse the older openai, which the extra `test` excludes.
 $(GYM)/.installed: pyproject.toml constraints.txt tests/gym-requirements.txt

@@ -11,7 +11,7 @@ from oppo.config.foreign import foreign_fields
 
 PAGE: Final = Path(__file__).with_name("coming-from-trl.md")
 
-KINDS: Final = ("PPOConfig", "GRPOConfig", "TrainingArguments", "TRL's scripts")
+KINDS: Final = ("PPOConfig", "GRPOConfig", "SDPOConfig", "TrainingArguments", "TRL's scripts")
 
 
 def page() -> str:

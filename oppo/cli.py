@@ -317,16 +317,18 @@ def convert_config(
     config: Path = Path("config.toml"),
     /,
     *,
-    kind: Annotated[Literal["ppo", "grpo", "rloo", "verl", "openrlhf"] | None, Parameter(show_default=False)] = None,
+    kind: Annotated[
+        Literal["ppo", "grpo", "rloo", "sdpo", "verl", "openrlhf"] | None, Parameter(show_default=False)
+    ] = None,
     override: Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)] = (),
 ) -> int:
     """Write the settings that a configuration of TRL, verl or OpenRLHF becomes, and name what has no setting here.
 
     Args:
-        source: A Python script that calls PPOConfig, GRPOConfig or RLOOConfig, a YAML file, or a shell script with the
-            arguments of TRL's scripts, of verl or of OpenRLHF. It is read, not run.
+        source: A Python script that calls PPOConfig, GRPOConfig, RLOOConfig or SDPOConfig, a YAML file, or a shell
+            script with the arguments of TRL's scripts, of verl or of OpenRLHF. It is read, not run.
         config: The settings file to write.
-        kind: Of a file whose fields leave it open: TRL's ppo, grpo or rloo, verl, or openrlhf.
+        kind: Of a file whose fields leave it open: TRL's ppo, grpo, rloo or sdpo, verl, or openrlhf.
         override: Give one setting: section.key=value, such as a model or a file that the source does not name. Can be
             repeated.
     """

@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from oppo.algorithms.distill import OF_THE_RATIO
 from oppo.config.foreign import (
+    ESTIMATORS,
     REWARD,
     Draft,
     Kind,
-    at,
     foreign_fields,
     literal,
     moved,
     plain_name,
     read,
-    rendered,
     rows_of,
+    templates,
 )
-from oppo.config.load import overridden, resolve
+from oppo.config.load import at, overridden, rendered, resolve
 from oppo.errors import ConfigError
 
 POLICY: Final = "directory or hub name of the model to train"
@@ -75,6 +76,7 @@ def _of_trl(draft: Draft) -> None:
     draft.put("step.algorithm", draft.kind, note=f"{draft.kind.upper()}Config")
     if isinstance(more := draft.take("model_init_kwargs"), dict):
         draft.given |= more
+    share = _share_of_sdpo(draft) if draft.kind == "sdpo" else 0.0
     draft.same(rows_of(draft.kind))
     if draft.kind == "ppo":
         if (token := draft.take("stop_token_id")) is not None:
@@ -82,10 +84,15 @@ def _of_trl(draft: Draft) -> None:
         ends, why = draft.take("stop_token") == "eos", "without stop_token a response has response_length tokens"
         draft.put("sampling.eos", ends, *(["stop_token"] if ends else []), note="" if ends else why)
     else:
-        draft.put("trainer.learning_rate", draft.take("learning_rate", 1e-6), "learning_rate")
-        (_loss_of_rloo if draft.kind == "rloo" else _loss_of_trl)(draft)
+        rate = draft.take("learning_rate", 5e-5 if draft.kind == "sdpo" else 1e-6)
+        draft.put("trainer.learning_rate", rate, "learning_rate")
+        if share < 1:
+            (_loss_of_rloo if draft.kind == "rloo" else _loss_of_trl)(draft)
         _engine_of_trl(draft)
     each = _batch_of_trl(draft)
+    if share:
+        _loss_of_sdpo(draft, share, each)
+        _teacher_of_sdpo(draft, each)
     _run_of_trl(draft, each)
     _models_of_trl(draft)
     _data_of_trl(draft, each)
@@ -130,7 +137,85 @@ def _loss_of_trl(draft: Draft) -> None:
         if theirs in more:
             draft.put(f"sampling.{theirs}", more.pop(theirs), note="generation_kwargs")
     if more:
-        draft.lose(foreign_fields()["GRPOConfig"]["generation_kwargs"][1], f"generation_kwargs = {more}")
+        draft.unlike("generation_kwargs", more)
+
+
+def _share_of_sdpo(draft: Draft) -> float:
+    if not 0 <= (share := draft.number("distillation_weight", 1.0)) <= 1:
+        raise ConfigError(f"distillation_weight: expected a share of the loss, 0 to 1, got {share}")
+    draft.put("step.algorithm", "distill" if share == 1 else "grpo", "distillation_weight")
+    if coefficient := draft.given.pop("beta", None):
+        draft.unlike("beta", coefficient)
+    return share
+
+
+def _loss_of_sdpo(draft: Draft, share: float, each: int) -> None:
+    mode, bound = draft.take("distillation_mode", "sampled_token"), draft.given.get("distillation_is_clip", 2.0)
+    sampled = mode == "sampled_token"
+    draft.put("algorithm.aggregation", "responses", note="the mean of TRL's distillation")
+    if share < 1:
+        draft.put("algorithm.distill", share / (1 - share), "distillation_weight")
+        for key, name, default in (("max_grad_norm", "max_grad_norm", 1.0), ("eps", "adam_epsilon", 1e-8)):
+            value = draft.number(name, default) / (1 - share)
+            draft.put(f"trainer.{key}", value, name, note=f"{name} / (1 - distillation_weight)")
+        if (mean := draft.take("loss_type", "dapo")) != "grpo":
+            draft.unlike("loss_type", mean)
+    elif sampled:
+        draft.put("algorithm.surrogate", "cispo", note="TRL's weight is the ratio, without gradient")
+        draft.put("algorithm.clip", 1.0, note="TRL has no lower bound")
+        if bound is not None:
+            draft.put("algorithm.clip_high", draft.number("distillation_is_clip", 2.0) - 1, "distillation_is_clip")
+    if not sampled:
+        k = draft.whole("distillation_topk", 64, 1)
+        draft.put("algorithm.distill_top_k", k, "distillation_topk", "distillation_mode")
+        draft.put("algorithm.distill_beta", draft.number("distillation_alpha", 1.0), "distillation_alpha")
+        for key in OF_THE_RATIO if share == 1 else ():
+            draft.values.pop(f"algorithm.{key}", None)
+        if mode != "topk_logits":
+            draft.unlike("distillation_mode", mode)
+        elif not draft.take("distillation_add_tail", default=False):
+            draft.unlike("distillation_add_tail", value=False)
+        if not draft.take("use_teacher_server", default=False):
+            draft.unlike("distillation_topk", k)
+    elif draft.algorithm == "gspo":
+        draft.lose("gspo has one advantage of a response, the mean of its tokens'", f"distillation_mode = {mode}")
+    if each > 1:
+        draft.lose(f"the teacher reads once, before the {each} updates of a step; TRL's, in each", "distillation_mode")
+        if not sampled or share < 1 or bound is None:
+            draft.unlike("distillation_is_clip", bound)
+
+
+def _teacher_of_sdpo(draft: Draft, each: int) -> None:
+    rate, every = draft.number("teacher_update_rate", 0.05), draft.whole("teacher_sync_steps", 1, 1)
+    moves = rate if each == every else round(1 - max(1 - rate, 0) ** (each / every), 9)
+    draft.put("teacher.rate", moves, "teacher_update_rate", "teacher_sync_steps", note="teacher_update_rate, of a step")
+    if draft.value("teacher.weights") == "average":
+        if each != every:
+            draft.unlike("teacher_sync_steps", every)
+        if draft.take("use_peft", default=False):
+            draft.unlike("teacher_model_kind", "ema")
+    shown = draft.take("use_successful_as_teacher", default=True)
+    fed = draft.take("include_environment_feedback", default=False)
+    alone = draft.take("environment_feedback_only_without_solution", default=False)
+    if not draft.take("dont_reprompt_on_self_success", default=True):
+        draft.unlike("dont_reprompt_on_self_success", value=False)
+    if fed or not shown:
+        draft.unlike("include_environment_feedback" if fed else "use_successful_as_teacher", fed)
+    solution = _filled(draft, "solution_template", successful_previous_attempt="{sibling}") if shown or not fed else ""
+    feedback = _filled(draft, "feedback_template", feedback_raw="{privileged_context}") if fed else ""
+    told = {"solution": solution, "feedback": "" if solution and alone else feedback}
+    draft.put("teacher.template", _filled(draft, "reprompt_template", prompt="{prompt}", **told), *templates())
+    if solution and "{sibling}" not in draft.value("teacher.template"):
+        draft.lose("without {solution} a response is taught whether another one passed or not", "reprompt_template")
+
+
+def _filled(draft: Draft, name: str, **given: str) -> str:
+    template = str(draft.take(name, templates()[name]))
+    try:
+        return template.replace("{{", "{{{{").replace("}}", "}}}}").format(**given)
+    except (AttributeError, LookupError, ValueError) as error:
+        told = f"expected text with {', '.join(given)} in braces, and its own braces doubled, got {template!r}"
+        raise ConfigError(f"{name}: {told}") from error
 
 
 def _engine_of_trl(draft: Draft) -> None:
@@ -167,27 +252,16 @@ def _correction_of_trl(draft: Draft, prefix: str) -> None:
     mode, low = draft.take(f"{prefix}_mode", "sequence_mask"), draft.take(f"{prefix}_clip_min")
     named = f"{prefix}_cap" if f"{prefix}_cap" in draft.given else f"{prefix}_clip_max"
     high = draft.given.get(named, 3.0)
-    if draft.kind == "rloo" or not draft.take(f"{prefix}_correction", default=True):
+    if draft.kind in {"rloo", "sdpo"} or not draft.take(f"{prefix}_correction", default=True):
         draft.put("algorithm.is_correction", "none", f"{prefix}_correction", note=f"no {prefix}_correction")
     elif mode not in CORRECTIONS:
         draft.lose(f"algorithm.is_correction: expected one of {', '.join(CORRECTIONS)}", f"{prefix}_mode = {mode}")
     else:
-        _bounded(draft, CORRECTIONS[mode], low, high, (f"{prefix}_mode", f"{prefix}_clip_min", named))
+        draft.bounded(CORRECTIONS[mode], low, high, (f"{prefix}_mode", f"{prefix}_clip_min", named))
         if high is None:
             draft.lose("a mask has two bounds (see algorithm.is_high)", f"{named} = None")
         if draft.algorithm == "gspo" and mode.startswith("token"):
             draft.lose("gspo weighs whole responses, by the geometric mean", f"{prefix}_mode = {mode}")
-
-
-def _bounded(draft: Draft, kind: str, low: object, high: object, names: tuple[str, str, str]) -> None:
-    (of_kind, of_low, of_high), masks = names, kind.startswith("mask")
-    draft.put("algorithm.is_correction", kind, of_kind)
-    if high is not None:
-        draft.put("algorithm.is_high" if masks else "algorithm.is_cap", high, of_high)
-    if masks:
-        draft.put("algorithm.is_low", low or 0.0, of_low)
-    elif low:
-        draft.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{of_low} = {low}")
 
 
 def _batch_of_trl(draft: Draft) -> int:
@@ -322,8 +396,9 @@ def _data_of_trl(draft: Draft, each: int) -> None:
     training, held_out = draft.take("dataset_train_split", "train"), draft.take("dataset_test_split", "test")
     named = {"path": name, "subset": subset} if name else {}
     names = ("dataset_name", "dataset_config")
-    _source(draft, "data.prompts", draft.take("<data>", {**named, "split": training}), *names, "dataset_train_split")
-    if (longest := draft.take("max_prompt_length")) is not None:  # of an older TRL
+    draft.source("data.prompts", draft.take("<data>", {**named, "split": training}), *names, "dataset_train_split")
+    longest = draft.given.get("max_prompt_length", 512) if draft.kind == "sdpo" else draft.take("max_prompt_length")
+    if longest is not None:  # elsewhere of an older TRL
         draft.put("data.max_prompt_tokens", longest, "max_prompt_length")
     draft.put(
         "data.over_long",
@@ -332,51 +407,20 @@ def _data_of_trl(draft: Draft, each: int) -> None:
     )
     own, every = draft.take("<eval>", {**named, "split": held_out}), draft.take("eval_steps")
     if draft.take("eval_strategy", "no") != "no":
-        _source(draft, "eval.prompts", own, *names, "dataset_test_split", "eval_strategy")
+        draft.source("eval.prompts", own, *names, "dataset_test_split", "eval_strategy")
         if isinstance(every, int):
             draft.put("eval.every", max(every // each, 1), "eval_steps")
 
 
-def _source(draft: Draft, key: str, source: Mapping[str, object], *names: str) -> None:
-    if "path" not in source:
-        draft.open(key, "prompts.jsonl", "a .jsonl, .csv or .parquet file with a column `prompt`, or a hub's dataset")
-        return
-    table = {name: value for name, value in source.items() if value and (name, value) != ("split", "train")}
-    draft.put(key, table["path"] if len(table) == 1 else [table], *names, note="the dataset")
-
-
-ESTIMATORS: Final = {
-    "gae": "ppo",
-    "grpo": "grpo",
-    "grpo_vectorized": "grpo",
-    "rloo": "rloo",
-    "rloo_vectorized": "rloo",
-    "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "grpo",
-}
-KLS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-
 
 OVERLONG: Final = re.compile(r"(reward_model|reward)\.(reward_kwargs\.)?overlong_buffer(_cfg)?\.")
 """How a key of the penalty on long responses begins, in the versions of verl."""
 
 
-def _estimator(draft: Draft, name: str, known: Mapping[str, str]) -> str:
-    chosen = draft.take(name, "gae")
-    if chosen not in known:
-        raise ConfigError(
-            f"{name} = {chosen!r}: expected one of {', '.join(known)}; another one is an algorithm of your own "
-            "(step.algorithm)"
-        )
-    if chosen.endswith("_baseline"):  # REINFORCE++: the mean of the group, the deviation of the batch
-        draft.put("algorithm.scale_scores", "batch", name)
-    return known[chosen]
-
-
 def _of_verl(draft: Draft) -> None:
     draft.given = {OVERLONG.sub("reward_model.overlong_buffer.", name): each for name, each in draft.given.items()}
-    algorithm = _estimator(draft, "algorithm.adv_estimator", ESTIMATORS)
+    algorithm = draft.estimator("algorithm.adv_estimator", ESTIMATORS)
     names = ("algorithm.norm_adv_by_std_in_grpo", "reward_model.overlong_buffer.enable")
     long = draft.take(names[1], default=False)
     if algorithm == "grpo":
@@ -468,20 +512,7 @@ def _kl_of_verl(draft: Draft) -> None:
     coefficient, kind, default, name = of_reward if in_reward else of_loss
     draft.put("algorithm.kl", coefficient, name)
     switch = "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss"
-    _kl_place(draft, switch, kind, default, in_reward=bool(in_reward))
-
-
-def _kl_place(draft: Draft, name: str, of_kind: str, default: str, *, in_reward: bool) -> None:
-    kind = draft.take(of_kind, default)
-    place = "reward" if in_reward else "loss"
-    if in_reward and draft.algorithm in {"grpo", "dapo", "gspo"}:
-        draft.lose("where scores are standardised the KL is in the loss", name)
-        place = "loss"
-    estimator = KLS.get(str(kind).rstrip("+"), "k3")
-    if place == "loss" and estimator == "k1":
-        estimator = "k2"  # whose gradient is the KL's; the gradient of k1 is zero in expectation
-    draft.put("algorithm.kl_in", place, name)
-    draft.put("algorithm.kl_estimator", estimator, of_kind, note=f"{draft.whose}'s {kind}")
+    draft.kl_place(switch, kind, default, in_reward=bool(in_reward))
 
 
 def _batch_of_verl(draft: Draft) -> None:
@@ -530,10 +561,10 @@ def _models_of_verl(draft: Draft) -> None:
 
 
 def _data_of_verl(draft: Draft) -> None:
-    _files(draft, "data.prompts", "data.train_files")
+    draft.files("data.prompts", "data.train_files")
     every = draft.whole("trainer.test_freq", -1)
     if every > 0:
-        _files(draft, "eval.prompts", "data.val_files")
+        draft.files("eval.prompts", "data.val_files")
         draft.put("eval.every", every, "trainer.test_freq")
     elif draft.take("data.val_files"):
         draft.lose("nothing is evaluated where trainer.test_freq is not above 0", "data.val_files")
@@ -547,7 +578,7 @@ def _data_of_verl(draft: Draft) -> None:
 def _of_openrlhf(draft: Draft) -> None:
     estimators = ESTIMATORS | {"reinforce": "reinforce_pp", "reinforce_baseline": "grpo", "group_norm": "grpo"}
     estimators |= {"dr_grpo": "dr_grpo"}
-    algorithm = _estimator(draft, "algo.advantage.estimator", estimators)
+    algorithm = draft.estimator("algo.advantage.estimator", estimators)
     dynamic, long = draft.take("algo.dynamic_filtering_enable", default=False), "reward.overlong_buffer_len"
     if algorithm == "grpo" and (dynamic or draft.given.get(long)):
         algorithm = "dapo"
@@ -579,7 +610,7 @@ def _loss_of_openrlhf(draft: Draft) -> None:
     draft.put("algorithm.kl", coefficient, "algo.kl.init_coef")
     if coefficient:
         switch = "algo.kl.use_loss" if in_loss else "algo.kl.init_coef"
-        _kl_place(draft, switch, "algo.kl.estimator", "k1", in_reward=not in_loss)
+        draft.kl_place(switch, "algo.kl.estimator", "k1", in_reward=not in_loss)
     place = "algo.advantage.is_correction"
     level, mode = draft.take(f"{place}_level", "off"), draft.take(f"{place}_mode", "mask")
     gate, bounds = draft.take(f"{place}_gating", "ratio"), draft.take(f"{place}_threshold", [0.5, 5.0])
@@ -592,7 +623,7 @@ def _loss_of_openrlhf(draft: Draft) -> None:
     else:
         kind = "mask_sequence" if level != "token" else "truncated" if mode == "clip" else "mask"
         said = f"{place}_mode" if kind == "truncated" else f"{place}_level"
-        _bounded(draft, kind, low, high, (said, f"{place}_threshold", f"{place}_threshold"))
+        draft.bounded(kind, low, high, (said, f"{place}_threshold", f"{place}_threshold"))
 
 
 def _batch_of_openrlhf(draft: Draft) -> None:
@@ -661,18 +692,9 @@ def _data_of_openrlhf(draft: Draft) -> None:
         names = ("data.prompt_dataset", "data.prompt_probs", "data.prompt_split")
         draft.put("data.prompts", tables if len(tables) > 1 or len(tables[0]) > 1 else named[0], *names)
     else:
-        _files(draft, "data.prompts", "data.prompt_dataset")
+        draft.files("data.prompts", "data.prompt_dataset")
     every, apart, split = draft.whole("eval.steps", -1), draft.take("eval.dataset"), draft.take("eval.split", "train")
     if every > 0 and apart:
         held_out = [{"path": apart, "split": split}] if split != "train" else apart
         draft.put("eval.prompts", held_out, "eval.dataset", "eval.split")
         draft.put("eval.every", every, "eval.steps")
-
-
-def _files(draft: Draft, key: str, name: str) -> None:
-    given = draft.take(name)
-    files = [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)]
-    if files:
-        draft.put(key, files[0] if len(files) == 1 else files, name)
-    else:
-        draft.open(key, "prompts.jsonl", "a .jsonl, .csv or .parquet file, or a hub's dataset")

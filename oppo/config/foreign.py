@@ -15,20 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
-import tomli_w
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from oppo.algorithms import ALGORITHMS
 from oppo.config.sections import Tracker
-from oppo.config.settings import Settings, keys_of
+from oppo.config.settings import keys_of
 from oppo.declared import STRICT, expectation
 from oppo.durable import read_text
 from oppo.errors import ConfigError, did_you_mean, one_line, shortened
 
-Kind: TypeAlias = Literal["ppo", "grpo", "rloo", "verl", "openrlhf"]
+Kind: TypeAlias = Literal["ppo", "grpo", "rloo", "sdpo", "verl", "openrlhf"]
 """What a file configures: a trainer of TRL, verl's ``main_ppo``, or OpenRLHF's ``train_ppo_ray``."""
 
 REWARD: Final = "a reward model's directory or hub name, or `file.py:name` of a function"
@@ -45,11 +44,16 @@ def _tables() -> dict[str, Any]:
 
 
 def foreign_fields() -> Mapping[str, Rows]:
-    return {name: table for name, table in _tables().items() if name != "earlier"}
+    return {name: table for name, table in _tables().items() if name not in {"earlier", "templates"}}
+
+
+def templates() -> Mapping[str, str]:
+    return cast("Mapping[str, str]", _tables()["templates"])
 
 
 def rows_of(kind: Kind) -> Rows:
-    tables = {"ppo": ["PPOConfig"], "grpo": ["GRPOConfig"], "rloo": ["GRPOConfig", "RLOOConfig"]}
+    tables = {"ppo": ["PPOConfig"], "grpo": ["GRPOConfig"]}
+    tables |= {kind: ["GRPOConfig", f"{kind.upper()}Config"] for kind in ("rloo", "sdpo")}
     chosen = [*tables[kind], "TrainingArguments", "scripts"] if kind in tables else [WHOSE[kind]]
     return {name: row for table in chosen for name, row in foreign_fields()[table].items()}
 
@@ -122,6 +126,9 @@ def _kind_of(path: Path, text: str, given: Mapping[str, object]) -> Kind:
     fields = {name: foreign_fields()[name].keys() for name in ("PPOConfig", "GRPOConfig")}
     both = fields["PPOConfig"] & fields["GRPOConfig"]
     ppo, grpo = (len((fields[name] - both) & given.keys()) for name in fields)
+    taught = foreign_fields()["SDPOConfig"].keys() - fields["GRPOConfig"] - {"max_prompt_length"}
+    if not ppo and (re.search(r"\bsdpo", text) or taught & given.keys()):
+        return "sdpo"
     if not ppo and (re.search(r"\brloo", text) or {"normalize_advantages", "reward_clip_range"} & given.keys()):
         return "rloo"
     if not ppo and not grpo and not {"reward_funcs", "reward_model_name_or_path"} & given.keys():
@@ -130,8 +137,8 @@ def _kind_of(path: Path, text: str, given: Mapping[str, object]) -> Kind:
         grpo = 1
     if bool(ppo) == bool(grpo):
         raise ConfigError(
-            f"{path} has no field of PPOConfig or of GRPOConfig alone: say which with --kind ppo, --kind grpo or "
-            "--kind rloo"
+            f"{path} has no field of PPOConfig or of GRPOConfig alone: say which with --kind ppo, --kind grpo, "
+            "--kind rloo or --kind sdpo"
         )
     return "ppo" if ppo else "grpo"
 
@@ -213,7 +220,7 @@ def _of_command(path: Path, text: str, *, openrlhf: bool = False) -> dict[str, o
         )
 
     given: dict[str, object] = {}
-    kinds: tuple[Kind, ...] = ("openrlhf",) if openrlhf else ("ppo", "rloo")
+    kinds: tuple[Kind, ...] = ("openrlhf",) if openrlhf else ("ppo", "rloo", "sdpo")
     tables = [rows_of(kind) for kind in kinds]
     known = {name for rows in tables for name in rows} | {"warmup_ratio", "torch_dtype"}
     option, others = "", dict[str, object]()
@@ -267,6 +274,10 @@ def literal(text: str) -> object:
         return [literal(each.strip()) for each in bare[1].split(",")] if bare else text
 
 
+SCRIPTED: Final[Mapping[str, Kind]] = {"PPO": "ppo", "GRPO": "grpo", "RLOO": "rloo", "SDPO": "sdpo"}
+"""The trainers of TRL whose configurations a script calls, by how the names of both begin."""
+
+
 def _of_script(path: Path, text: str) -> Found:
     try:
         tree = ast.parse(text)
@@ -276,11 +287,10 @@ def _of_script(path: Path, text: str) -> Found:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := _last_name(node.func)):
             calls[name].append(node)
-    kinds: dict[str, Kind] = {"PPO": "ppo", "GRPO": "grpo", "RLOO": "rloo"}
-    present = [name for name in kinds if calls[f"{name}Config"] or calls[f"{name}Trainer"]]
+    present = [name for name in SCRIPTED if calls[f"{name}Config"] or calls[f"{name}Trainer"]]
     if len(present) != 1 or len(calls[f"{present[0]}Config"]) > 1:
         found = ", ".join(f"{name} at line {each.lineno}" for name in present for each in calls[f"{name}Config"])
-        raise ConfigError(f"{path}: expected one call of PPOConfig, GRPOConfig or RLOOConfig, got {found or 'none'}")
+        raise ConfigError(f"{path}: expected one call of {'Config, '.join(SCRIPTED)}Config; got {found or 'none'}")
     config, trainer = (calls[f"{present[0]}{role}"] for role in ("Config", "Trainer"))
     if not config and (calls["HfArgumentParser"] or calls["TrlParser"]):
         raise ConfigError(
@@ -297,7 +307,7 @@ def _of_script(path: Path, text: str) -> Found:
     ]
     for call in trainer[:1]:
         given |= script.trainer(call)
-    return Found(kinds[present[0]], given, [*remarks, *script.remarks])
+    return Found(SCRIPTED[present[0]], given, [*remarks, *script.remarks])
 
 
 MAPPED: Final = (
@@ -388,7 +398,7 @@ class Script:
             return found if found.get("path") not in FORMATS else _of_files(files, found) or found
         if name == "LoraConfig":
             return {key: self.value(each) for key, each in given.items() if key}
-        if name in {"PPOConfig", "GRPOConfig", "RLOOConfig"}:
+        if name.endswith("Config") and name.removesuffix("Config") in SCRIPTED:
             return Arguments({key: self.value(each) for key, each in given.items() if key})
         if isinstance(node.func, ast.Attribute) and isinstance(source := self.value(node.func.value), dict):
             self.remarks.append((f"`{name}` of the dataset", MAPPED))
@@ -417,19 +427,34 @@ NEEDS: Final[Sequence[tuple[str | tuple[str, ...], str, Callable[[object], bool]
     (
         "algorithm.dual_clip",
         "algorithm.surrogate",
-        lambda value: value == "dual_clip",
+        lambda at: at == "dual_clip",
         'with algorithm.surrogate = "dual_clip"',
     ),
+    ("teacher.", "teacher.template", bool, "no teacher has a share of the loss (see algorithm.distill)"),
+    ("teacher.rate", "teacher.weights", lambda at: at == "average", 'with teacher.weights = "average"'),
+    ("teacher.threshold", "teacher.template", lambda at: "{sibling}" in str(at), "no {sibling} in teacher.template"),
     ("algorithm.kl_horizon", "algorithm.kl_target", bool, "with algorithm.kl_target"),
     (ADAPTED, "algorithm.kl", bool, "there is no KL penalty to adapt"),
     (
         ADAPTED,
         "algorithm.kl_in",
-        lambda value: value != "loss",
+        lambda at: at != "loss",
         "a KL penalty is adapted in the reward (see algorithm.kl_in)",
     ),
 )
 """Settings by how they begin, the other setting on which their effect depends, and the reason where there is none."""
+
+
+ESTIMATORS: Final = {
+    "gae": "ppo",
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "grpo",
+}
+KLS: Final = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
 @dataclass(slots=True)
@@ -488,6 +513,9 @@ class Draft:
     def lose(self, reason: str, *names: str) -> None:
         if names:
             self.lost.setdefault(reason, []).extend(names)
+
+    def unlike(self, name: str, value: object) -> None:
+        self.lose(rows_of(self.kind)[name][1], f"{name} = {value}")
 
     def same(self, rows: Rows) -> None:
         for name, (key, _, *more) in rows.items():
@@ -586,6 +614,56 @@ class Draft:
         if not rewards and "environment.factory" not in self.values:  # whose get_reward() is the reward
             self.open("rewards.0.source", "rewards.py:score", REWARD)
 
+    def bounded(self, kind: str, low: object, high: object, names: tuple[str, str, str]) -> None:
+        (of_kind, of_low, of_high), masks = names, kind.startswith("mask")
+        self.put("algorithm.is_correction", kind, of_kind)
+        if high is not None:
+            self.put("algorithm.is_high" if masks else "algorithm.is_cap", high, of_high)
+        if masks:
+            self.put("algorithm.is_low", low or 0.0, of_low)
+        elif low:
+            self.lose("weights are bounded from above alone (see algorithm.is_cap)", f"{of_low} = {low}")
+
+    def source(self, key: str, source: Mapping[str, object], *names: str) -> None:
+        if "path" not in source:
+            self.open(
+                key, "prompts.jsonl", "a .jsonl, .csv or .parquet file with a column `prompt`, or a hub's dataset"
+            )
+            return
+        table = {name: value for name, value in source.items() if value and (name, value) != ("split", "train")}
+        self.put(key, table["path"] if len(table) == 1 else [table], *names, note="the dataset")
+
+    def estimator(self, name: str, known: Mapping[str, str]) -> str:
+        chosen = self.take(name, "gae")
+        if chosen not in known:
+            raise ConfigError(
+                f"{name} = {chosen!r}: expected one of {', '.join(known)}; another one is an algorithm of your own "
+                "(step.algorithm)"
+            )
+        if chosen.endswith("_baseline"):  # REINFORCE++: the mean of the group, the deviation of the batch
+            self.put("algorithm.scale_scores", "batch", name)
+        return known[chosen]
+
+    def kl_place(self, name: str, of_kind: str, default: str, *, in_reward: bool) -> None:
+        kind = self.take(of_kind, default)
+        place = "reward" if in_reward else "loss"
+        if in_reward and self.algorithm in {"grpo", "dapo", "gspo"}:
+            self.lose("where scores are standardised the KL is in the loss", name)
+            place = "loss"
+        estimator = KLS.get(str(kind).rstrip("+"), "k3")
+        if place == "loss" and estimator == "k1":
+            estimator = "k2"  # whose gradient is the KL's; the gradient of k1 is zero in expectation
+        self.put("algorithm.kl_in", place, name)
+        self.put("algorithm.kl_estimator", estimator, of_kind, note=f"{self.whose}'s {kind}")
+
+    def files(self, key: str, name: str) -> None:
+        given = self.take(name)
+        files = [each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)]
+        if files:
+            self.put(key, files[0] if len(files) == 1 else files, name)
+        else:
+            self.open(key, "prompts.jsonl", "a .jsonl, .csv or .parquet file, or a hub's dataset")
+
     def document(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, (value, _) in self.values.items():
@@ -611,50 +689,3 @@ def _refusal(kind: Any, value: object) -> str:
 
 def moved(source: object, file: str) -> str:
     return f"{file}:" + (re.sub(r"\W+", "_", str(source).rpartition(".")[2]).strip("_") or "score")
-
-
-def rendered(
-    document: Mapping[str, Any],
-    notes: Mapping[str, str],
-    blank: Mapping[str, str],
-    lost: Mapping[str, Sequence[str]],
-    origin: str,
-) -> str:
-    lines = [f"# Converted from {_printable(origin)}."]
-    lines += ["", "# To fill in:", *(f"# - {key}: {what}" for key, what in blank.items())] if blank else []
-    reasons = [_printable(f"# - {', '.join(names)}: {reason}") for reason, names in lost.items()]
-    lines += ["", "# Not carried over:", *reasons] if lost else []
-    for section in Settings.model_fields:
-        given = document.get(section) or []
-        for number, table in enumerate(given if isinstance(given, list) else [given]):
-            place = f"{section}.{number}" if given is not table else section
-            lines += ["", f"[[{section}]]" if given is not table else f"[{section}]"]
-            told = {key: f"  # {notes[name]}" if (name := f"{place}.{key}") in notes else "" for key in table}
-            lines += [f"{_key(key)} = {_toml(value)}{_printable(told[key])}" for key, value in table.items()]
-    return "\n".join([*lines, ""])
-
-
-def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else " " for each in text)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{_key(key)} = {_toml(each)}' for key, each in value.items())} }}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return tomli_w.dumps({"k": value})[4:].strip()
-
-
-def _key(key: object) -> str:
-    return tomli_w.dumps({str(key): 0}).rpartition(" = ")[0]
-
-
-def at(document: Mapping[str, Any], key: str) -> object:
-    table: Any = document
-    for name in key.split("."):
-        if isinstance(table, list):
-            table = table[int(name)] if int(name) < len(table) else {}
-        else:
-            table = table.get(name) if isinstance(table, dict) else None
-    return table

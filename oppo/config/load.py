@@ -13,8 +13,9 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import tomli_w
 from pydantic import ValidationError
 
 from oppo.algorithms import ALGORITHMS
@@ -434,3 +435,50 @@ def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _texts(key, each)
+
+
+def rendered(
+    document: Mapping[str, Any],
+    notes: Mapping[str, str],
+    blank: Mapping[str, str],
+    lost: Mapping[str, Sequence[str]],
+    origin: str,
+) -> str:
+    lines = [f"# Converted from {_printable(origin)}."]
+    lines += ["", "# To fill in:", *(f"# - {key}: {what}" for key, what in blank.items())] if blank else []
+    reasons = [_printable(f"# - {', '.join(names)}: {reason}") for reason, names in lost.items()]
+    lines += ["", "# Not carried over:", *reasons] if lost else []
+    for section in Settings.model_fields:
+        given = document.get(section) or []
+        for number, table in enumerate(given if isinstance(given, list) else [given]):
+            place = f"{section}.{number}" if given is not table else section
+            lines += ["", f"[[{section}]]" if given is not table else f"[{section}]"]
+            told = {key: f"  # {notes[name]}" if (name := f"{place}.{key}") in notes else "" for key in table}
+            lines += [f"{_key(key)} = {_toml(value)}{_printable(told[key])}" for key, value in table.items()]
+    return "\n".join([*lines, ""])
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{_key(key)} = {_toml(each)}' for key, each in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return tomli_w.dumps({"k": value})[4:].strip()
+
+
+def _key(key: object) -> str:
+    return tomli_w.dumps({str(key): 0}).rpartition(" = ")[0]
+
+
+def at(document: Mapping[str, Any], key: str) -> object:
+    table: Any = document
+    for name in key.split("."):
+        if isinstance(table, list):
+            table = table[int(name)] if int(name) < len(table) else {}
+        else:
+            table = table.get(name) if isinstance(table, dict) else None
+    return table

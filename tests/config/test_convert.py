@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 
 from oppo.cli import UNUSABLE, main
 from oppo.config.convert import Converted, convert
-from oppo.config.foreign import Kind, at, foreign_fields, ours
-from oppo.config.load import resolve
+from oppo.config.foreign import Kind, foreign_fields, ours
+from oppo.config.load import at, resolve
 from oppo.errors import ConfigError
 from tests.kit.workplace import furnish
 
@@ -568,7 +568,7 @@ def test_no_text_of_theirs_becomes_a_line_of_ours(tmp_path: Path) -> None:
     assert tomllib.loads(text)["models"]["policy"] == "x\n[run]"
 
 
-@pytest.mark.parametrize("kind", ["PPOConfig", "GRPOConfig"])
+@pytest.mark.parametrize("kind", ["PPOConfig", "GRPOConfig", "SDPOConfig"])
 def test_every_default_of_theirs_is_one_that_a_setting_takes(kind: str, tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(f"{kind}()")
     converted = convert(tmp_path / "run.py", overrides=["models.policy=a", "data.prompts=a.jsonl"])
@@ -589,6 +589,7 @@ def test_a_value_that_is_taken_as_it_is_goes_to_one_setting() -> None:
         ("ppo", ("PPOConfig", "TrainingArguments", "scripts")),
         ("grpo", ("GRPOConfig", "TrainingArguments", "scripts")),
         ("rloo", ("GRPOConfig", "RLOOConfig", "TrainingArguments", "scripts")),
+        ("sdpo", ("SDPOConfig",)),
         ("verl", ("verl",)),
         ("openrlhf", ("OpenRLHF",)),
     ],

@@ -38,7 +38,7 @@ def of(kind: Kind, given: dict[str, object], folder: Path) -> Converted:
 
 
 @pytest.mark.parametrize(
-    ("kind", "set_something"), [("ppo", 33), ("grpo", 35), ("rloo", 34), ("verl", 45), ("openrlhf", 40)]
+    ("kind", "set_something"), [("ppo", 33), ("grpo", 35), ("rloo", 34), ("sdpo", 35), ("verl", 45), ("openrlhf", 40)]
 )
 def test_no_field_of_theirs_falls_silently(kind: Kind, set_something: int, tmp_path: Path) -> None:
     plain, ends, silent = of(kind, {}, tmp_path), Counter[str](), list[str]()
@@ -61,7 +61,7 @@ def test_no_field_of_theirs_falls_silently(kind: Kind, set_something: int, tmp_p
     assert ends["refused"] <= 3, ends
 
 
-@pytest.mark.parametrize("kind", ["ppo", "grpo", "rloo", "openrlhf"])
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "rloo", "sdpo", "openrlhf"])
 def test_every_field_has_a_row_of_its_own_or_of_its_section(kind: Kind) -> None:
     rows = rows_of(kind)
     for field in fields_of(kind):

@@ -15,7 +15,7 @@ from oppo.config.load import load_settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
 FIELDS = json.loads((Path(__file__).parents[1] / "golden" / "trl_fields.json").read_text(encoding="utf-8"))
-del FIELDS["RLOOConfig"]  # nearly all are of GRPOConfig: tests/config/test_fields.py
+del FIELDS["RLOOConfig"], FIELDS["SDPOConfig"]  # nearly all are of GRPOConfig: tests/config/test_fields.py
 SETTINGS = {f"{section}.{key}" for section, keys in tables().items() for key in keys}
 OF_VLLM = {"vllm.model_impl", "vllm.gpu_memory_utilization", "vllm.max_model_len", "vllm.tensor_parallel_size"}
 OF_VLLM |= {"vllm.urls", "vllm.timeout"}

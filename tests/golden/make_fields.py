@@ -1,9 +1,9 @@
 """Writes ``trl_fields.json`` and ``ray_fields.json``: the fields of other trainers, which ``foreign.toml`` maps.
 
-PPOConfig is of TRL 1.12.0 (the last release with ``trl.experimental.ppo``), GRPOConfig and RLOOConfig of TRL 1.16.0,
-all with transformers 5.23.0; keys are of verl 0.9.1, with their defaults, and flags of OpenRLHF 0.11.2, whose files are
-read. None is a dependency of this package. In an environment with the one version of TRL and then in one with the
-other, and with wheels of verl and OpenRLHF unpacked on ``PYTHONPATH`` (without their own ``tests``)::
+PPOConfig is of TRL 1.12.0 (the last release with ``trl.experimental.ppo``), the others of TRL 1.16.0, all with
+transformers 5.23.0; keys are of verl 0.9.1, with their defaults, and flags of OpenRLHF 0.11.2, whose files are read.
+None is a dependency of this package. In an environment with the one version of TRL and then in one with the other, and
+with wheels of verl and OpenRLHF unpacked on ``PYTHONPATH`` (without their own ``tests``)::
 
     python -m tests.golden.make_fields
 
@@ -31,6 +31,7 @@ PATH = Path(__file__).with_name("trl_fields.json")
 OF_RAY = Path(__file__).with_name("ray_fields.json")
 KINDS = {"PPOConfig": ("trl.experimental.ppo", "1.12.0")}
 KINDS |= dict.fromkeys(("GRPOConfig", "RLOOConfig"), ("trl", "1.16.0"))
+KINDS |= {"SDPOConfig": ("trl.experimental.sdpo", "1.16.0")}
 
 
 def main() -> None:
