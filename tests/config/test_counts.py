@@ -13,7 +13,7 @@ import yaml
 
 from oppo.config.convert import convert
 from oppo.config.foreign import Kind
-from oppo.config.load import resolve
+from oppo.config.load import load_settings, resolve
 from oppo.config.settings import Settings
 from oppo.run.checkpoint import Provenance
 from oppo.run.prompts import supplied
@@ -124,3 +124,18 @@ def test_a_run_of_openrlhf_counts_what_openrlhf_does(tmp_path: Path) -> None:
             assert [ours[n] for n in inner] == [case["optimizer_steps"][n] for n in inner], case
             exact += 1
     assert exact >= 15
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_what_is_printed_is_read_and_printed_again_the_same(kind: Kind, tmp_path: Path) -> None:
+    for case in GOLDEN[kind]["cases"][:8]:
+        name = max(case["given"])
+        known, misspelt = case["given"], f"{name}x"
+        _, plain = converted(kind, known, tmp_path)
+        found = convert(next(tmp_path.glob("run.*")), kind=kind, overrides=HERE)
+        (tmp_path / "config.toml").write_text(found.text)
+        first = load_settings(tmp_path / "config.toml").toml()
+        (tmp_path / "again.toml").write_text(first)
+        assert load_settings(tmp_path / "again.toml").toml() == first
+        _, lost = converted(kind, {**known, misspelt: 1}, tmp_path)
+        assert misspelt in lost - plain, "a key that is misspelt is named"
