@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from oppo.config.sections import ModelsSection
 from oppo.durable import nearby
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Drop
-from oppo.hf.as_text.rendering import Form
+from oppo.hf.as_text.rendering import Form, Rendering
 from oppo.hf.as_text.streamed import Bridge, BridgedReward
 from oppo.hf.as_text.whole import ClassifierReward, Encoder, SimilarityReward, load_encoder
 from oppo.hf.devices import attributed
@@ -330,6 +330,8 @@ class RewardModels:
         key, source, given = role.key, role.source, reward.form
         model, difference = self.load.scalar_reward(role)
         if given in {"auto", "tokens"} and difference is None:
+            if given == "auto":
+                self._warn_of_template(role)
             scorer = RewardModel(model, place=place, deterministic=self.deterministic)
             return ServedRewardModel(source, scorer, model, may_be_critic=True)
         reader = self.load.tokenizer(source)
@@ -402,6 +404,18 @@ class RewardModels:
             deterministic=self.deterministic,
         )
         return ServedRewardModel(role.source, scorer)
+
+    def _warn_of_template(self, role: Role) -> None:
+        # What was trained on whole texts of a chat template has learned to score their last token.
+        reader = self.load.tokenizer(role.source)
+        with suppress(ConfigError):  # it may refuse these messages
+            closing = Rendering("chat", reader).closing()
+            if len(reader.encode_whole(closing)) != 1:
+                logger.warning(
+                    f"{role.key}: {role.source} scores the token that ends a response, where its chat template writes "
+                    f"{closing!r}: if it was trained on texts of the template, as by TRL's RewardTrainer on "
+                    f"conversations, set {role.key}.form = 'chat', which reads them; 'tokens' if it was not"
+                )
 
     def _say(self, role: Role, words: str) -> None:
         logger.info(f"{role.key}: {role.source} {words}")

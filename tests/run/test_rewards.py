@@ -246,6 +246,37 @@ def test_a_reward_model_of_any_kind_is_found_by_its_directory_and_said(
     assert begins_anew is (name != "reward" or bool(overrides))
 
 
+@pytest.mark.parametrize(
+    ("closing", "overrides", "warned"),
+    [
+        ("</s> w5", (), True),
+        ("", (), True),
+        ("</s>", (), False),
+        ("{{ raise_exception('no') }}", (), False),
+        ("</s> w5", ("rewards.0.form=tokens",), False),
+        ("</s> w5", ("rewards.0.form=chat",), False),
+    ],
+)
+def test_where_a_template_ends_otherwise_than_a_response_a_line_says_which_form_reads_it(
+    workplace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    closing: str,
+    overrides: tuple[str, ...],
+    *,
+    warned: bool,
+) -> None:
+    """As TRL's RewardTrainer trains on conversations: with what follows the end of a turn."""
+    tiny.scalar("llama", seed=2).save_pretrained(tmp_path)
+    reader = tokenizer()
+    reader.chat_template = "{% for message in messages %}{{ message.content }}" + closing + "{% endfor %}"
+    reader.save_pretrained(tmp_path)
+    assert oppo(workplace, "--dry-run", f"rewards.0.source={tmp_path}", *overrides) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("set rewards.0.form = 'chat'" in said) is warned
+    assert (f"where its chat template writes {closing!r}" in said) is warned
+
+
 def test_a_run_is_the_same_bit_for_bit_when_a_bridged_model_reads_in_a_process(workplace: Path) -> None:
     from oppo.hf.loading import load_causal
     from oppo.hf.weights import weights_digest

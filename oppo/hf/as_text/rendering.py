@@ -62,6 +62,10 @@ class Rendering:
             case "pair":
                 return None
 
+    def closing(self) -> str:
+        """Return the text after a response."""
+        return self.whole("hello", _MARK).text.rpartition(_MARK)[2]
+
     def _chat(self, prompt: PromptText, response: str) -> Rendered:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         answer: Message = {"role": "assistant", "content": response}
