@@ -207,9 +207,9 @@ class Measured(torch.autograd.Function):
         return torch.mul(logits, of_rows[:, None])
 
 
-def of_logits(kernels: object = None) -> Counts:
-    """An update, with logits of 16 tokens at a time."""
-    changed = {"LOGITS_BYTES": 16 * VOCABULARY * 4, "WIDE": {"gpu"}, "kernels_on": lambda device: kernels}
+def of_logits(kernels: object = None, tokens: int = 16) -> Counts:
+    """An update, with logits of so many tokens at a time."""
+    changed = {"LOGITS_BYTES": tokens * VOCABULARY * 4, "WIDE": {"gpu"}, "kernels_on": lambda device: kernels}
     for name, value in changed.items():
         setattr(head, name, value)
     return update(lambda: ActorCritic(bare(partial(sized, vocab_size=VOCABULARY)), head_apart=True))
@@ -370,6 +370,7 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "states of 24 layers": partial(resized, 24),
     "the harness": refused,
     "update of logits": of_logits,
+    "update of logits, 8 at a time": partial(of_logits, tokens=8),
     "update of logits, by Triton": partial(of_logits, SimpleNamespace(measured=Measured.once)),
 }
 """By name; each returns what it did, by phase."""

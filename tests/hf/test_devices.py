@@ -399,6 +399,7 @@ BUDGET: Mapping[str, Mapping[str, tuple[int, int]]] = {
     "states of one layer": {"grown": (0, 0), "shrunk": (0, 0)},
     "states of 24 layers": {"grown": (0, 0), "shrunk": (0, 0)},
     "update of logits": {"update": (4, 3 * 2)},
+    "update of logits, 8 at a time": {"update": (4, 3 * 2)},
     "update of logits, by Triton": {"update": (4, 3 * 2)},
 }
 """By work and phase: how often the host may wait for the device, and what it may send there.
@@ -492,6 +493,14 @@ def test_an_update_moves_few_bytes_for_each_logit(work: str, found: Found) -> No
     update: Found = found[work]["phases"]["update"]
     logits = 6 * 16 * VOCABULARY  # of as many tokens, in as many chunks
     assert update["moved"][f"16x{VOCABULARY}"] <= MOVED[work] * logits
+
+
+def test_each_chunk_of_logits_moves_eighteen_bytes_of_a_weight(found: Found) -> None:
+    """Three products read it in 16 bits, one writes its gradient so, which is added to a sum in float32."""
+    large, small = (found[f"update of logits{size}"]["phases"]["update"] for size in ("", ", 8 at a time"))
+    weights = tiny.HIDDEN * VOCABULARY
+    more = small["moved"][f"{tiny.HIDDEN}x{VOCABULARY}"] - large["moved"][f"{tiny.HIDDEN}x{VOCABULARY}"]
+    assert more == 6 * 18 * weights, "of 12 chunks in place of 6"
 
 
 def test_rows_of_any_length_decode_as_one_segment(found: Found) -> None:
