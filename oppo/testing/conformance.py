@@ -172,13 +172,17 @@ class Dialogue(Trial):
         super().__post_init__()
         self.heard = [[] for _ in self.prompts]
 
-    async def talk(self, limit: int, *, cancel_first: bool = False) -> None:
-        self.has_cut = False
-        live = self.live
-        decoding = self.policy.decoding([self.decodes[k] for k in live], self.cut)
+    async def talk(self, limit: int, *, cancel_first: bool = False, alone: int | None = None) -> None:
+        # ``alone``: the one that others join before its first turn is answered.
+        self.has_cut, live = False, self.live
+        decodes = [self.decodes[k] for k in live if alone in (None, k)]
         with as_itself():
-            async with decoding, anyio.create_task_group() as conversations:
+            async with self.policy.decoding(decodes, self.cut) as engine, anyio.create_task_group() as conversations:
                 async with anyio.create_task_group() as readers:
+                    if alone is not None and (turn := await self.decodes[alone].turn()) is not None:
+                        await engine.add([self.decodes[k] for k in live if k != alone])
+                        if self.decodes[alone].proceed(self.answer):
+                            self.heard[alone].append(turn.tolist())
                     for k in live:
                         readers.start_soon(self.read, k, limit)
                         conversations.start_soon(self.converse, k, cancel_first)
@@ -220,6 +224,7 @@ async def check_turns(make: Make[Policy], prompts: Sequence[Prompt], plain: Tria
     await _check_turn_cut(make, whole)
     await _check_waiting(make, whole)
     await _check_limit(make, whole)
+    await _check_joining_held(make, whole)
     if whole.policy.capabilities.resumes != "refused":
         await _check_reopening(make, whole)
 
@@ -297,6 +302,22 @@ async def _check_waiting(make: Make[Policy], whole: Dialogue) -> None:
         require(decode.finish(), f"{rollout}: finish() was refused while it was decoded")
     require(trial.transcripts[k].ended, f"{rollout}: it went on after finish()")
     require(trial.reported == [whole.prompts[k].rollout], f"after finish(), cut() was called with {trial.reported}")
+
+
+async def _check_joining_held(make: Make[Policy], whole: Dialogue) -> None:
+    trial, can = await _dialogue(make, whole.prompts), whole.policy.capabilities
+    if not (can.adds_while_decoding or can.adds_while_held):
+        return
+    try:
+        await trial.talk(limit=3, alone=next(k for k, heard in enumerate(whole.heard) if heard))
+    except ProtocolError as error:
+        name = "adds_while_decoding" if can.adds_while_decoding else "adds_while_held"
+        words = f"{name} is True, but add() did not work while a turn was unanswered: {error}"
+        raise ProtocolError(words) from error
+    require(
+        (trial.tokens, trial.heard) == (whole.tokens, whole.heard),
+        "rollouts that joined while a turn was unanswered, or the one that had it, have other tokens",
+    )
 
 
 async def _check_limit(make: Make[Policy], whole: Dialogue) -> None:

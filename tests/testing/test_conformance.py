@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import get_args
 
 import anyio
@@ -37,10 +38,20 @@ def finished(count: int = 3) -> list[Finish]:
     return run_virtual(respond_serially, FakePolicy(), prompts(count))
 
 
+HELD = Capabilities(turns=True, adds_while_held=True)
+
+
 @pytest.mark.parametrize("pace", [None, lambda prompt: 1 + noise(prompt.rollout)], ids=["together", "apart"])
-def test_the_fake_policy_keeps_the_contract_however_it_decodes(pace: Callable[[Prompt], float] | None) -> None:
+@pytest.mark.parametrize(
+    "can",
+    [Capabilities(turns=True), HELD, Capabilities(turns=True, adds_while_decoding=True)],
+    ids=["", "held", "adds"],
+)
+def test_the_fake_policy_keeps_the_contract_however_it_decodes(
+    pace: Callable[[Prompt], float] | None, can: Capabilities
+) -> None:
     async def make() -> FakePolicy:
-        return FakePolicy(pace=pace, turns=some_turns)
+        return FakePolicy(pace=pace, turns=some_turns, holds=can.adds_while_held, capabilities=can)
 
     run_virtual(check_policy, make, prompts(6))
 
@@ -96,6 +107,16 @@ class Shy(FakePolicy):
             Capabilities(adds_while_decoding=True),
             "adds_while_decoding is True, but add() did not work",
         ),
+        (
+            partial(Vain, turns=some_turns, holds=True),
+            HELD,
+            "adds_while_held is True, but add() did not work while a turn was unanswered: Vain decodes what it was",
+        ),
+        (
+            partial(FakePolicy, turns=some_turns),
+            HELD,
+            "adds_while_held is True, but add() did not work while a turn was unanswered: FakePolicy takes others",
+        ),
         (Shy, Capabilities(), "loads_while_decoding is 'refused', but load() returned"),
         (
             Shy,
@@ -105,7 +126,7 @@ class Shy(FakePolicy):
     ],
 )
 def test_a_policy_that_can_other_things_than_it_says_is_found_out(
-    policy: type[FakePolicy], claimed: Capabilities, message: str
+    policy: Callable[..., FakePolicy], claimed: Capabilities, message: str
 ) -> None:
     async def make() -> FakePolicy:
         return policy(capabilities=claimed)
