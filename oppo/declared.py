@@ -256,7 +256,8 @@ def _exact(kind: Any) -> Any:
     return Annotated[int, Ge(WHOLE.start), Lt(WHOLE.stop)] if kind is int else kind
 
 
-Name: TypeAlias = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+Name: TypeAlias = Annotated[str, Field(max_length=128, pattern=NAME.pattern)]
 
 _WORDS: Final = {
     "string_pattern_mismatch": "letters, digits, '.', '_' and '-' only, beginning with a letter or a digit",

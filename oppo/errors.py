@@ -428,6 +428,11 @@ def worded(error: BaseException) -> str:
     return f"{name}{message}{more}{place_of(first)}"
 
 
+def counted(count: int, noun: str, several: str = "") -> str:
+    """Return a count as a person writes it: ``1 response``, ``1,024 responses``."""
+    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+
+
 def shown(value: object) -> str:
     """Return a value's ``repr`` and type, in bounded length, even if its ``__repr__`` fails."""
     return f"{shortened(_printed(value, repr), 200)} ({type(value).__name__})"

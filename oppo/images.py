@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote
 
 from oppo.durable import content, make
 from oppo.errors import DataError, did_you_mean_path, one_line, shortened, shown
@@ -75,6 +76,8 @@ class ImageFiles:
                 return self._written(base64.b64decode(text if head.endswith(";base64") else "-", validate=True))
             except binascii.Error as error:
                 raise DataError(f"{place}: the data URI of an image is not in base64: {error}") from error
+        if local := re.match(r"file://(localhost)?(?=/)", name, re.IGNORECASE):
+            name = unquote(name[local.end() :])
         if re.match(r"[a-z][a-z0-9+.-]+://", name, re.IGNORECASE):
             raise DataError(f"{place}: {name!r} is a URL, and images are not fetched: save it, and give its path")
         coded = "; base64 begins with 'data:image/png;base64,'" if len(name) > 200 else ""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.declared import AtLeastOne, Count, Fraction, Limit, NonNegative, Positive, validated
-from oppo.errors import ConfigError, ProtocolError
+from oppo.errors import ConfigError, ProtocolError, counted
 from oppo.events import BoolArray, Finish, FloatArray, IntArray, described
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
@@ -414,7 +414,9 @@ class TokenRewards(float):
         at = {length - 1: rest}
         for turn, reward in rewards.items():
             if not -len(ends) <= turn < len(ends):
-                raise ValueError(f"there is no turn {turn} in a response of {len(ends)} turns to be rewarded")
+                raise ValueError(
+                    f"there is no turn {turn} in a response of {counted(len(ends), 'turn')} to be rewarded"
+                )
             at[ends[turn] - 1] = at.get(ends[turn] - 1, 0.0) + float(reward)
         return cls.at(length, at)
 

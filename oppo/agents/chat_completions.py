@@ -34,7 +34,7 @@ class ChatCompletions(Api):
         tools = found.get("tools") or []
         return Wanted(
             self.path,
-            Api.asked([_message(each, number) for number, each in enumerate(found["messages"])]),
+            Api.asked([_message(each, number, requests) for number, each in enumerate(found["messages"])]),
             tools,
             most=min(filter(None, limits), default=0),
             thinking=requests.most("thinking_token_budget", found.get("thinking_token_budget")),
@@ -123,12 +123,13 @@ def _shown(request: Request, said: Said) -> Json:
     return found | ({"token_ids": list(said.tokens)} if request.wanted.shows_ids else {})
 
 
-def _message(value: object, number: int) -> Json:
+def _message(value: object, number: int, requests: ChatRequests) -> Json:
     role = _ROLES.get(str(value.get("role"))) if isinstance(value, dict) else None
     if role is None or not isinstance(value, dict):
         raise Refusal(f"message {number}: expected one of role {', '.join(_ROLES)}, got {shown(value)}")
     where = f"message {number}"
-    found: Json = {"role": role, "content": Api.text_of(value.get("content"), where)}
+    read = requests.content_of if role == "user" else Api.text_of
+    found: Json = {"role": role, "content": read(value.get("content"), where)}
     found |= {name: value[name] for name in ("name", "tool_call_id", "reasoning_content") if value.get(name)}
     calls = value.get("tool_calls") or ()
     if any(not isinstance(each, dict) or not isinstance(each.get("function"), dict) for each in calls):

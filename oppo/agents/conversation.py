@@ -24,10 +24,12 @@ from oppo.agents.requests import (
     apart,
     digest_of,
     quoted,
+    shows_images,
 )
 from oppo.environments import EnvironmentFailure
-from oppo.errors import ConfigError, OppoError, one_line, shown
+from oppo.errors import ConfigError, DataError, OppoError, one_line, shown
 from oppo.events import Drop
+from oppo.images import ImageRef
 from oppo.observe import WorkContext
 from oppo.turns import GrowingText
 
@@ -50,8 +52,10 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def essence(message: Mapping[str, Any]) -> str:
     """Return a digest of an assistant's message whatever its calls' ids; empty if it says nothing."""
+    if message["role"] != "assistant":
+        return ""
     said = [message["content"].strip(), [each["function"] for each in message.get("tool_calls", ())]]
-    return digest_of(said) if message["role"] == "assistant" and any(said) else ""
+    return digest_of(said) if any(said) else ""
 
 
 def first_difference(then: Any, now: Any, at: str) -> str:
@@ -89,6 +93,7 @@ class Conversation:
         self._tools: list[Json] = []
         self._format: tuple[HfTokenizer, ChatFormat] | None = None
         self.messages: list[Json] = []
+        self.images: tuple[ImageRef, ...] = ()
         self._names: dict[str, tuple[str, str]] = {}
         self._turn: list[int] = []
         self._text: GrowingText | None = None  # of a turn that is streamed
@@ -142,7 +147,8 @@ class Conversation:
                 f"{wanted.api} in it"
             )
         limit = self._requests.limit(wanted)
-        size = sum(len(each["content"]) for each in messages)
+        # with images on the loop, since two threads cannot encode with one tokenizer at a time
+        size = 0 if shows_images(messages) else sum(len(each["content"]) for each in messages)
         read = partial(self._following, single=single) if self.begun else self._prompt
         tokens, answers = await apart(size, partial(read, messages, wanted.tools))
         if self.full is not None:  # meanwhile
@@ -172,7 +178,9 @@ class Conversation:
     def _prompt(self, messages: list[Json], tools: list[Json]) -> tuple[list[int], int]:
         chosen = self._requests.format(tools)
         try:
-            tokens = chosen[0].encode_chat(messages)
+            tokens, self.images = self._requests.prompt(chosen[0], messages)
+        except DataError as error:
+            raise Refusal(str(error)) from error
         except Exception as error:  # any kind: a template is a program
             raise Refusal(f"the policy's chat template cannot render the messages: {one_line(error)}") from error
         self._format, self._tools = chosen, tools
@@ -192,6 +200,8 @@ class Conversation:
             raise Refusal(f"{difference}; {wanted}", code="history_changed")
         if not (added := messages[len(before) :]):
             raise Refusal(f"nothing follows the answer; {wanted}", code="history_changed")
+        if shows_images(added):
+            raise Refusal("an image follows an answer: images are read in the request that begins a conversation")
         assert self._format is not None  # noqa: S101 - of the first request
         _, chat = self._format
         said = []
@@ -431,7 +441,8 @@ class Session:
                 f"{self._longest:.0f}: shorten its messages",
                 code="context_length_exceeded",
             )
-        talk.branch = crc32(request.tokens.tobytes()) % BRANCHES
+        seen = crc32("".join(image.sha256 for image in talk.images).encode())
+        talk.branch = crc32(request.tokens.tobytes(), seen) % BRANCHES
         while talk.branch in self.conversations:
             talk.branch = (talk.branch + 1) % BRANCHES
         if talk.branch in self._expected:

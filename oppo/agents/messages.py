@@ -29,7 +29,7 @@ class Messages(Api):
         tools = [_tool(each) for each in found.get("tools") or ()]
         return Wanted(
             self.path,
-            Api.asked([*system, *_messages(found["messages"])]),
+            Api.asked([*system, *_messages(found["messages"], requests)]),
             tools,
             most=requests.most("max_tokens", found["max_tokens"]),
             thinking=_budget(found.get("thinking"), requests),
@@ -139,7 +139,7 @@ def _budget(thinking: object, requests: ChatRequests) -> int:
     return requests.most("thinking.budget_tokens", thinking.get("budget_tokens"))
 
 
-def _messages(values: list[object]) -> list[Json]:
+def _messages(values: list[object], requests: ChatRequests) -> list[Json]:
     found = list[Json]()
     for number, value in enumerate(values):
         where = f"message {number}"
@@ -164,7 +164,7 @@ def _messages(values: list[object]) -> list[Json]:
             else:
                 texts.append(block)
         if texts and role == "user":
-            found.append({"role": "user", "content": Api.text_of(texts, where)})
+            found.append({"role": "user", "content": requests.content_of(texts, where)})
         elif role == "assistant":
             Api.spoken(found, content=Api.text_of(texts, where))
     return found

@@ -90,7 +90,9 @@ class Player:
         session.drawn[same] += 1
         # The responses to a row begin alike, so what is drawn before them is the same for all.
         branch, sample = (same + session.drawn[same]) % BRANCHES, prompt.sample if session.first.begun else 0
-        asked = replace(prompt, tokens=tokens, sample=sample, branch=branch, limit=limit, role=talk.role, images=())
+        asked = replace(
+            prompt, tokens=tokens, sample=sample, branch=branch, limit=limit, role=talk.role, images=talk.images
+        )
         try:
             turn = await self.turn(asked)
         except Refusal as refusal:
@@ -104,6 +106,8 @@ class Player:
                 session.notify()
 
     async def turn(self, prompt: Prompt) -> Chunk:
+        if prompt.images:
+            raise Refusal(f"role {prompt.role!r} is frozen, and what plays it is shown text only: leave images out")
         if prompt.limit.thinking:
             raise Refusal(f"role {prompt.role!r} is frozen, and no budget ends its thinking: leave the budget out")
         try:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Typ
 
 import anyio
 
-from oppo.errors import ConfigError, one_line, running_loop, shortened, shown
+from oppo.errors import ConfigError, DataError, one_line, running_loop, shortened, shown
 from oppo.events import IntArray
+from oppo.images import ImageRef
 from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import SamplingSettings
 
 if TYPE_CHECKING:
     from oppo.hf.chat import ChatFormat
+    from oppo.hf.processor import ImagePrompts
     from oppo.hf.tokenizer import HfTokenizer
 
 T = TypeVar("T")
@@ -181,7 +183,7 @@ class Api(ABC):
         for part in content if isinstance(content, list) else ():
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else part
-                raise Refusal(f"{where} shows {shown(kind)}: the policy reads text only: leave it out")
+                raise Refusal(f"{where} shows {shown(kind)}: the policy reads text only there: leave it out")
         if not isinstance(content, list):
             raise Refusal(f"{where}: expected its content to be text, got {shown(content)}")
         return "\n".join(part["text"] for part in content)
@@ -239,6 +241,7 @@ class ChatRequests:
         self._most = sampling.max_new_tokens
         self._formats: dict[str, tuple[HfTokenizer, ChatFormat]] = {}
         self._stops = sampling.stop_strings
+        self.images: ImagePrompts | str = "the policy reads text only (data.images has agents show images)"
         own = [each for each in getattr(sampling, "stop", ()) if isinstance(each, str)]
         self._fixed: dict[str, tuple[object, ...]] = {
             "stop": ([*self._stops, *own], *self._stops, *own),
@@ -282,6 +285,42 @@ class ChatRequests:
                 status=404,
             )
         return str(model) if self._roles else ""
+
+    def content_of(self, content: object, where: str) -> str | list[Json]:
+        """Return the content of a user's message: a text, or with images a list of parts, as chat templates read it."""
+        parts = content if isinstance(content, list) else []
+        pictures = [part if isinstance(part, dict) and part.get("type") in _IMAGES else None for part in parts]
+        if not any(pictures):
+            return Api.text_of(content, where)
+        return [
+            {"type": "text", "text": Api.text_of([part], where)} if picture is None else self._picture(picture, where)
+            for part, picture in zip(parts, pictures, strict=True)
+        ]
+
+    def _picture(self, part: Json, where: str) -> Json:
+        if isinstance(self.images, str):
+            raise Refusal(f"{where} shows {shown(part['type'])}, and {self.images}: leave it out")
+        held = next((part[name] for name in ("image_url", "source", "image") if part.get(name)), None)
+        if isinstance(held, dict):
+            held = held.get("url") or f"data:{held.get('media_type')};base64,{held.get('data')}"
+        if not isinstance(held, str) or not held.startswith("data:"):
+            raise Refusal(
+                f"{where} shows an image as {quoted(held)}: expected it in base64, data:image/png;base64,...: nothing "
+                "is fetched, and no file is read"
+            )
+        try:
+            return {"type": "image", "image": str(self.images.files.file(held, where))}
+        except DataError as error:
+            raise Refusal(str(error)) from error
+
+    def prompt(self, tokenizer: HfTokenizer, messages: list[Json]) -> tuple[list[int], tuple[ImageRef, ...]]:
+        """Return the tokens of the first messages of a conversation, and the images that they show."""
+        if not shows_images(messages) or isinstance(self.images, str):
+            return tokenizer.encode_chat(messages), ()
+        _, tokens, images = self.images(
+            {"prompt": messages}, "prompt", "a request", lambda row, column: (row, tokenizer)
+        )
+        return tokens, images
 
     def most(self, name: str, value: object) -> int:
         """Return the limit of a turn in tokens, 0 where the response's is no larger."""
@@ -354,6 +393,13 @@ class ChatRequests:
                 raise Refusal(f"the tools cannot be read: {one_line(error)}") from error
             self._formats = {**dict([*self._formats.items()][1 - FORMATS :]), key: (tokenizer, found)}
         return self._formats[key]
+
+
+_IMAGES: Final = ("image_url", "input_image", "image")
+
+
+def shows_images(messages: Sequence[Json]) -> bool:
+    return any(isinstance(each["content"], list) for each in messages)
 
 
 def quoted(value: object) -> str:

@@ -34,7 +34,7 @@ class Responses(Api):
         tools = [_tool(each) for each in found.get("tools") or ()]
         return Wanted(
             self.path,
-            Api.asked([*(instructed if found.get("instructions") else []), *_messages(items)]),
+            Api.asked([*(instructed if found.get("instructions") else []), *_messages(items, requests)]),
             tools,
             most=requests.most("max_output_tokens", found.get("max_output_tokens")),
             thinking=requests.most("thinking_token_budget", found.get("thinking_token_budget")),
@@ -185,7 +185,7 @@ def _tool(value: object) -> Json:
     return {"type": "function", "function": function}
 
 
-def _messages(items: Sequence[object]) -> list[Json]:
+def _messages(items: Sequence[object], requests: ChatRequests) -> list[Json]:
     # What the assistant said is one message: reasoning, text and calls up to the next one of another.
     found = list[Json]()
     for number, item in enumerate(items):
@@ -194,11 +194,12 @@ def _messages(items: Sequence[object]) -> list[Json]:
         if not isinstance(item, dict) or kind is None:
             raise Refusal(f"{where}: expected an item, got {shown(item)}")
         if kind == "message" and item.get("role") in _ROLES:
-            role, text = _ROLES[item["role"]], Api.text_of(item.get("content"), where)
+            role, content = _ROLES[item["role"]], item.get("content")
             if role == "assistant":
-                Api.spoken(found, content=text)
+                Api.spoken(found, content=Api.text_of(content, where))
             else:
-                found.append({"role": role, "content": text})
+                read = requests.content_of if role == "user" else Api.text_of
+                found.append({"role": role, "content": read(content, where)})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             Api.spoken(found, reasoning_content=Api.text_of(parts, where))

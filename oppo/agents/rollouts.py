@@ -34,10 +34,11 @@ from oppo.agents.conversation import Conversation, Earned, Session
 from oppo.agents.players import CalledAgent, Player, Visit
 from oppo.agents.requests import ChatRequests, Refusal, Request
 from oppo.agents.server import PATHS, AgentServer
-from oppo.declared import require_real
+from oppo.declared import NAME, require_real
 from oppo.environments.functions import EnvironmentFailure
 from oppo.errors import ConfigError, DataError, OppoError, ProtocolError, running_loop, shown
 from oppo.events import Chunk, Drop, Finish, IntArray, Prompt
+from oppo.images import ImageRef
 from oppo.libraries import require
 from oppo.limits import UNLIMITED, TurnLimit
 from oppo.log import logger
@@ -52,6 +53,7 @@ from oppo.user_code import UserFunction
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from oppo.hf.processor import ImagePrompts
     from oppo.hf.tokenizer import HfTokenizer
 
 AgentFunction: TypeAlias = Callable[[dict[str, object], str, str], object]
@@ -97,6 +99,7 @@ class RunningAgents(Shared):
         self._begun = anyio.Event()
         self._single: dict[bool, str] = {}
         self._said = False
+        self._played: set[str] | None = None  # roles; None before an agent has ended
         self._samples = defaultdict[WorkContext | None, dict[str, list[float]]](dict)
         self._earned = defaultdict[WorkContext | None, dict[str, list[float]]](dict)
         self._server = AgentServer(
@@ -141,6 +144,11 @@ class RunningAgents(Shared):
         if self._tasks is None:
             return
         tasks, self._tasks = self._tasks, None
+        if self._played is not None and (idle := [role for role in self._agent.roles if role not in self._played]):
+            logger.warning(
+                f"no agent has played the role {idle[0]!r}, so nothing was sampled in it: expected requests with it as "
+                "their model, or leave the role out"
+            )
         for key in list(self._sessions):
             self._end(key)
         self._server.stop()
@@ -189,6 +197,7 @@ class RunningAgents(Shared):
 
     def _check_spoken(self, session: Session, rewards: Mapping[str, float]) -> None:
         spoken = Counter(each.role for each in session.conversations.values() if each.begun)
+        self._played = (self._played or set()).union(spoken)
         if silent := sorted(rewards.keys() - spoken):
             raise session.failure(f"returned a reward for {silent[0]!r}, which has no conversation: leave it out")
         if unpaid := sorted(spoken.keys() - rewards - self.players.keys()):
@@ -327,6 +336,8 @@ class Agents(RunningAgents, Branching):
             raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
         self.name = user.name
         played = roles or {}
+        if odd := [role for role in played if NAME.fullmatch(role) is None]:
+            raise ConfigError(f"expected letters, digits, '.', '_' and '-' as the name of a role, got {odd[0]!r}")
         if played and "policy" not in played.values():
             raise ConfigError(f"the policy plays none of the roles {', '.join(map(repr, played))}: leave one to it")
         requests = ChatRequests(tokenizer, sampling or SamplingSettings(), list(played))
@@ -348,6 +359,11 @@ class Agents(RunningAgents, Branching):
         """Have a policy play a role, before the run begins: frozen, as it is."""
         self.players[role] = Player(policy)
 
+    def see(self, images: ImagePrompts) -> None:
+        """Have what begins a conversation show images, before the run begins."""
+        self._requests.images = images
+        _ = images.processor.inner  # which is loaded here, not while others wait
+
     async def asked(self, session: Session) -> Request:
         request = await self.heard(session, session.first)
         if request is None:
@@ -363,6 +379,7 @@ class Agents(RunningAgents, Branching):
                     assert talk.request is not None  # noqa: S101 - its first
                     asked = talk.request
                     more: dict[str, Any] = {"columns": session.columns, "limit": asked.limit, "role": talk.role}
+                    more["images"] = talk.images
                     return Prompt(0, admission, asked.tokens, sample, branch=talk.branch, **more)
             await begun.wait()
 
@@ -424,6 +441,11 @@ class Agents(RunningAgents, Branching):
             raise _Astray(
                 f"the agent of rollout {prompt.rollout} began in role {talk.role!r} in place of {prompt.role!r}: "
                 "expected the same for each response to a row, and after a resume"
+            )
+        if not talk.told and _digests(talk.images) != _digests(prompt.images):
+            raise _Astray(
+                f"the agent of rollout {prompt.rollout} began with other images than those of its row: expected the "
+                "same for each response to it, and after a resume"
             )
         if not talk.told and not np.array_equal(request.tokens, prompt.tokens):
             raise _Astray(
@@ -589,6 +611,10 @@ _FULL: Final = Refusal(
 )
 
 
+def _digests(images: Iterable[ImageRef]) -> list[str]:
+    return [image.sha256 for image in images]
+
+
 def _difference(now: IntArray, before: IntArray) -> str:
     same = min(len(now), len(before))
     at = next((at for at in range(same) if now[at] != before[at]), same)
@@ -643,7 +669,7 @@ class AgentPrompts(AsyncIterator[Prompt]):
             prompt, session, self._state = self._begun.popleft()
             tokens, limit, fault = await self._first(prompt, session)
             if not fault:
-                return replace(prompt, tokens=tokens, limit=limit, role=session.first.role)
+                return replace(prompt, tokens=tokens, limit=limit, role=session.first.role, images=session.first.images)
             self._agents.close(prompt)
             logger.warning(f"{fault}: the row is left out")
         raise EnvironmentFailure(f"{FAILURES} rows in a row gave no prompt; the last: {fault}")

@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 from annotated_types import Ge, Le
 
 from oppo.config.sections import OPENENV, VERIFIERS, DataSection, RunSection, StepSection, placed
-from oppo.declared import Filled, FromList, OneOf, Positive, PositiveCount, changed, setting
+from oppo.declared import Filled, FromList, Name, OneOf, Positive, PositiveCount, changed, setting
 from oppo.environments.functions import REQUEST
 from oppo.errors import in_toml
 from oppo.user_code import SPEC
@@ -184,7 +184,7 @@ class AgentsSection:
         "Anthropic's APIs and a key, it returns the reward of its conversation; `verifiers`: runs the tasks of the "
         "tasksets that are the prompts; empty: none",
     )
-    roles: dict[Filled, Filled] = field(
+    roles: dict[Name, Filled] = field(
         default_factory=dict,
         metadata={
             "description": "the roles that its requests name as their `model`, and who plays each: `policy`, or, "

@@ -537,7 +537,8 @@ class DataSection:
     )
     images: bool = setting(
         default=False,
-        description="rows of a program that come one by one may show images; other prompts show what they have",
+        description="rows of a program that come one by one, and requests of agents, may show images; other prompts "
+        "show what they have",
     )
     drop_last: bool = setting(
         default=False, description="leave out, in each epoch, the prompts that fill no whole `step.batch`"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from oppo.data.rows import Row
-from oppo.errors import DataError
+from oppo.errors import DataError, counted
 from oppo.images import ImageFiles
 
 COLUMNS: Final = ("image", "images")
@@ -31,6 +32,23 @@ def image_parts(value: object) -> Iterator[Mapping[str, Any]]:
                 yield part
 
 
+def misnamed(row: Row, column: str) -> str:
+    """Return the column with an image for which a prompt has a place, and which is not read by its name; or ``""``."""
+    asked = PLACEHOLDER in str(row.get(column))
+    return next((name for name, value in row.items() if asked and name != column and _is_image(value)), "")
+
+
+def _is_image(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return isinstance(value.get("bytes"), bytes)
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_is_image, value))
+    return _NAMED.search(value) is not None if isinstance(value, str) else hasattr(value, "getbbox")  # of Pillow
+
+
+_NAMED: Final = re.compile(r"^data:image/|\.(png|jpe?g|webp|gif|bmp|tiff?)\Z", re.IGNORECASE)
+
+
 def gathered(row: Row, column: str, files: ImageFiles, place: str) -> Gathered:
     """Return a row's prompt with its images taken out."""
     named = {name: row[name] for name in COLUMNS if row.get(name) is not None}
@@ -48,14 +66,14 @@ def gathered(row: Row, column: str, files: ImageFiles, place: str) -> Gathered:
         held = {key: each for key, each in part.items() if key != "type" and each is not None}
         own = held.get("image_url", held)
         if not own and not waiting:
-            raise _miscounted(place, named, len(given), f"more than {len(given)} places")
+            raise _miscounted(place, named, len(given), f"more than {counted(len(given), 'place')}")
         taken.append(files.file(own, place) if own else waiting.pop(0))
         return {"type": "image", "image": str(taken[-1])}
 
     if isinstance(value, str):
         pieces = value.split(PLACEHOLDER)
         if len(pieces) != len(given) + 1:
-            raise _miscounted(place, named, len(given), f"{len(pieces) - 1} places")
+            raise _miscounted(place, named, len(given), counted(len(pieces) - 1, "place"))
         return {**row, **written}, pieces, given
     if not (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
         raise DataError(f"{place}: expected text or a list of chat messages beside images")
@@ -67,7 +85,7 @@ def gathered(row: Row, column: str, files: ImageFiles, place: str) -> Gathered:
             is_image = [isinstance(part, Mapping) and part.get("type") in KINDS for part in parts]
             message["content"] = [image(part) if it else part for part, it in zip(parts, is_image, strict=True)]
     if waiting:
-        raise _miscounted(place, named, len(given), f"{len(given) - len(waiting)} places")
+        raise _miscounted(place, named, len(given), counted(len(given) - len(waiting), "place"))
     return {**row, **written, column: messages}, messages, taken
 
 
@@ -103,6 +121,6 @@ def _split(message: dict[str, Any]) -> dict[str, Any]:
 
 def _miscounted(place: str, columns: Iterable[str], images: int, places: str) -> DataError:
     return DataError(
-        f"{place}: the prompt has {places} for {images} images in {' and '.join(columns) or 'its row'}: expected one "
-        f"for each, {PLACEHOLDER} in its text or a part {{'type': 'image'}}"
+        f"{place}: the prompt has {places} for {counted(images, 'image')} in {' and '.join(columns) or 'its row'}: "
+        f"expected one for each, {PLACEHOLDER} in its text or a part {{'type': 'image'}}"
     )

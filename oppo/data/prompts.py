@@ -14,7 +14,7 @@ from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from oppo.data.images import COLUMNS, PLACEHOLDER, image_parts
+from oppo.data.images import COLUMNS, PLACEHOLDER, image_parts, misnamed
 from oppo.data.rows import Located, Row, is_hub_name, rows_of_directory, rows_of_file, rows_of_hub, rows_of_program
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, DataError, did_you_mean, noted, one_line, shown
@@ -65,9 +65,9 @@ Begin: TypeAlias = Callable[[Row, str], tuple[Row, Tokenizer]]
 """Returns a row as an environment begins it, given the column of its prompt, and the tokenizer that reads that."""
 
 
-ReadImages: TypeAlias = Callable[[Row, str, str], tuple[Row, Sequence[int], tuple[ImageRef, ...]]]
-"""Returns a row with images, given its column and place, with paths in their place; the ids of its prompt; the images.
-"""
+ReadImages: TypeAlias = Callable[[Row, str, str, Begin], tuple[Row, Sequence[int], tuple[ImageRef, ...]]]
+"""Returns a row with images, given its column, its place and what begins it, with paths in place of images; the ids of
+its prompt; the images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +90,18 @@ class Encoding:
         if not self.column:
             row_digest = hashlib.sha256(json.dumps(dict(row), sort_keys=True, default=repr).encode()).digest()
             return row, np.frombuffer(row_digest[:4], np.int32) & np.int32(0x7FFFFFFF), ()
-        tokenizer = self.tokenizer
-        if self.begin is not None:
-            with noted(f"while reading {place}"):
-                row, tokenizer = self.begin(row, self.column)
+        media, shown_in = [name for name in MEDIA if _holds(row.get(name))], row.get(self.column)
+        awaited = any(name in row for name in COLUMNS) and PLACEHOLDER in str(shown_in)
+        shows = media or awaited or any(True for _ in image_parts(shown_in))
+        if not shows and (other := misnamed(row, self.column)):
+            raise DataError(
+                f"{place}: the prompt has {PLACEHOLDER}, and column {other!r} an image: name the column 'image' or "
+                f"'images' for the prompt to show it, or take {PLACEHOLDER} out"
+            )
+        row, tokenizer = (row, self.tokenizer) if shows else self._begun(row, self.column, place)
         if self.column not in row:
             raise DataError(f"{place}: no column {self.column!r}; the columns there are {', '.join(row) or '(none)'}")
-        media = [name for name in MEDIA if _holds(row.get(name))]
-        awaited = any(name in row for name in COLUMNS) and PLACEHOLDER in str(row[self.column])
-        if media or awaited or any(True for _ in image_parts(row[self.column])):
+        if shows:
             kinds = sorted({name.removesuffix("s") for name in media} or {"image"})
             if isinstance(self.images, str) or kinds != ["image"]:
                 others = [kind for kind in kinds if kind != "image"]
@@ -107,10 +110,16 @@ class Encoding:
                     f"{place}: {f'column {media[0]!r}' if media else 'a message'} has {(others or kinds)[0]}s for the "
                     f"prompt, and {why}: leave it out, or give it another name if only a reward function reads it"
                 )
-            row, ids, images = self.images(row, self.column, place)
+            row, ids, images = self.images(row, self.column, place, partial(self._begun, place=place))
             return row, np.asarray(ids, np.int32), images
         read = max(CHARACTERS, 128 * (self.max_prompt_tokens + 1))
         return row, encoded(row[self.column], tokenizer, read, f"{place}, column {self.column!r}"), ()
+
+    def _begun(self, row: Row, column: str, place: str) -> tuple[Row, Tokenizer]:
+        if self.begin is None:
+            return row, self.tokenizer
+        with noted(f"while reading {place}"):
+            return self.begin(row, column)
 
     def fitted(self, tokens: IntArray, place: str, images: Sequence[ImageRef]) -> IntArray | None:
         if len(tokens) <= self.max_prompt_tokens:

@@ -22,7 +22,7 @@ import numpy as np
 from oppo.data.prompts import TEXT_ONLY, Begin, Encoding, OverLongPrompt, ReadImages, Tokenizer
 from oppo.data.rows import is_dataset, located
 from oppo.declared import require_real, require_whole
-from oppo.errors import DataError, running_loop
+from oppo.errors import DataError, counted, running_loop
 from oppo.events import IntArray, Prompt
 from oppo.images import ImageRef
 from oppo.log import logger
@@ -140,7 +140,8 @@ class _Shuffled:
         self.prompts = tuple(prompts)
         self.served = len(prompts) - len(prompts) % multiple  # in an epoch
         if not self.served:
-            raise DataError(f"{len(prompts)} prompts fill no batch of {multiple}: add prompts, or lower the batch")
+            filled = f"no batch of {multiple} is filled by {counted(len(prompts), 'prompt')}"
+            raise DataError(f"{filled}: add prompts, or lower the batch")
         self._key = (seed,) if number == 0 else (seed, number)
         self._epoch = -1
         self._order: Sequence[int] = ()

@@ -21,6 +21,7 @@ from oppo.config.sections import Engine
 from oppo.config.settings import Settings
 from oppo.demo.assets import Assets, cache_directory, make_assets
 from oppo.demo.schedules import Digests, Effort, Gains, compare_schedules, excerpt as excerpt_of, measure, starting
+from oppo.errors import counted
 from oppo.evaluation import Comparison, Evaluated, compare
 from oppo.log import routed
 from oppo.observe import Observer
@@ -29,7 +30,7 @@ from oppo.report.charts import busy_machine
 from oppo.report.metrics import Figures
 from oppo.report.page import write_report
 from oppo.report.recorded import note_times, recorded
-from oppo.report.records import EVALUATIONS, JOURNAL, SUMMARY, Record, counted, read, require_unused
+from oppo.report.records import EVALUATIONS, JOURNAL, SUMMARY, Record, read, require_unused
 from oppo.report.trace import Cores
 from oppo.run.train import FINAL, prepare, run
 from oppo.vllm.arguments import check_installed

@@ -332,6 +332,7 @@ class EnvironmentClass(Tools):
     def _check_said(self, said: str | None, prompt: Prompt, where: str) -> None:
         shown_to_it = None if self._column is None else prompt.columns.get(self._column)
         last = shown_to_it[-1].get("content") if isinstance(shown_to_it, list) else shown_to_it
+        last = last[-1].get("text") if isinstance(last, list) else last
         if said and isinstance(last, str) and not last.endswith(said):
             raise self._reset.failure(
                 f"said {shortened(repr(said), 80)}, and of the same row before what the prompt ends with, "
@@ -358,11 +359,12 @@ def _with_observation(prompt: object, said: str) -> object:
         return prompt + said
     last = prompt[-1] if isinstance(prompt, list) and prompt else None
     content = last.get("content") if isinstance(last, Mapping) else None
-    if not isinstance(content, str):
+    if not isinstance(content, str | list):
         raise DataError(
             f"what reset() returns is added to a prompt of text or to its last message; the prompt is {shown(prompt)}"
         )
-    return [*cast("list[object]", prompt)[:-1], {**cast("Mapping[str, object]", last), "content": content + said}]
+    more = content + said if isinstance(content, str) else [*content, {"type": "text", "text": said}]
+    return [*cast("list[object]", prompt)[:-1], {**cast("Mapping[str, object]", last), "content": more}]
 
 
 class Environments(Shared):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from oppo.data.images import gathered
-from oppo.data.prompts import checked_messages
+from oppo.data.prompts import Begin, checked_messages
 from oppo.data.rows import Row
-from oppo.errors import ConfigError, DataError, one_line, shown
+from oppo.errors import ConfigError, DataError, counted, one_line, shown
 from oppo.events import IntArray
 from oppo.hf.model_files import located, processor_files, quiet
 from oppo.hf.model_parts import pads_of
@@ -141,31 +141,35 @@ class ImagePrompts:
     # The ids are those of the processor, which is asked once whether they are. Here a special token that a message
     # spells stays text.
 
-    tokenizer: HfTokenizer
     processor: Processor
     files: ImageFiles
     _expansions: dict[tuple[int, int], str] = field(default_factory=dict)
     _checked: bool = False
 
-    def __call__(self, row: Row, column: str, place: str) -> tuple[Row, list[int], tuple[ImageRef, ...]]:
-        """Return the row with paths in place of images, the ids of its prompt, and the images."""
+    def __call__(self, row: Row, column: str, place: str, begin: Begin) -> tuple[Row, list[int], tuple[ImageRef, ...]]:
+        """Return the row, begun, with paths in place of images, the ids of its prompt, and the images."""
         row, value, paths = gathered(row, column, self.files, place)
+        asked = row[column]
+        row, given = begin(row, column)
+        tokenizer = cast("HfTokenizer", given)
+        begun: Any = row[column]
+        value = [*value[:-1], f"{value[-1]}{begun[len(asked) :]}"] if isinstance(asked, str) else begun
         seen = [described(path, place) for path in paths]
         expansions = [self._expansion(image, picture, place) for image, picture in seen]
-        before, rendered = self._rendered(value, place)
-        ids = [*before, *self.tokenizer.encode_rendered(self._expanded(rendered, expansions, place))]
+        before, rendered = self._rendered(value, tokenizer, place)
+        ids = [*before, *tokenizer.encode_rendered(self._expanded(rendered, expansions, place))]
         if not self._checked and not rendered.data:
             self._compare(rendered.text, ids[len(before) :], [picture for _, picture in seen], place)
             self._checked = True
-        counts = [self.tokenizer.encode_whole(text).count(self.processor.pad) for text in expansions]
+        counts = [tokenizer.encode_whole(text).count(self.processor.pad) for text in expansions]
         return row, ids, self._located(ids, [image for image, _ in seen], counts, place)
 
-    def _rendered(self, value: Sequence[Any], place: str) -> tuple[Sequence[int], Rendered]:
+    def _rendered(self, value: Sequence[Any], tokenizer: HfTokenizer, place: str) -> tuple[Sequence[int], Rendered]:
         if isinstance(value[0], str):
-            return self.tokenizer.around[0], Rendered(self.processor.placeholder.join(value), special=False)
-        messages = checked_messages(value, self.tokenizer, place, images=True)
+            return tokenizer.around[0], Rendered(self.processor.placeholder.join(value), special=False)
+        messages = checked_messages(value, tokenizer, place, images=True)
         try:
-            return (), self.tokenizer.rendered(messages, answered=False)
+            return (), tokenizer.rendered(messages, answered=False)
         except Exception as error:  # any kind: a template is a program
             raise DataError(f"{place}: the chat template cannot read {shown(value)}: {one_line(error)}") from error
 
@@ -184,8 +188,9 @@ class ImagePrompts:
         ]
         if len(places) != len(expansions):
             raise DataError(
-                f"{place}: the chat template of the policy's tokenizer has {len(places)} places for the "
-                f"{len(expansions)} images of the prompt: expected one for each, {self.processor.placeholder!r}"
+                f"{place}: the chat template of the policy's tokenizer has {counted(len(places), 'place')} for "
+                f"{counted(len(expansions), 'image')} of the prompt: expected one for each, "
+                f"{self.processor.placeholder!r}"
             )
         parts, end = list[str](), 0
         for (start, stop), expansion in zip(places, expansions, strict=True):
@@ -213,7 +218,9 @@ class ImagePrompts:
     ) -> tuple[ImageRef, ...]:
         pads = [at for at, token in enumerate(ids) if token == self.processor.pad]
         if len(pads) != sum(counts) or not all(counts):
-            raise DataError(f"{place}: the prompt has {len(pads)} image tokens, and its images stand for {sum(counts)}")
+            raise DataError(
+                f"{place}: the prompt has {counted(len(pads), 'image token')}, and its images stand for {sum(counts)}"
+            )
         starts = [pads[sum(counts[:number])] for number in range(len(images))]
         rows = zip(images, starts, counts, strict=True)
         return tuple(replace(image, start=start, tokens=count) for image, start, count in rows)

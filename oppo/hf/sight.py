@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelError, ModelRefused
+from oppo.errors import ModelError, ModelRefused, counted
 from oppo.events import IntArray
 from oppo.hf.model_parts import backbone, pads_of, takes
 from oppo.hf.processor import Processor
@@ -147,8 +147,8 @@ class Eyes:
         pads = np.flatnonzero(np.asarray(tokens) == self.pad)
         if {len(pads)} != {len(level) for level in levels}:
             raise ModelError(
-                f"a prompt has {len(pads)} image tokens for {len(images)} images, and the tower of "
-                f"{type(self._model).__name__} {len(levels[0])} features: its processor is that of another model"
+                f"a prompt has {counted(len(pads), 'image token')} for {counted(len(images), 'image')}, and the tower "
+                f"of {type(self._model).__name__} {len(levels[0])} features: its processor is that of another model"
             )
         places = None
         if hasattr(self._trunk, "get_rope_index"):

@@ -13,8 +13,8 @@ from html import escape
 from itertools import compress, pairwise
 from typing import Final
 
+from oppo.errors import counted
 from oppo.observe import Interval, Role, Span, union
-from oppo.report.records import counted
 from oppo.report.trace import TimedStep
 
 # Distinct for most people, on white and on black

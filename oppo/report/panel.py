@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oppo.admission import Bottleneck, Observation, together
+from oppo.errors import counted
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Batch, Chunk, Prompt, StepReport
@@ -29,7 +30,6 @@ from oppo.liveness import Stall
 from oppo.observe import Observer, Span, now
 from oppo.redact import excerpt, harmless, on_one_line
 from oppo.report.metrics import MEMORY, MFU
-from oppo.report.records import counted
 
 
 class Display:

@@ -250,11 +250,6 @@ def gaps(path: Path, steps: int) -> list[str]:
     return [f"{path}: no record of {listed('step', missing)}, nor of what was trained then"] if missing else []
 
 
-def counted(count: int, noun: str, several: str = "") -> str:
-    """Return a count as a person writes it: ``1 response``, ``1,024 responses``."""
-    return f"{count:,} {noun if count == 1 else several or noun + 's'}"
-
-
 def listed(noun: str, numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"

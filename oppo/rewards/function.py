@@ -24,7 +24,7 @@ import anyio
 import numpy as np
 
 from oppo import user_code
-from oppo.errors import RewardError, one_line, shown
+from oppo.errors import RewardError, counted, one_line, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.log import logger
 from oppo.models import RewardFunction, Scorer
@@ -113,7 +113,8 @@ def token_rewards(rewards: Placed, finish: Finish, decode: Callable[[Sequence[in
     if isinstance(rewards, Mapping):
         return TokenRewards.at(len(response), rewards)
     if len(rewards.rewards) != len(response):
-        raise ValueError(f"these are {len(rewards.rewards)} rewards for a completion of {len(response)} tokens")
+        given, made = counted(len(rewards.rewards), "reward"), counted(len(response), "token")
+        raise ValueError(f"got {given} for a completion of {made}")
     return rewards
 
 

@@ -118,7 +118,7 @@ def examine(deployment: Deployment) -> Diagnosis:
     with routed(), TemporaryDirectory() as aside:
         tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
-        images = reader_of_images(deployment, tokenizer, Path(aside))
+        images = reader_of_images(deployment, Path(aside))
         supply = supplied(settings, tokenizer, Provenance.of(settings), begin=begin_of(environment), images=images)
         load = deployment.load(supply.longest)
     if settings.teacher.note:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from oppo.durable import nearby
@@ -11,26 +11,24 @@ from oppo.hf.loading import Loadable, ModelRecipe
 from oppo.hf.processor import ImagePrompts, Processor
 from oppo.hf.servable import probe_images
 from oppo.hf.sight import pixels_of
-from oppo.hf.tokenizer import HfTokenizer
 from oppo.images import ImageFiles
 from oppo.run.deployment import Deployment
 from oppo.run.loading import ServedRewardModel
-from oppo.run.prompts import ImagesIn
 
 
-def reader_of_images(deployment: Deployment, tokenizer: HfTokenizer, directory: Path) -> ImagesIn | str:
+def reader_of_images(deployment: Deployment, directory: Path) -> Callable[[Path], ImagePrompts] | str:
     """Return what reads prompts with images, given the folder of relative paths; or why none are read."""
     settings = deployment.settings
     if deployment.has_engine:
         return "vLLM is given text only here: set models.engine = 'transformers'"
-    if settings.environment.answering or settings.agents.program:
-        return "answers and requests of [environment] and [agents] are text: leave these out"
+    if settings.environment.compact is not None:
+        return "behind a summary a prompt is text: leave environment.compact out"
     if settings.teacher.privileged:
         return "the prompt of teacher.column or teacher.template is text: leave [teacher] out"
     if len(settings.devices["trainer"]) > 1 and settings.placement.shard:
         return "a shard of a model has no whole tower: set placement.shard = false"
     processor = Processor(settings.models.policy)
-    return lambda folder: ImagePrompts(tokenizer, processor, ImageFiles(directory, folder))
+    return lambda folder: ImagePrompts(processor, ImageFiles(directory, folder))
 
 
 def check_sight(

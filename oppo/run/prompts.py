@@ -20,7 +20,7 @@ from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.data.prompts import TEXT_ONLY, Begin, PrivilegedPrompt, ReadImages
 from oppo.durable import nearby
 from oppo.environments import verifiers
-from oppo.errors import ConfigError, DataError, RunComplete, did_you_mean
+from oppo.errors import ConfigError, DataError, RunComplete, counted, did_you_mean
 from oppo.events import Prompt
 from oppo.log import logger
 from oppo.models import Sampling
@@ -90,8 +90,11 @@ def supplied(
             )
     as_they_come = prompts is not None and not isinstance(prompts, Sized)
     encoding = {"tokenizer": tokenizer, "begin": begin, **encoding_of(data, read_by=settings.agents.program)}
-    if data.images and not as_they_come:
-        raise ConfigError("data.images is for rows that come one by one, and others show what they have: leave it out")
+    if data.images and not as_they_come and not settings.agents.program:
+        raise ConfigError(
+            "data.images is for rows that come one by one and requests of agents, and others show what they have: "
+            "leave it out"
+        )
     if data.images and isinstance(images, str):
         raise ConfigError(f"data.images = true reads images in prompts, and {images}: leave it out")
     trained = {} if as_they_come else _pools("data.prompts", data.prompts, encoding, prompts, images)
@@ -209,9 +212,8 @@ def short_of(steps: int, lasts: int, data: DataSection) -> str:
 
 def few(count: int, batch: int, epochs: int) -> str:
     then = "so a step trains a prompt several times" if epochs != 1 else "so the one step of an epoch is smaller"
-    return (
-        f"data.prompts has {count} prompts, fewer than step.batch = {batch}, {then}: add prompts, or lower step.batch"
-    )
+    fewer = f"{counted(count, 'prompt')}, fewer than step.batch = {batch}"
+    return f"data.prompts has {fewer}, {then}: add prompts, or lower step.batch"
 
 
 def check_image_tokens(supply: Supplied, pads: Sequence[int]) -> None:
@@ -219,8 +221,9 @@ def check_image_tokens(supply: Supplied, pads: Sequence[int]) -> None:
     for prompt in known if pads else ():
         if (found := int(np.isin(prompt.tokens, pads).sum())) != (shown := sum(each.tokens for each in prompt.images)):
             raise DataError(
-                f"the prompt that begins with the ids {prompt.tokens[:8].tolist()} has {found} tokens that stand for "
-                f"images, and its images have {shown}: name their column 'image' or 'images', or take the text out"
+                f"the prompt that begins with the ids {prompt.tokens[:8].tolist()} has tokens that stand for images, "
+                f"{found}, of which its images have {shown}: name their column 'image' or 'images', or take the text "
+                "out"
             )
 
 

@@ -21,13 +21,12 @@ from oppo.data import PromptStream
 from oppo.declared import Declared
 from oppo.durable import nearby
 from oppo.environments import first_answer
-from oppo.errors import OppoError, noted
+from oppo.errors import OppoError, counted, noted
 from oppo.evaluation import respond
 from oppo.events import Drop, Finish, Prompt
 from oppo.log import routed
 from oppo.models import Sampling, VariesSampling
 from oppo.redact import harmless
-from oppo.report.records import counted
 from oppo.run.rewards import AnyEnvironment, FirstLook
 from oppo.run.train import PreparedRun
 from oppo.scorers import capabilities_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from oppo.agents import Agents
-from oppo.config.environment import POLICY, AgentsSection, EnvironmentSection
+from oppo.config.environment import INITIAL, POLICY, AgentsSection, EnvironmentSection
 from oppo.config.extensions import naming
 from oppo.config.scorers import (
     EnvironmentRewardSection,
@@ -358,6 +358,7 @@ def first_look(settings: Settings) -> FirstLook | None:
     models = settings.models
     named = {"policy": models.policy, "reference": models.reference, "critic": models.critic, **settings.teachers}
     scored = {key: each.source for key, each in settings.reward_tables.items() if isinstance(each, ModelRewardSection)}
+    scored |= {f"agents.roles.{role}": each for role, each in settings.agents.frozen.items() if each != INITIAL}
     for key, path in [*((f"models.{name}", path) for name, path in named.items() if path), *scored.items()]:
         if not Path(path).expanduser().is_dir():
             try:
@@ -376,7 +377,7 @@ def first_look(settings: Settings) -> FirstLook | None:
     }
     code = UserCode.of(functions, tokenizer, None, environment, run=settings.run, data=data)
     given = encoding_of(data, read_by=settings.agents.program) | {"over_long": "truncate"}
-    unseen: ReadImages = lambda row, column, place: (row, [0], ())  # noqa: E731 - the images are read later
+    unseen: ReadImages = lambda row, column, place, begin: (begin(row, column)[0], [0], ())  # noqa: E731 - read later
     encoding = Encoding(tokenizer=tokenizer, begin=begin_of(environment), images=unseen, **given)
     prompts, whole = list[Prompt](), True
     for source in chosen:
@@ -384,7 +385,8 @@ def first_look(settings: Settings) -> FirstLook | None:
         prompts, whole = [*prompts, *found], whole and ended_there
     if whole:  # other rows may have other columns
         code.check_columns({name for prompt in prompts for name in prompt.columns})
-    return FirstLook(tokenizer, environment, prompts)
+    sees_later = settings.agents.program and data.images
+    return FirstLook(tokenizer, None if sees_later else environment, prompts)
 
 
 def _looked_at(source: PromptSource, encoding: Encoding) -> tuple[list[Prompt], bool]:

@@ -17,6 +17,7 @@ import anyio
 import anyio.to_thread
 from rich.console import Console
 
+from oppo.agents import Agents
 from oppo.config.extensions import with_name
 from oppo.config.load import BY_DATA, load_settings, overridden, resolve
 from oppo.config.sections import ROWS, RunSection
@@ -181,7 +182,9 @@ def prepare(
         tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
         kept = Path(stack.enter_context(TemporaryDirectory())) if dry_run else settings.run_directory / IMAGES
-        begin, images = begin_of(environment), reader_of_images(deployment, tokenizer, kept)
+        begin, images = begin_of(environment), reader_of_images(deployment, kept)
+        if isinstance(environment, Agents) and settings.data.images and not isinstance(images, str):
+            environment.see(images(Path()))
         supply = supplied(settings, tokenizer, Provenance.of(settings), rows, begin=begin, images=images)
         stream, provenance = supply.stream, supply.provenance
         if chosen.steps == BY_DATA:

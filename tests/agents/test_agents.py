@@ -316,7 +316,7 @@ async def showing(to: openai.AsyncOpenAI, row: dict[str, object]) -> float:
         ),
         (hanging, "agent 'run' neither asked for anything nor returned within 9 s: raise the timeout"),
         (broken, "agent 'run' raised OSError: no network at "),
-        (showing, "message 0 shows 'image_url' (str): the policy reads text only"),
+        (showing, "message 0 shows 'image_url' (str), and the policy reads text only"),
     ],
 )
 def test_an_agent_without_a_first_request_ends_the_run_or_its_row_is_left_out(

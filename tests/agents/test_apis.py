@@ -268,7 +268,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"thinking": {"type": "disabled"}}, "the policy thinks as its chat template has it begin"),
         ({"tool_choice": {"type": "any"}, "tools": [{"name": "a", "input_schema": {}}]}, "a call that is forced"),
         ({"messages": [{"role": "system", "content": "a"}]}, "message 0: expected one of role user or assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 0 shows 'image' (str): the policy"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "message 0 shows 'image' (str), and the policy",
+        ),
     ],
 }
 

@@ -175,7 +175,7 @@ SILENT: dict[str, Any] = {"models": {"two": "one"}, "returns": {"one": 1.0, "two
         ({"returns": {"one": 1.0, "three": 1.0}}, "returned a reward for 'three', and the roles are 'one', 'two'"),
         ({"returns": {"one": 1.0}}, "returned no reward for 'two', which has a conversation: give it one"),
         ({"returns": {"two": float("nan")}}, "must return a finite number or a ByTurn for 'two'; got nan"),
-        ({"returns": {"one": 1.0, "two": ByTurn([0, 5])}}, "no turn 1 in a response of 1 turns"),
+        ({"returns": {"one": 1.0, "two": ByTurn([0, 5])}}, "no turn 1 in a response of 1 turn"),
         ({"returns": Drop.because("a draw")}, "a draw"),
         (SILENT, "returned a reward for 'two', which has no conversation: leave it out"),
         ({"models": {"two": "gpt"}}, "model = 'gpt' names no role: expected 'one' or 'two' or 'umpire'"),
@@ -202,6 +202,23 @@ def test_a_frozen_role_says_the_same_on_any_engine_and_one_that_fails_ends_the_r
         played(Duel(umpire=Lost(capabilities=can)))
     umpire = FakePolicy(length=lambda prompt: 2 + prompt.stream % 5, capabilities=can, seconds=0.3)
     assert described(played(Duel(umpire=umpire))[0]) == described(played(Duel())[0])
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x/y", "é", "-a", "a\n"])
+def test_a_role_is_a_part_of_the_names_of_metrics(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected letters, digits, '\.', '_' and '-' as the name of a role"):
+        Agents(lambda row, url, key: 0.0, tokenizer(), roles={name: "policy"})
+
+
+def test_a_role_that_no_agent_has_played_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    played(Duel())
+    assert "no agent has played" not in capsys.readouterr().err
+    duel = Duel()
+    roles: dict[str, Any] = {"one": "policy", "two": "policy", "umpire": duel.umpire, "third": "policy"}
+    duel.agents = Agents(duel.run, tokenizer(), on_failure="drop", roles=roles)
+    played(duel)
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "no agent has played" in line]
+    assert "no agent has played the role 'third', so nothing was sampled in it: expected requests" in said
 
 
 def test_the_policy_plays_one_role_at_least() -> None:

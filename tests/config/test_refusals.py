@@ -205,6 +205,8 @@ agents.program=verifiers data.prompts=[{path="verifiers:s",split="x"}] | has a s
 agents.program=verifiers data.prompts=[{path="verifiers:s",column="q"}] | has a column, and a taskset has no such
 agents.timeout=5 | agents.timeout is of an agent, and agents.program names none
 AGENT agents.public_url=http://host/v1 | agents.public_url = 'http://host/v1' | agents.port = 0 is any
+AGENT agents.roles={"x/y"="policy"} | agents.roles | letters, digits, '.', '_' and '-' only
+AGENT agents.roles={""="policy"} | agents.roles | letters, digits, '.', '_' and '-' only
 AGENT agents.roles={one="initial"} | no role that the policy plays, so nothing would be trained
 agents.program=verifiers data.prompts=verifiers:sums agents.roles={one="policy"} | know none: leave them out
 AGENT EXACT agents.roles={one="policy",two="policy"} | 'one' and 'two' | run.deterministic = true decodes one

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from oppo.data.images import gathered
+from oppo.data.images import gathered, misnamed
 from oppo.errors import DataError
 from oppo.images import ImageFiles, ImageRef, described, picture_of
 from tests.kit.seen import picture, png, uri
@@ -76,13 +76,19 @@ def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: Image
     before = next(iter(paths)).stat().st_mtime_ns
     files.file(png(2), "row 2")
     assert next(iter(paths)).stat().st_mtime_ns == before
-    assert files.file("a.png", "row 1").parent.name == "data"
+    there = files.file("a.png", "row 1")
+    assert there.parent.name == "data"
+    spaced = there.with_name("a b.png")
+    spaced.write_bytes(png(2))
+    for uri_of in (there.as_uri(), f"file://localhost{there}", spaced.as_uri()):
+        assert files.file(uri_of, "row 1") == (spaced if "%20" in uri_of else there)
 
 
 @pytest.mark.parametrize(
     ("prompt", "image", "words"),
     [
         ("<image>", "https://a.b/c.png", "is a URL, and images are not fetched: save it, and give its path"),
+        ("<image>", "file://c.png", "is a URL, and images are not fetched"),
         ("<image>", "b.png", r"there is no image file 'b.png' \(did you mean 'a.png'"),
         ("<image>", ".", "there is no image file '.'$"),
         ("<image>", f"a.{'b' * 3000}", r"is no path .* base64 begins with 'data:image/png;base64,'$"),
@@ -92,10 +98,10 @@ def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: Image
         ("<image>", "data:image/png,abc", "the data URI of an image is not in base64"),
         ("<image>", 3, "expected an image as a path, bytes, a data URI or a picture of Pillow, got 3"),
         ("<image>", {"width": 3}, "an image is a table with bytes or a path"),
-        ("a", "a.png", "has 0 places for 1 images in image: expected one"),
-        ("<image> <image>", "a.png", "has 2 places for 1 images"),
-        ([{"role": "assistant", "content": "a"}], "a.png", "has 0 places for 1 images"),
-        ([{"role": "user", "content": [{"type": "image"}] * 2}], "a.png", "more than 1 places for 1 images"),
+        ("a", "a.png", "has 0 places for 1 image in image: expected one"),
+        ("<image> <image>", "a.png", "has 2 places for 1 image in"),
+        ([{"role": "assistant", "content": "a"}], "a.png", "has 0 places for 1 image in"),
+        ([{"role": "user", "content": [{"type": "image"}] * 2}], "a.png", "more than 1 place for 1 image in"),
         ([{"role": "user", "content": "<image>"}], None, "more than 0 places for 0 images in "),
         (3, "a.png", "expected text or a list of chat messages beside images"),
     ],
@@ -132,3 +138,16 @@ def test_a_file_that_cannot_be_decoded_or_has_changed_is_named(tmp_path: Path) -
     path.unlink()
     with pytest.raises(DataError, match=r"a\.png cannot be read: No such file"):
         picture_of(ImageRef(image.sha256, image.path, 32, 48))
+
+
+HELD = ("a.png", ["A.JPG", "b.webp"], "data:image/png;base64,aa", {"bytes": b"a", "path": None}, [{"bytes": b"a"}])
+
+
+def test_a_placeholder_without_an_image_beside_one_under_another_name_is_refused() -> None:
+    chat, text = [{"role": "user", "content": "<image> red?"}], "<image> red?"
+    for held in (*HELD, picture(1)):
+        for prompt in (chat, text):
+            assert misnamed({"prompt": prompt, "img": held, "n": 1}, "prompt") == "img"
+        assert not misnamed({"prompt": "red?", "img": held}, "prompt")
+    for other in (None, "", [], 3, "red.txt", {"path": "a"}, ["a.png", 3], "a.png is red"):
+        assert not misnamed({"prompt": text, "img": other}, "prompt")

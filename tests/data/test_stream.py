@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 import oppo.data.stream
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.data.stream import whole_numbers
-from oppo.errors import DataError
+from oppo.errors import DataError, counted
 from oppo.events import Prompt
 from oppo.testing import run_virtual
 from tests.data.test_prompts import tokenizer_of, words
@@ -42,7 +42,7 @@ def test_every_epoch_holds_every_prompt_once_under_consecutive_numbers(count: in
 @given(count=st.integers(1, 20), seed=st.integers(0, 2**32), epochs=st.integers(1, 4), batch=st.integers(1, 25))
 def test_every_epoch_is_whole_batches_of_prompts_that_differ(count: int, seed: int, epochs: int, batch: int) -> None:
     if batch > count:
-        with pytest.raises(DataError, match=f"{count} prompts fill no batch of {batch}: add prompts"):
+        with pytest.raises(DataError, match=f"no batch of {batch} is filled by {counted(count, 'prompt')}: add"):
             PromptStream(pool(count), multiple=batch)
         return
     stream, served = PromptStream(pool(count), seed=seed, epochs=epochs, multiple=batch), count // batch * batch

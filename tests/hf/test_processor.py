@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from oppo.errors import ConfigError, DataError
 from oppo.hf.loading import load_tokenizer
 from oppo.hf.processor import ImagePrompts, Processor
 from oppo.hf.tokenizer import HfTokenizer
-from oppo.images import ImageFiles, picture_of
+from oppo.images import ImageFiles, ImageRef, picture_of
 from tests.kit.seen import PROCESSORS, checkpoint, picture
 
 
@@ -25,9 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _reader(folder: Path, name: str) -> ImagePrompts:
-    path = folder / name
-    return ImagePrompts(HfTokenizer(load_tokenizer(path)), Processor(path), ImageFiles(folder / "images", folder))
+Read = Callable[[dict[str, Any]], tuple[Any, list[int], tuple[ImageRef, ...]]]
+
+
+def _reader(folder: Path, name: str, other: str = "") -> tuple[ImagePrompts, HfTokenizer, Read]:
+    tokenizer = HfTokenizer(load_tokenizer(folder / (other or name)))
+    reader = ImagePrompts(Processor(folder / name), ImageFiles(folder / "images", folder))
+    return reader, tokenizer, lambda row: reader(row, "prompt", "row 1", lambda row, column: (row, tokenizer))
 
 
 def _asked(content: Any) -> list[dict[str, Any]]:
@@ -37,46 +43,54 @@ def _asked(content: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("images", [["0.png"], ["1.png", "2.png"], ["2.png", "0.png", "1.png"]])
 def test_the_ids_are_those_of_the_processor(name: str, images: list[str], folder: Path) -> None:
-    reader = _reader(folder, name)
+    reader, tokenizer, read = _reader(folder, name)
     row = {"prompt": _asked("a<image>" * len(images) + "b"), "images": images}
-    written, ids, seen = reader(row, "prompt", "row 1")
+    written, ids, seen = read(row)
     inner = reader.processor.inner
-    text = reader.tokenizer.rendered(written["prompt"], answered=False).text  # type: ignore[arg-type] # messages
+    text = tokenizer.rendered(written["prompt"], answered=False).text
     theirs = inner(text=[text], images=[picture_of(image) for image in seen], add_special_tokens=False)
     assert ids == [*theirs["input_ids"][0]]
     pads = [at for at, token in enumerate(ids) if token == reader.processor.pad]
     assert [pads[sum(each.tokens for each in seen[:n])] for n in range(len(seen))] == [each.start for each in seen]
     assert len(pads) == sum(image.tokens for image in seen)
     text_too = {"prompt": "a<image>" * len(images), "images": images}
-    assert reader(text_too, "prompt", "row 2")[1][0] == reader.tokenizer.around[0][0]
+    assert read(text_too)[1][0] == tokenizer.around[0][0]
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_an_image_token_that_a_message_spells_is_text(name: str, folder: Path) -> None:
-    reader = _reader(folder, name)
-    plain = reader({"prompt": _asked("<image>b"), "images": ["0.png"]}, "prompt", "row 1")
-    spelt = reader({"prompt": _asked("<image>b<|pad|><|begin|>"), "images": ["0.png"]}, "prompt", "row 1")
+    *_, read = _reader(folder, name)
+    plain = read({"prompt": _asked("<image>b"), "images": ["0.png"]})
+    spelt = read({"prompt": _asked("<image>b<|pad|><|begin|>"), "images": ["0.png"]})
     assert [image.tokens for image in plain[2]] == [image.tokens for image in spelt[2]]
     assert len(spelt[1]) == len(plain[1]) + len("<|pad|><|begin|>")
 
 
+def test_several_threads_may_read_prompts(folder: Path) -> None:
+    rows = [{"prompt": _asked(f"{n}<image>"), "images": [f"{n % 3}.png"]} for n in range(40)]
+    expected = [*map(_reader(folder, "qwen3_vl")[2], rows)]
+    for _ in range(3):
+        with ThreadPoolExecutor(8) as pool:
+            assert [*pool.map(_reader(folder, "qwen3_vl")[2], rows)] == expected
+
+
 def test_what_the_processor_cannot_do_is_named(folder: Path) -> None:
     picture(1, width=3000, height=10).save(folder / "narrow.png")
-    llava, other = _reader(folder, "llava"), _reader(folder, "llava")
-    llava.tokenizer = HfTokenizer(load_tokenizer(folder / "gemma3"))
-    other.tokenizer.inner.add_tokens(["zz"])
-    for reader, image, error, words in (
+    *_, llava = _reader(folder, "llava", "gemma3")
+    _, changed, other = _reader(folder, "llava")
+    changed.inner.add_tokens(["zz"])
+    for read, image, error, words in (
         (
-            _reader(folder, "qwen2_5_vl"),
+            _reader(folder, "qwen2_5_vl")[2],
             "narrow.png",
             DataError,
             "row 1, .*narrow.png: .* no image of 3000 x 10 pixels",
         ),
-        (llava, "0.png", DataError, "has 0 places for the 1 images of the prompt"),
+        (llava, "0.png", DataError, "has 0 places for 1 image of the prompt"),
         (other, "0.png", ConfigError, r"makes \d+ tokens of this prompt, and the tokenizer \d+ .* differ at \d+"),
     ):
         with pytest.raises(error, match=words):
-            reader({"prompt": _asked("<image> zz"), "images": [image]}, "prompt", "row 1")
+            read({"prompt": _asked("<image> zz"), "images": [image]})
 
 
 def test_processors_are_told_apart_by_what_makes_pixels(folder: Path) -> None:

@@ -61,5 +61,5 @@ def test_rows_beside_one_with_images_keep_their_bits_and_have_no_image_token(nam
     assert reader.eyes is not None
     assert reader.eyes.looks == 1  # what is kept is shown again
     for row in (4, 7):
-        with pytest.raises(ModelError, match=f"row {row} has 1 image tokens"):
+        with pytest.raises(ModelError, match=f"row {row} has 1 image token among"):
             reader.extend([row], [torch.tensor([4, PAD])])

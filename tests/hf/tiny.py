@@ -310,7 +310,14 @@ _VISION = {
     "image_size": 16,
     "patch_size": 8,
 }
-_PATCHES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
+_PATCHES = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN,
+    "patch_size": 8,
+}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 
 VISION: Mapping[str, Callable[[], PreTrainedConfig]] = {

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.kit.seen import NAMED, equipped, uri
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{{ part.text or '<|begin|><|pad|><|end_of_image|>' }}{% endfor %}{% endif %}"
     "{% for call in message.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""A short chat template with tools, called as Qwen's call them."""
+"""A short chat template with tools, called as Qwen's call them, and with images."""
 
-SPECIAL = ("<|im_start|>", "<|im_end|>", "</tool_call>")
+SPECIAL = ("<|im_start|>", "<|im_end|>", "</tool_call>", *dict.fromkeys(NAMED.values()))
 
 CODE = '''
 def total(completion_ids):
@@ -70,12 +73,20 @@ class Game:
         return self.guesses
 
 
+def asked(row, kind="image_url"):
+    url = row.get("image") or next(iter(row.get("images") or ()), None)
+    if url is None:
+        return list(row["prompt"])
+    image = {"type": kind, "image_url": {"url": url} if kind == "image_url" else url}
+    return [{"role": "user", "content": [{"type": "text", "text": "see"}, image]}]
+
+
 async def agent(row, base_url, api_key):
     import openai
 
     from oppo.rewards import ByTurn
 
-    messages, tokens = list(row["prompt"]), 0
+    messages, tokens = asked(row, "input_image"), 0
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for turn in range(2):
             try:
@@ -101,7 +112,7 @@ async def chief(row, base_url, api_key):
             reply = await client.chat.completions.create(model="policy", messages=messages)
             return reply.usage.completion_tokens
 
-        tokens = await ask(list(row["prompt"]))
+        tokens = await ask(asked(row))
         parts = [[{"role": "user", "content": f"part {part} of {row['number']}"}] for part in range(2)]
         tokens += sum(await asyncio.gather(*(ask(part) for part in parts)))
     return tokens % 7 / 7
@@ -111,7 +122,7 @@ async def duel(row, base_url, api_key):
     import anthropic
     import openai
 
-    url, said, tokens = base_url.removesuffix("/v1"), list(row["prompt"]), {"one": 0, "two": 0}
+    url, said, tokens = base_url.removesuffix("/v1"), asked(row), {"one": 0, "two": 0}
     async with (
         openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as one,
         anthropic.AsyncAnthropic(base_url=url, api_key=api_key) as two,
@@ -127,6 +138,14 @@ async def duel(row, base_url, api_key):
             said += [{"role": "user", "content": f"{answer.usage.output_tokens} {answer.content[0].text[:2]!r}"}]
     return {"one": tokens["one"] % 7 / 7, "two": -tokens["two"] / 7}
 '''
+
+IMAGES = {
+    "image": "<|pad|>",
+    "video": "<|video|>",
+    "vision_start": "<|begin|>",
+    "vision_end": "<|end_of_image|>",
+}
+"""The special tokens of a model that reads images, by their names in its config."""
 
 
 def _config(make: Callable[[], PreTrainedConfig], **sizes: object) -> PreTrainedConfig:
@@ -144,26 +163,44 @@ MODELS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "hybrid": lambda: _config(tiny.STATEFUL["lfm2"]),
     "sliding": lambda: _config(tiny.CONFIGS["gemma2"]),
     "vision": lambda: _config(tiny.VISION["qwen3-vl"]),
+    "seeing-teacher": lambda: _config(tiny.VISION["qwen3-vl"], num_hidden_layers=3),
 }
+
+
+def _shown(numbers: Iterable[int]) -> Iterator[dict[str, object]]:
+    """Yield rows of text, of an image in a column, of two at placeholders, and of one in a message."""
+    for n in numbers:
+        image, text = {"type": "image", "image": uri(n % 5)}, f"{n} + 1?"
+        content: object = (text, text, f"<image>{text}<image>", [image, {"type": "text", "text": text}])[n % 4]
+        columns = ({}, {"image": uri(n % 5)}, {"images": [uri(n % 5), uri(n % 3)]}, {})[n % 4]
+        yield {"prompt": [{"role": "user", "content": content}], "number": n, **columns}
 
 
 def furnish(folder: Path) -> Path:
     """Fill a folder with models, prompts and user code, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer(TEMPLATE, special=SPECIAL)
+    number: Callable[[str], int] = tokenizer.inner.convert_tokens_to_ids
+    ids = {f"{name}_token_id": number(token) for name, token in IMAGES.items()}
     for seed, (name, make) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
         config = make()
         config.get_text_config().vocab_size = 256 + 4 + len(SPECIAL) + 5 * (name == "tied")
+        for key, value in (ids if hasattr(config, "vision_config") else {}).items():
+            setattr(config, key, value)
         tiny.of(config, seed=seed).save_pretrained(folder / name)
         tokenizer.save(folder / name)
-    config = _config(tiny.CONFIGS["llama"], vocab_size=256 + 4 + len(SPECIAL), num_labels=1)
-    tiny.scalar_of(config).save_pretrained(folder / "reward")
-    tokenizer.save(folder / "reward")
+    text = _config(tiny.CONFIGS["llama"], vocab_size=256 + 4 + len(SPECIAL), num_labels=1)
+    seeing = AutoConfig.from_pretrained(folder / "vision", num_labels=1)
+    for name, config in (("reward", text), ("seeing-reward", seeing)):
+        tiny.scalar_of(config).save_pretrained(folder / name)
+        tokenizer.save(folder / name)
+    for name in ("vision", "seeing-teacher", "seeing-reward"):
+        equipped(folder / name, "qwen3_vl")
     for name, first, count in (("prompts", 0, 40), ("held_out", 100, 5)):
-        rows = [
-            {"prompt": [{"role": "user", "content": f"{n} + 1?"}], "number": n} for n in range(first, first + count)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        numbers = range(first, first + count)
+        rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "number": n} for n in numbers]
+        for kind, found in (("", rows), ("shown_", _shown(numbers))):
+            (folder / f"{kind}{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     (folder / "code.py").write_text(CODE)
     return folder

@@ -51,13 +51,19 @@ PROCESSORS: Final[Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], 
 def checkpoint(folder: Path, name: str) -> Path:
     """Write a tiny model of a family with all that belongs to it, and return its directory."""
     path = folder / name
-    kind, settings, whole, image = PROCESSORS[name]
+    image = PROCESSORS[name][3]
     tokenizer = byte_tokenizer(TEMPLATE.replace("IMAGE", image), special=SPECIAL)
     number: Callable[[str], Any] = tokenizer.inner.convert_tokens_to_ids
     names = {90: "<|pad|>", 91: "<|video|>", 92: "<|begin|>", 93: "<|end_of_image|>"}
     ids = {key: number(names[value]) for key, value in FAMILIES[name][2].items() if value in names}
     made(name, ids=ids, vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(path)
     tokenizer.save(path)
+    return equipped(path, name)
+
+
+def equipped(path: Path, name: str) -> Path:
+    """Write the image processor of a family beside a model and its tokenizer, and return their directory."""
+    kind, settings, whole, _ = PROCESSORS[name]
     written = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**written, "extra_special_tokens": NAMED}))
     (path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": kind, **settings}))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from oppo.errors import counted
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Defer, StepReport
@@ -22,7 +23,6 @@ from oppo.liveness import Stall
 from oppo.observe import Expendable, Span
 from oppo.report import Panel
 from oppo.report.panel import Display, displays, line
-from oppo.report.records import counted
 from tests.report.synthetic import batch, chunk, decode, finish, play, prompt, report
 
 

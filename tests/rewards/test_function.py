@@ -80,7 +80,7 @@ async def test_nothing_finished_calls_nothing() -> None:
         ([float("nan"), 1.0], "for rollout 3 it returned nan (float)"),
         ([1.0, float("inf")], "for rollout 8 it returned inf (float)"),
         ([1.0, "2"], "for rollout 8 it returned '2' (str)"),
-        ([1.0, [2.0, 3.0]], "2 rewards for a completion of 1 tokens (rollouts 8)"),
+        ([1.0, [2.0, 3.0]], "2 rewards for a completion of 1 token (rollouts 8)"),
         ([1.0, np.ones((1, 2))], "for rollout 8 it returned array([[1., 1.]]) (ndarray)"),
         ([1.0], "must return 2 numbers, one for each completion, in a list; got 1"),
         (1.0, "must return 2 numbers, one for each completion, in a list; got 1.0 (float)"),

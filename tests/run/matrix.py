@@ -184,7 +184,11 @@ AXES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "longer": ("sampling.min_new_tokens=3",),
         "strings": ('sampling.stop_strings=["a", "0 "]',),
     },
-    "data": {"one": (), "mixed": ('data.prompts=[{path="prompts.jsonl",weight=2},{path="held_out.jsonl",weight=1}]',)},
+    "data": {
+        "one": (),
+        "mixed": ('data.prompts=[{path="prompts.jsonl",weight=2},{path="held_out.jsonl",weight=1}]',),
+        "images": ("data.prompts=shown_prompts.jsonl",),
+    },
     "timing": {
         "deterministic": ("run.deterministic=true",),
         "free": (),
@@ -202,6 +206,7 @@ GROUPED = "grpo|rloo|dr_grpo|dapo"
 CRITICLESS = f"{GROUPED}|gspo|reinforce_pp|online_dpo|distill"
 SCORED = f"ppo|{GROUPED}|gspo|reinforce_pp|online_dpo"
 AGENTS = "agent|branches"
+SIGHTLESS = "llama|tied|mixture|mixture-replayed|hybrid|sliding"
 NO_AGENT = "none|function|tools|class"
 
 CLASHES: tuple[tuple[Mapping[str, str], str], ...] = (
@@ -259,8 +264,12 @@ IN_A_RUN: tuple[tuple[Mapping[str, str], str], ...] = (
     ({"dialogue": "branches", "algorithm": "online_dpo"}, "agents that hold one conversation"),
     ({"dialogue": "branches", "admission": "tail-batched"}, "a key has one conversation, since TailBatched"),
     ({"dialogue": "branches", "timing": "deterministic"}, "decodes no rollouts that come later"),
+    ({"data": "images", "policy": SIGHTLESS}, "reads text only: prompts with images need a tower"),
+    ({"data": "images", "rewards": "whole"}, "and prompts show images: name a function"),
+    ({"data": "images", "teacher": "own-live|own-frozen"}, "is text: leave [teacher] out"),
 )
-"""Likewise, refused as the run begins: whether an agent holds several conversations is not in the settings."""
+"""Likewise, refused as the run begins: neither whether an agent holds several conversations, nor what prompts show, is
+in the settings."""
 
 
 def context(values: Row) -> Row:
@@ -268,6 +277,7 @@ def context(values: Row) -> Row:
     row = {axis: next(iter(options)) for axis, options in AXES.items()}
     row |= {"timing": "free"} | ({"algorithm": "rloo"} if values.get("timing") == "streamed" else {})
     row |= {"rewards": "none"} if values.get("dialogue") in AGENTS.split("|") else {}
+    row |= {"policy": "vision"} if values.get("data") == "images" else {}
     return {**row, **values}
 
 
@@ -331,7 +341,27 @@ def in_roles(row: Row) -> list[str]:
 def overrides(row: Row) -> list[str]:
     """Return what a row sets, ``section.key=value`` each."""
     chosen = [each for axis, value in row.items() for each in AXES[axis][value]]
+    if row["data"] == "images":
+        needed = {
+            "placement.shard=false": row["trainer"] == "ranks",
+            "data.images=true": row["dialogue"] in AGENTS.split("|"),
+        }
+        chosen = [*map(_seeing, chosen), *(each for each, is_needed in needed.items() if is_needed)]
     return [*chosen, *in_roles(row), *(COMPACT if compacts(row) else ())]
+
+
+SEEING = {
+    '"reward"': '"seeing-reward"',
+    "models.teacher=teacher": "models.teacher=seeing-teacher",
+    "held_out": "shown_held_out",
+}
+"""What reads images, or shows some, in place of what does not."""
+
+
+def _seeing(setting: str) -> str:
+    for name, seeing in SEEING.items():
+        setting = setting.replace(name, seeing)
+    return setting
 
 
 COMPACT = (
@@ -344,10 +374,14 @@ COMPACT = (
 
 def compacts(row: Row) -> bool:
     """Return whether tools of a row go on behind summaries, as they may; no axis."""
-    alone = (
-        row["admission"] == "tail-batched" or row["algorithm"] == "online_dpo" or row["credit"] in ("turns", "state")
-    )
-    return row["dialogue"] == "tools" and not alone and row["teacher"] not in ("own-live", "own-frozen")
+    unlike = {
+        "admission": ("tail-batched",),
+        "algorithm": ("online_dpo",),
+        "credit": ("turns", "state"),
+        "teacher": ("own-live", "own-frozen"),
+        "data": ("images",),
+    }
+    return row["dialogue"] == "tools" and not any(row[axis] in values for axis, values in unlike.items())
 
 
 class Killer(Observer):

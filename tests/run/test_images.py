@@ -15,6 +15,8 @@ from oppo import PromptStream
 from oppo.config.load import load_settings
 from oppo.errors import DataError, OppoError
 from oppo.hf.model_files import SCALAR
+from oppo.run.deployment import Deployment
+from oppo.run.images import reader_of_images
 from oppo.run.prompts import Rows
 from oppo.run.train import prepare, resume, train
 from tests.kit.seen import PROCESSORS, checkpoint, picture, uri
@@ -48,6 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "code.py").write_text(CODE)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _rows(8)))
     (folder / "typo.jsonl").write_text('{"prompt": "a<|pad|>b", "img": "a.png"}\n')
+    asked = {"prompt": [{"role": "user", "content": "<image> red?"}], "img": "a.png"}
+    (folder / "misnamed.jsonl").write_text(json.dumps(asked) + "\n")
     (folder / "empty.jsonl").write_text('{"prompt": "<image>", "images": []}\n')
     (folder / "spelt.jsonl").write_text('{"prompt": "<image>", "image": "a.png"}\n{"prompt": "a<|pad|>b"}\n')
     picture(77).save(folder / "a.png")
@@ -117,13 +121,16 @@ def test_a_reward_model_sees_and_images_are_kept_once_and_never_pixels(folder: P
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("environment.source=code.py:total", "are text: leave these out"),
+        ('data.prompts="misnamed.jsonl"', "the prompt has <image>, and column 'img' an image: name the column 'image'"),
         ("data.images=true", r"data\.images is for rows that come one by one"),
         ("data.over_long=truncate data.max_prompt_tokens=30", "would lose a part of them"),
         ("models.reference=blind", "cannot be shown images: there is no image processor beside its weights"),
-        ('data.prompts="spelt.jsonl"', "has 1 tokens that stand for images, and its images have 0"),
-        ('data.prompts="typo.jsonl"', "stand for images, and its images have 0: name their column 'image' or 'images'"),
-        ('data.prompts="empty.jsonl"', "line 1: the prompt has 1 places for 0 images in images"),
+        ('data.prompts="spelt.jsonl"', "has tokens that stand for images, 1, of which its images have 0"),
+        (
+            'data.prompts="typo.jsonl"',
+            "stand for images, 1, of which its images have 0: name their column 'image' or 'images'",
+        ),
+        ('data.prompts="empty.jsonl"', "line 1: the prompt has 1 place for 0 images in images"),
     ],
 )
 def test_what_reads_no_images_is_refused_by_name(setting: str, words: str, folder: Path) -> None:
@@ -131,6 +138,14 @@ def test_what_reads_no_images_is_refused_by_name(setting: str, words: str, folde
         shutil.copytree(folder / "llava", folder / "blind", ignore=shutil.ignore_patterns("*processor*"))
     with pytest.raises(OppoError, match=words):
         trained(folder, "llava", "refused", *setting.split())
+
+
+def test_a_prompt_behind_a_summary_shows_none(folder: Path) -> None:
+    (folder / "config.toml").write_text(SETTINGS)
+    compacting = ['environment.tools=["code.py:total"]', "environment.compact=5", "environment.summary_tokens=2"]
+    settings = load_settings(folder / "config.toml", ["models.policy=llava", *compacting])
+    said = reader_of_images(Deployment.of(settings), folder / "images")
+    assert said == "behind a summary a prompt is text: leave environment.compact out"
 
 
 def test_a_dry_run_writes_no_image(folder: Path) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from oppo.errors import ModelError, ModelRefused, ProtocolError
+from oppo.errors import ModelError, ModelRefused, ProtocolError, counted
 from oppo.events import IntArray
 from oppo.hf.head import widen_head
 from oppo.hf.kv.attention import (
@@ -326,8 +326,9 @@ class Incremental:
             expected = self._sight(row).count(start, start + len(piece))
             if self.eyes is not None and (found := int((piece == self.eyes.pad).sum())) != expected:
                 raise ModelError(
-                    f"row {row} has {found} image tokens among its tokens {start} to {start + len(piece) - 1}, and its "
-                    f"prompt shows {expected} there: such a token comes from images only, and is never sampled or given"
+                    f"row {row} has {counted(found, 'image token')} among its tokens {start} to "
+                    f"{start + len(piece) - 1}, and its prompt shows {expected} there: such a token comes from images "
+                    "only, and is never sampled or given"
                 )
 
     def _seen(self, rows: Sequence[int], sizes: NDArray[np.int64], views: Sequence[KVView]) -> Seen:
