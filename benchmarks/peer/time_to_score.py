@@ -140,6 +140,10 @@ def times(runs: Runs, threshold: float) -> str:
         mode: {seed: each.spent(each.passing(threshold)) for seed, each in found.items()}
         for mode, found in runs.items()
     }
+    rates = {
+        mode: {seed: each.spent(count := len(each.taken)) / each.spent(count, "tokens") for seed, each in found.items()}
+        for mode, found in runs.items()
+    }
     rows = []
     for mode, by_seed in runs.items():
         never, found = sum(map(math.isinf, seconds[mode].values())), by_seed.values()
@@ -148,15 +152,15 @@ def times(runs: Runs, threshold: float) -> str:
                 MODES[mode][0],
                 str(len(found)),
                 f"{np.median([*seconds[mode].values()]):.1f}" + (f" ({never} never)" if never else ""),
-                "1" if mode == TRL else shown(ratio(paired(seconds[mode], seconds[TRL]))),
+                *("1" if mode == TRL else shown(ratio(paired(took[mode], took[TRL]))) for took in (seconds, rates)),
                 f"{np.median([each.passing(threshold) for each in found]):.1f}",
                 f"{fmean(each.spent(len(each.taken)) / len(each.taken) for each in found):.2f}",
                 f"{fmean(each.spent(len(each.taken), 'tokens') / len(each.taken) for each in found):.0f}",
                 " / ".join(f"{fmean(each.share(of) for each in found):.2f}" for of in ("decode", "score", "update")),
             ]
         )
-    head = ["contestant", "seeds", f"s to {threshold}", "of TRL's time (95%)", "updates", "s a step", "tokens a step"]
-    return markdown([*head, "decode / score / update"], rows)
+    head = ["contestant", "seeds", f"s to {threshold}", "of TRL's time (95%)", "that of a token (95%)"]
+    return markdown([*head, "updates", "s a step", "tokens a step", "decode / score / update"], rows)
 
 
 def curves(runs: Runs) -> str:

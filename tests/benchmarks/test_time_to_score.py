@@ -20,6 +20,7 @@ from benchmarks.peer.time_to_score import (
     BEGIN,
     KEPT,
     MODES,
+    RESULTS,
     REVIEWS,
     TRL,
     Learned,
@@ -55,6 +56,12 @@ def test_a_ratio_is_paired_by_seed_so_that_a_slow_seed_cancels() -> None:
     assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5, 0.5))
     alone = ratio([(1.0, 4.0)])
     assert (alone.low, alone.high) == (0.0, math.inf)
+
+
+def test_the_page_is_made_of_the_results_of_record() -> None:
+    results = json.loads((RESULTS / "time-to-score.json").read_text(encoding="utf-8"))
+    page = (RESULTS / "time-to-score.md").read_text(encoding="utf-8")
+    assert page.partition(BEGIN)[2].partition(END)[0] == content(results)
 
 
 def test_a_study_asks_each_contestant_for_the_same_prompts_and_goes_on_where_it_ended(
