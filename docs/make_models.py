@@ -20,11 +20,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import transformers
-from transformers import (
-    CONFIG_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

@@ -346,10 +346,7 @@ def convert_config(
     return DONE
 
 
-def report(
-    *runs: Path,
-    live: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
-) -> int:
+def report(*runs: Path, live: Annotated[bool, Parameter(negative=(), show_default=False)] = False) -> int:
     """Write the page of a run, report.html; of several runs one that compares them, comparison.html beside the first.
 
     Args:

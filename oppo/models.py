@@ -21,27 +21,9 @@ import numpy as np
 from annotated_types import Gt, Le
 from numpy.typing import NDArray
 
-from oppo.declared import (
-    Count,
-    Filled,
-    FromList,
-    NonNegative,
-    PositiveCount,
-    Seed,
-    require_metrics,
-    setting,
-    validated,
-)
+from oppo.declared import Count, Filled, FromList, NonNegative, PositiveCount, Seed, require_metrics, setting, validated
 from oppo.errors import ProtocolError
-from oppo.events import (
-    Batch,
-    Chunk,
-    Finish,
-    Prompt,
-    Response,
-    ToolTokens,
-    described,
-)
+from oppo.events import Batch, Chunk, Finish, Prompt, Response, ToolTokens, described
 from oppo.scheduling import IN_ORDER, Priority
 
 T_co = TypeVar("T_co", covariant=True)

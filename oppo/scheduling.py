@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from types import TracebackType
 from typing import Final, Self
 
 from oppo.declared import AtLeastOne, Positive, validated
@@ -69,7 +68,7 @@ class Urgent(Priority):
         self._entered = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered = False
         while self._held:
             self._held.pop().release(self)

@@ -14,16 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from oppo.errors import ProtocolError
-from oppo.events import (
-    AnsweredTurn,
-    Chunk,
-    Drop,
-    Finish,
-    FinishReason,
-    IntArray,
-    Prompt,
-    Response,
-)
+from oppo.events import AnsweredTurn, Chunk, Drop, Finish, FinishReason, IntArray, Prompt, Response
 from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Decode, Detokenize, Policy, Sampling
 

@@ -14,13 +14,7 @@ import sys
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    AsyncExitStack,
-    contextmanager,
-    suppress,
-)
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader

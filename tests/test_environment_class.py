@@ -481,11 +481,7 @@ def straggling(*turns: int, cap: int = 1000) -> FakePolicy:
     )
 
 
-def playing(
-    environment: EnvironmentClass,
-    policy: FakePolicy,
-    **others: Any,
-) -> Graph[StepReport]:
+def playing(environment: EnvironmentClass, policy: FakePolicy, **others: Any) -> Graph[StepReport]:
     models: dict[str, Any] = {
         "reward": environment.reward,
         "trainer": FakeTrainer(),

@@ -24,16 +24,7 @@ from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.models import Policy, Scorer, Trainer
-from oppo.returns import (
-    CAP,
-    AdaptiveKL,
-    ImportanceCorrection,
-    KLEstimator,
-    Level,
-    RatioBase,
-    ScoreShaping,
-    TokenWeight,
-)
+from oppo.returns import CAP, AdaptiveKL, ImportanceCorrection, KLEstimator, Level, RatioBase, ScoreShaping, TokenWeight
 from oppo.scorers import Lesson
 from oppo.stages.hold import Siblings
 from oppo.training import Aggregation, Surrogate, SurrogateKind

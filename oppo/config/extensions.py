@@ -136,7 +136,8 @@ def _kind(make: Callable[..., object], parameter: inspect.Parameter, key: str, s
     annotation = parameter.annotation
     if annotation is parameter.empty:
         return None if parameter.default in (None, parameter.empty) else type(parameter.default)
-    owner = next((base for base in getattr(make, "__mro__", ()) if parameter.name in _annotations(base)), make)
+    bases, name = getattr(make, "__mro__", ()), parameter.name
+    owner = next((base for base in bases if name in vars(base).get("__annotations__", {})), make)
     names = vars(inspect.getmodule(owner) or SimpleNamespace())
     try:
         shim = SimpleNamespace(__annotations__={parameter.name: annotation})
@@ -148,11 +149,6 @@ def _kind(make: Callable[..., object], parameter: inspect.Parameter, key: str, s
             f"{key}: the type of the parameter {parameter.name!r} of {spec} is not known ({error}): import it while "
             "the module runs, not under TYPE_CHECKING"
         ) from error
-
-
-def _annotations(owner: type) -> Mapping[str, object]:
-    annotations: Mapping[str, object] = vars(owner).get("__annotations__", {})
-    return annotations
 
 
 def _declaration(make: Callable[..., object], parameter: inspect.Parameter) -> Any:
@@ -203,14 +199,18 @@ def _loaded(spec: str) -> type[Algorithm]:
     # a file is run once in a process
     found: object = user_code.load_function(spec, _refuse)
     if inspect.isroutine(found):
-        return of_function(spec, Extension.of(found, KEY, spec, ROLES, or_all=True))
+        part = Extension.of(found, KEY, spec, ROLES, or_all=True)
+        members: dict[str, Any] = {"has_critic": "critic" in part.takes, "part": part, "__doc__": part.make.__doc__}
+        bases = part.settings, FunctionAlgorithm
+        kind = make_dataclass(spec.rpartition(":")[2], [], bases=bases, namespace=members, frozen=True)
+        return cast("type[Algorithm]", kind)
     if not (inspect.isclass(found) and is_dataclass(found)):
         raise _refuse(
             f"{spec} must be a dataclass, whose fields are the settings of [algorithm], derived from GroupAlgorithm or "
             f"ClippedAlgorithm for example, or a function that returns a graph; got {shown(found)}"
         )
-    members = ("has_critic", "responses", "refers", "corrects", "graph", "loss")
-    if lacking := [each for each in members if not hasattr(found, each)]:
+    needed = ("has_critic", "responses", "refers", "corrects", "graph", "loss")
+    if lacking := [each for each in needed if not hasattr(found, each)]:
         raise _refuse(
             f"{spec} is no algorithm, since it lacks {', '.join(lacking)}: derive it from GroupAlgorithm or "
             "ClippedAlgorithm, or write what oppo.algorithms.base.Algorithm lists"
@@ -252,14 +252,6 @@ class FunctionAlgorithm:
         from oppo.losses import default_loss  # noqa: PLC0415 - torch takes seconds to import
 
         return default_loss(critic=self.has_critic)
-
-
-def of_function(spec: str, part: Extension) -> type[Algorithm]:
-    members = {"has_critic": "critic" in part.takes, "part": part, "__doc__": part.make.__doc__}
-    kind = make_dataclass(
-        spec.rpartition(":")[2], [], bases=(part.settings, FunctionAlgorithm), namespace=members, frozen=True
-    )
-    return cast("type[Algorithm]", kind)
 
 
 def checked(algorithm: Algorithm) -> Algorithm:

@@ -64,10 +64,6 @@ class Answers:
     dropped: Sequence[Drop] = ()
     measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
-    def by_prompt(self) -> list[list[float]]:
-        groups = groupby(self.rollouts, key=lambda each: each.group)
-        return [[each.score for each in group] for _, group in groups]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answering:
@@ -271,7 +267,7 @@ def of_greedy(answers: Answers, pass_score: float | None) -> Mapping[str, float]
 
 def of_sampled(answers: Answers, samples: int, pass_score: float | None) -> Mapping[str, float]:
     # A prompt counts as much as any other, however many of its responses were dropped; towards pass@k if it has k left.
-    groups = answers.by_prompt()
+    groups = [[each.score for each in group] for _, group in groupby(answers.rollouts, lambda each: each.group)]
     metrics = _mean("eval/sampled_score", "eval/sampled_score_ci95", [float(np.mean(each)) for each in groups])
     if pass_score is None:
         return metrics

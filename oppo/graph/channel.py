@@ -147,7 +147,7 @@ class Channel(Generic[T]):
         self._waiting_keys: Counter[Hashable] = Counter()
         """Number of blocked or admitted senders by the key of their item."""
         self._watchers: list[anyio.Event] = []
-        self._closed = False
+        self.closed = False
         self._abandoned = False
         self._received = self._merged = self._peak = 0
 
@@ -156,7 +156,7 @@ class Channel(Generic[T]):
 
     def offer(self, item: T, /) -> bool:
         """Queue ``item`` if there is room, without merging or waiting; return whether it was queued."""
-        if self._closed or self._abandoned:
+        if self.closed or self._abandoned:
             self._require_open()
         if self._blocked or self._reserved or len(self._queue) >= self.capacity:
             return False
@@ -245,7 +245,7 @@ class Channel(Generic[T]):
             admitted.set()
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise ProtocolError(f"an item was sent into {self.name!r} after it had been closed")
         if self._abandoned:
             raise ProtocolError(
@@ -255,7 +255,7 @@ class Channel(Generic[T]):
 
     def close(self) -> None:
         """End the channel: queued items can still be read, later sends raise; idempotent."""
-        self._closed = True
+        self.closed = True
         self._reserved += len(self._blocked)
         while self._blocked:
             self._blocked.popitem(last=False)[0].set()
@@ -311,16 +311,12 @@ class Channel(Generic[T]):
         return item
 
     async def _readable(self) -> None:
-        while not self._queue and not self._closed:
+        while not self._queue and not self.closed:
             await changed(self)
 
     @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
     def ended(self) -> bool:
-        return self._closed and not self._queue
+        return self.closed and not self._queue
 
     def watch(self, event: anyio.Event) -> None:
         self._watchers.append(event)

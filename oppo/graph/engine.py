@@ -82,16 +82,16 @@ class Source:
         )
         self._taken = 0
         self._waiting = 0
-        self._ended = False
+        self.ended = False
 
     async def drain(self) -> Sequence[object]:
-        if self._ended:
+        if self.ended:
             return []
         self._waiting += 1
         try:
             item = await anext(self._items) if isinstance(self._items, AsyncIterator) else next(self._items)
         except (StopIteration, StopAsyncIteration):
-            self._ended = True
+            self.ended = True
             return []
         finally:
             self._waiting -= 1
@@ -109,10 +109,6 @@ class Source:
     def drain_nowait(self) -> Sequence[object]:
         raise ProtocolError(f"{SOURCE!r} is read with `async for` or `drain()`; put a stage between it and a join")
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
     def watch(self, event: anyio.Event) -> None:
         """Do nothing: an iterable does not announce its items."""
 
@@ -123,7 +119,7 @@ class Source:
         """Do nothing: the reader continues in its next step."""
 
     def describe(self) -> str:
-        state = "ended" if self._ended else "waited for" if self._waiting else "idle"
+        state = "ended" if self.ended else "waited for" if self._waiting else "idle"
         return f"{SOURCE:<32} {self._taken:>4} taken {state}"
 
     def statistics(self) -> ChannelStatistics:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Final, Literal, ParamSpec, Self, TypeAlias, TypeVar
 
 import psutil
@@ -562,8 +562,7 @@ class Peak:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        del kind, error, tb
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
 

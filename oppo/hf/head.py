@@ -24,10 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 

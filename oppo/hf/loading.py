@@ -35,14 +35,7 @@ from transformers import (
 from oppo.errors import ConfigError, OppoError, one_line
 from oppo.hf.devices import CPU, device_of, ran_out
 from oppo.hf.kv.attention import CHOICES, COSTS, Choice
-from oppo.hf.lora import (
-    Quantization,
-    add_lora,
-    allow_threads,
-    load_lora,
-    quantise_base,
-    require_peft,
-)
+from oppo.hf.lora import Quantization, add_lora, allow_threads, load_lora, quantise_base, require_peft
 from oppo.hf.model_files import (
     CAUSAL,
     CONFIG,

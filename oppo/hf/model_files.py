@@ -51,13 +51,7 @@ METADATA = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Files of a hub that describe a model or its tokenizer."""
 
 
-def located(
-    name: str | Path,
-    *,
-    weights: bool,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
-) -> Path:
+def located(name: str | Path, *, weights: bool, allow_pickle: bool = False, trust_remote_code: bool = False) -> Path:
     # Fetched from a hub if need be; pickles only if it has nothing else.
     try:
         directory = Path(name).expanduser()

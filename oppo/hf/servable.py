@@ -129,7 +129,10 @@ def probe(model: PreTrainedModel, *, attention: Choice = "auto") -> Way:
         reason = str(refusal)
     attend_as_loaded(served)
     with _refusing(f"{reason}; nor can it read whole sequences"):
-        _compare_whole(served, limit)
+        rows = _rows(served)
+        outputs = WholeRows(served).extend(list(rows), list(rows.values()))
+        for tokens, found in zip(rows.values(), outputs, strict=True):
+            _require_same(served, tokens, [(0, found)], limit, "beside longer rows")
     set_only_whole(served, reason)
     return "whole"
 
@@ -276,13 +279,6 @@ def _compare_after_padding(model: PreTrainedModel, limit: float) -> None:
             "padding before a chunk changes the states of its recurrent layers, and its output after it by at least "
             f"{least:.1e} of the largest output; at most {limit:.0e} is allowed in {model.dtype}"
         )
-
-
-def _compare_whole(model: PreTrainedModel, limit: float) -> None:
-    rows = _rows(model)
-    outputs = WholeRows(model).extend(list(rows), list(rows.values()))
-    for tokens, found in zip(rows.values(), outputs, strict=True):
-        _require_same(model, tokens, [(0, found)], limit, "beside longer rows")
 
 
 def _require_same(  # noqa: PLR0917 - as many as are compared

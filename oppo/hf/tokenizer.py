@@ -275,13 +275,7 @@ class HfTokenizer:
     def size(self) -> int:
         return max(self.inner.get_vocab().values(), default=-1) + 1
 
-    def stop(
-        self,
-        wanted: Sequence[int | str],
-        generation_stop: Sequence[int],
-        *,
-        eos: bool = True,
-    ) -> tuple[int, ...]:
+    def stop(self, wanted: Sequence[int | str], generation_stop: Sequence[int], *, eos: bool = True) -> tuple[int, ...]:
         """Return the ids that end a response: the end-of-sequence ids, and those that are wanted besides.
 
         Args:

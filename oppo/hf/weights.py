@@ -202,7 +202,7 @@ class SharedModel(Generic[M]):
         numbers: dict[int, int] = {}
 
         def numbered(part: object) -> int | None:
-            if not _shareable(part):
+            if type(part) not in (Tensor, nn.Parameter, nn.Buffer) or not cast("Tensor", part).numel():
                 return None
             number = numbers.setdefault(id(part), len(numbers))
             tensors[number] = cast("Tensor", part)
@@ -262,10 +262,6 @@ def _moved(storages: dict[int, torch.UntypedStorage]) -> dict[int, tuple[Block, 
         start = starts[address]
         flat[start : start + storage.nbytes()] = torch.empty(0, dtype=torch.uint8).set_(storage)
     return {address: (block, start) for address, start in starts.items()}
-
-
-def _shareable(part: object) -> bool:
-    return type(part) in (Tensor, nn.Parameter, nn.Buffer) and cast("Tensor", part).numel() > 0
 
 
 def _rebuilt(skeleton: bytes, blocks: tuple[Block, ...], layouts: tuple[TensorLayout, ...]) -> SharedModel[nn.Module]:

@@ -91,11 +91,6 @@ class StallLimits:
             return self.names[1], self.call_timeout or math.inf
         return self.names[0], self.seconds or math.inf
 
-    @property
-    def longest_cancellation(self) -> float:
-        # A cancelled run is ended by force after so long even while it moves.
-        return self.call_timeout or math.inf
-
 
 Part: TypeAlias = Callable[[], object]
 
@@ -199,7 +194,7 @@ class LastWord:
         self.wind_up()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         faulthandler.unregister(signal.SIGPROF)
 
@@ -497,7 +492,7 @@ class Watchdog(Observer):
             hang.add_note(f"the watchdog could not have {name}: {fault}")
         if self._loop is not None and self._scope is not None:
             call("the cancellation", partial(self._loop.call_soon_threadsafe, self._scope.cancel), None)
-        until = self._clock() + self._limits.longest_cancellation
+        until = self._clock() + (self._limits.call_timeout or math.inf)
         remedies: list[tuple[str, Part]] = [("what frees the run", self._vitals.free)]
         if self._last_resort is not None:
             remedies.append((LAST_RESORT, partial(self._last_resort, hang)))

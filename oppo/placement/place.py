@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar, cast
 
 import anyio.lowlevel
@@ -157,7 +156,7 @@ class Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

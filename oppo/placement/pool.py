@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import groupby
-from types import TracebackType
 from typing import Final, Self, cast, get_args
 
 import anyio
@@ -387,9 +386,7 @@ class PolicyPool:
             self._members.open(self._tasks)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         tasks, self._tasks = self._tasks, None
         if tasks is not None:
             self._members.close()

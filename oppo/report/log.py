@@ -107,6 +107,8 @@ class RunLog(Observer):
             return
         for drop in result.dropped:
             self._log.warning("dropped", step=step + 1, rollout=drop.rollout, reason=drop.reason)
+        found = Bottleneck.of_metrics(result.metrics, result.seconds)
+        bound = {} if found is None else {"bottleneck": found.largest, "limit": round(found.limit, 3)}
         self._log.info(
             "step",
             step=step + 1,
@@ -115,7 +117,7 @@ class RunLog(Observer):
             trained=len(result.trained),
             deferred=len(result.deferred),
             seconds=round(result.seconds, 4),
-            **_bottleneck(result),
+            **bound,
         )
 
     def note(self, event: str, **facts: object) -> None:
@@ -170,11 +172,6 @@ def _bounded(logger: object, method: str, facts: structlog.typing.EventDict) -> 
     del logger, method
     show = partial(excerpt, limit=LONGEST)
     return {name: fact if name == "event" else redacted_values(fact, show) for name, fact in facts.items()}
-
-
-def _bottleneck(report: StepReport) -> dict[str, object]:
-    found = Bottleneck.of_metrics(report.metrics, report.seconds)
-    return {} if found is None else {"bottleneck": found.largest, "limit": round(found.limit, 3)}
 
 
 def machine() -> dict[str, object]:

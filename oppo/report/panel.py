@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
@@ -265,7 +264,7 @@ class Panel(Observer):
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 

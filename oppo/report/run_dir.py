@@ -348,13 +348,11 @@ class RunDirectory(Observer):
     def _complete(self) -> None:
         self._sync()
         self._write_timeline(tuple(self._timekeeper.steps))
-        put(self.path / SUMMARY, [json.dumps(self._facts(), indent=2) + "\n"])
-        write_report([recorded(self.path, over=True)])
-
-    def _facts(self) -> Record:
         records = metrics_of(self.path)
         figures = summary(records, list(read(self.path / EVALUATIONS)))
-        return {"steps": len(records), "complete": self._concluded, **figures}
+        facts = {"steps": len(records), "complete": self._concluded, **figures}
+        put(self.path / SUMMARY, [json.dumps(facts, indent=2) + "\n"])
+        write_report([recorded(self.path, over=True)])
 
 
 def _require(config: str, **counts: int) -> None:

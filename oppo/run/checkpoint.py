@@ -25,7 +25,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -74,13 +74,7 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run: the newest ``keep_last`` and, with ``keep_best``, the one of the highest score."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        keep_last: int = 2,
-        keep_best: bool = False,
-    ) -> None:
+    def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: bool = False) -> None:
         if keep_last < 1:
             raise CheckpointError(f"keep_last must be at least 1, not {keep_last}: a run without one cannot be resumed")
         self._directory = directory
@@ -286,9 +280,6 @@ class Provenance:
     def of(cls, settings: Settings) -> Self:
         return cls(fingerprints(settings), {name: digest(file) for name, file in settings.files.items()}, installed())
 
-    def with_digests(self, digests: Mapping[str, str]) -> Provenance:
-        return replace(self, files={**self.files, **digests})
-
     @classmethod
     def restored(cls, state: State) -> Self:
         try:
@@ -425,7 +416,7 @@ def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkp
     # None: the run was killed before its first checkpoint and begins anew
     checkpoint = checkpoints.newest()
     if checkpoint is None:
-        if not checkpoints.begun and is_young(directory, run.checkpoint_every):
+        if not checkpoints.begun and 0 < run.checkpoint_every >= sum(1 for _ in read(directory / METRICS)):
             return None
         advice = "a run is resumed from one, and writes them if run.checkpoint_every is set"
         if every := run.checkpoint_every:
@@ -441,8 +432,3 @@ def newest(run: RunSection, directory: Path, checkpoints: Checkpoints) -> Checkp
             "run.steps=...) to go on"
         )
     return checkpoint
-
-
-def is_young(directory: Path, every: int) -> bool:
-    made = sum(1 for _ in read(directory / METRICS))
-    return 0 < every >= made

@@ -214,7 +214,14 @@ def places_of(deployment: Deployment) -> DeviceLayout:
             )
         require_sharable_memory("the process of the critic", "set run.scorers = 'thread'")
     if devices.replicas > 1 and "policy" not in devices.remote:
-        _check_replicas(devices, acting_share(cores))
+        share = acting_share(cores)
+        if devices.weights.type == devices.policy.type == "cuda":
+            require_sharable_memory("a replica of the policy", "leave placement.policy_replicas out")
+        if devices.policy.type == "cpu" and devices.replicas > share:
+            logger.warning(
+                f"placement.policy_replicas = {devices.replicas} share {share} core(s), half of run.cores: they will "
+                "wait for each other"
+            )
     with ExitStack() as stack:
         remote = _remote_places(deployment)
         stack.callback(remote.close)
@@ -237,16 +244,6 @@ def places_of(deployment: Deployment) -> DeviceLayout:
     return replace(layout, scoring={**layout.scoring, **players})
 
 
-def _check_replicas(devices: Devices, cores: int) -> None:
-    if devices.weights.type == devices.policy.type == "cuda":
-        require_sharable_memory("a replica of the policy", "leave placement.policy_replicas out")
-    if devices.policy.type == "cpu" and devices.replicas > cores:
-        logger.warning(
-            f"placement.policy_replicas = {devices.replicas} share {cores} core(s), half of run.cores: they will wait "
-            "for each other"
-        )
-
-
 def _scored_here(deployment: Deployment) -> list[str]:
     functions = len(deployment.roles_of("reward")) < len(deployment.settings.rewards)
     here = [model for model in deployment.scored if model not in deployment.devices.remote]
@@ -255,7 +252,7 @@ def _scored_here(deployment: Deployment) -> list[str]:
 
 def _remote_places(deployment: Deployment) -> RemotePlaces:
     settings, devices, chosen = deployment.settings, deployment.devices, deployment.settings.placement
-    starting = _hosting if settings.starts_servers else None
+    starting = (lambda number: Process(f"policy {number}")) if settings.starts_servers else None
     if not devices.remote:
         return RemotePlaces(starting)
     from oppo.placement.ray import Cluster, RayPlace, RayRanks, Room  # noqa: PLC0415 - Ray is an extra
@@ -296,7 +293,3 @@ def _remote_places(deployment: Deployment) -> RemotePlaces:
             )
             stack.callback(actors[model].close)
         return RemotePlaces(acting if "policy" in devices.remote else starting, actors, training, stack.pop_all().close)
-
-
-def _hosting(number: int) -> Place:
-    return Process(f"policy {number}")

@@ -52,15 +52,7 @@ from oppo.vllm.arguments import (
 )
 from oppo.vllm.engine import Engine
 from oppo.vllm.processes import ServerProcess
-from oppo.vllm.scorers import (
-    LOGPROBS,
-    SCALAR,
-    LogprobServer,
-    RewardServer,
-    ScoringServer,
-    VllmScorer,
-    check_log_probs,
-)
+from oppo.vllm.scorers import LOGPROBS, SCALAR, LogprobServer, RewardServer, ScoringServer, VllmScorer, check_log_probs
 from oppo.vllm.sync import HostedFiles
 
 S = TypeVar("S", bound="VllmScorer[Any, Any]")

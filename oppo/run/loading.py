@@ -33,15 +33,7 @@ from oppo.hf.loading import (
     require_supported,
     vocabulary_of,
 )
-from oppo.hf.model_files import (
-    ADAPTER,
-    RewardKind,
-    holds_tokenizer,
-    located,
-    read_object,
-    require_adapter,
-    reward_kind,
-)
+from oppo.hf.model_files import ADAPTER, RewardKind, holds_tokenizer, located, read_object, require_adapter, reward_kind
 from oppo.hf.model_parts import require_pieces
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
 from oppo.hf.tokenizer import HfTokenizer

@@ -126,7 +126,7 @@ class Outlines:
     known: Known = field(default_factory=dict)
 
     def actor(self) -> PreTrainedModel:
-        return self._made("models.policy", CAUSAL, self.deployment.models.policy)
+        return self.outlined("models.policy", CAUSAL, self.deployment.models.policy)
 
     def adapted(self, actor: PreTrainedModel) -> PreTrainedModel:
         models = self.deployment.models
@@ -150,7 +150,7 @@ class Outlines:
     def logprobs(self, name: str) -> PreTrainedModel:
         models = self.deployment.models
         path = {"reference": models.reference, **self.deployment.settings.teachers}[name]
-        return self._made(f"models.{name}", CAUSAL, path)
+        return self.outlined(f"models.{name}", CAUSAL, path)
 
     def over_base(self, name: str) -> Callable[[PreTrainedModel], PreTrainedModel]:
         models = self.deployment.models
@@ -166,7 +166,7 @@ class Outlines:
     def reward(self, key: str, reward: ModelRewardSection, load: Load | None, device: torch.device) -> Bytes:
         path, kind = reward.source, self.kind(key, reward)
         directory = transformer_of(self._located(path)) if kind == "similarity" else path
-        make = partial(self._made, key, KINDS[kind], str(directory))
+        make = partial(self.outlined, key, KINDS[kind], str(directory))
         if kind in {"classifier", "similarity"}:  # these read whole responses: weights alone are known
             return Bytes(at_rest(make).weights)
         if kind == "process":
@@ -200,7 +200,7 @@ class Outlines:
             if isinstance(reward, ModelRewardSection) and named_reward(reward) == name:
                 kind = self.kind(key, reward)
                 known = kind in {"scalar", "process"}
-                return self._made(key, KINDS[kind], reward.source) if known else None, False
+                return self.outlined(key, KINDS[kind], reward.source) if known else None, False
         if name == "critic":
             return self.critic(), False
         if name == "proximal":
@@ -210,9 +210,6 @@ class Outlines:
             if name == "reference" or name in self.deployment.settings.teachers
             else (None, True)
         )
-
-    def scalar(self, key: str, source: str) -> PreTrainedModel:
-        return self._made(key, SCALAR, source)
 
     def kind(self, key: str, reward: ModelRewardSection) -> RewardKind:
         trusted, found = self.deployment.models.trust_remote_code, ("kind", reward.source)
@@ -241,7 +238,7 @@ class Outlines:
     def critic(self) -> PreTrainedModel:
         if self.deployment.models.shared_trunk:
             return value_model_on(self.actor())
-        return self._made("models.critic", SCALAR, self.critic_source)
+        return self.outlined("models.critic", SCALAR, self.critic_source)
 
     def trained(self) -> nn.ModuleDict:
         own = self.deployment.settings.algorithm.has_critic and not self.deployment.models.shared_trunk
@@ -272,7 +269,7 @@ class Outlines:
                 ) from error
         return cast("Bytes", self.known[key])
 
-    def _made(self, key: str, kind: Kind, path: str) -> PreTrainedModel:
+    def outlined(self, key: str, kind: Kind, path: str) -> PreTrainedModel:
         models = self.deployment.models
         found = (kind.name, path, models.dtype)
         if found not in self.known:
@@ -385,7 +382,7 @@ def _of_scorers(deployment: Deployment, made: Outlines, load: Load | None) -> It
             if isinstance(reward, ModelRewardSection):
                 yield Expected(named_reward(reward), device, made.reward(key, reward, load, device), remote)
             elif isinstance(reward, VllmRewardSection):
-                make = partial(made.scalar, key, reward.source)
+                make = partial(made.outlined, key, SCALAR, reward.source)
                 yield from _on_engine(named_reward(reward), make, reward, device, deployment.assumed)
     for role, on in deployment.on_vllm("reference", "teacher"):
         yield from _on_engine(role.name, partial(made.logprobs, role.name), on, role.device, deployment.assumed)
@@ -498,7 +495,7 @@ def _player(made: Outlines, key: str, player: str, load: Load | None) -> Bytes:
     # Of a frozen role, which at most all rollouts ask at a time.
     models, sampling = made.deployment.models, _sampling(made.deployment.settings.sampling)
     path = models.policy if player == INITIAL else player
-    make = partial(made._made, key, CAUSAL, path)  # noqa: SLF001 - of this module
+    make = partial(made.outlined, key, CAUSAL, path)
     served = made.kept(("player", path), lambda: ServedPolicy(make))
     if load is None:
         return served.at_rest

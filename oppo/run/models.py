@@ -48,19 +48,13 @@ from oppo.hf.train.trainer import HfTrainer
 from oppo.log import logger
 from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
-from oppo.placement import Hosting, Place, Process, Thread
+from oppo.placement import Place, Process, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.fit import fitted
 from oppo.run.images import check_sight
-from oppo.run.loading import (
-    RewardModels,
-    RoleLoader,
-    ServedRewardModel,
-    adapter_of,
-    critic_source,
-)
+from oppo.run.loading import RewardModels, RoleLoader, ServedRewardModel, adapter_of, critic_source
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
 from oppo.scorers import BehindPrompt, ByColumn, Lesson, Untaught, capabilities_of
 from oppo.turns import Environment
@@ -198,8 +192,14 @@ def assemble(
         for names in known:
             code.check_columns(names)
         taught = _teacher_prompts(settings.teacher, settings.data, code.environment, tokenizer)
-        if known:
-            _check_teacher_columns(settings.models.teacher_column, taught, known[0])
+        column = settings.models.teacher_column
+        if known and column and column not in known[0]:
+            raise ConfigError(
+                f"models.teacher_column = {column!r} is no column of data.prompts; the columns there are "
+                f"{', '.join(sorted(known[0]))}"
+            )
+        if known and taught is not None:
+            taught.check_columns(known[0])
 
         def started(request: ServeRequest) -> Serving:
             serving = serve(replace(request, log=engine_log))
@@ -209,92 +209,173 @@ def assemble(
         load = RoleLoader(deployment, tokenizer)
         on_vllm = ScorersOnVllm(deployment, load, engine_log)
         stack.callback(on_vllm.close)
-        assembly = _assembled(
-            deployment, tokenizer, places, code, load=load, serve=started, on_vllm=on_vllm, taught=taught, images=images
-        )
+        assembly = _Making(deployment, tokenizer, places, code, load, on_vllm, taught).assembly(started, images=images)
         _seat(deployment, load, assembly)
         stack.pop_all()
     return assembly
 
 
-def _assembled(
-    deployment: Deployment,
-    tokenizer: HfTokenizer,
-    places: DeviceLayout,
-    code: UserCode,
-    *,
-    load: RoleLoader,
-    serve: Callable[[ServeRequest], Serving],
-    on_vllm: ScorersOnVllm,
-    taught: PrivilegedPrompt | None,
-    images: bool,
-) -> Assembly:
-    settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
-    actor, reference, start = _actor_and_reference(deployment, load)
-    teachers = load.teachers(actor, start or reference)
-    rewards = _reward_models(deployment, tokenizer, places, load, on_vllm)
-    critic = load_critic(deployment, actor, [*rewards.values()], load)
-    models: dict[str, list[Loadable | None]] = {
-        "policy": [actor],
-        "reference": [reference],
-        "teacher": [model for model, _ in teachers.values()],
-        "reward": [reward.model for reward in rewards.values()],
-        "critic": [critic.trained],
-    }
-    read = [positions_of(model) for loaded in models.values() for model in loaded if model is not None]
-    if images:
-        check_sight(deployment, models, rewards, reads_text=any(reader for _, reader in teachers.values()))
-    sampling = _sampling(settings.sampling, tokenizer, actor, barred=pads_of(actor.config) if images else ())
-    _check_ends(code.environment, sampling, tokenizer)
-    if settings.step.most_overcommit and not sampling.varies:
-        logger.warning(
-            f"every response has sampling.max_new_tokens = {sampling.max_new_tokens} tokens, so none is late, and "
-            "rollouts in flight beyond the batch gain nothing: set step.admission = 'overcommit', step.overcommit = 0"
+@dataclass(frozen=True, slots=True, eq=False)
+class _Making:
+    deployment: Deployment
+    tokenizer: HfTokenizer
+    places: DeviceLayout
+    code: UserCode
+    load: RoleLoader
+    on_vllm: ScorersOnVllm
+    taught: PrivilegedPrompt | None
+
+    def assembly(self, serve: Callable[[ServeRequest], Serving], *, images: bool) -> Assembly:
+        deployment, tokenizer, places, code, load = self.deployment, self.tokenizer, self.places, self.code, self.load
+        settings, chosen, devices = deployment.settings, deployment.models, deployment.devices
+        actor, reference, start = _actor_and_reference(deployment, load)
+        teachers = load.teachers(actor, start or reference)
+        rewards = self._reward_models()
+        critic = load_critic(deployment, actor, [*rewards.values()], load)
+        models: dict[str, list[Loadable | None]] = {
+            "policy": [actor],
+            "reference": [reference],
+            "teacher": [model for model, _ in teachers.values()],
+            "reward": [reward.model for reward in rewards.values()],
+            "critic": [critic.trained],
+        }
+        read = [positions_of(model) for loaded in models.values() for model in loaded if model is not None]
+        if images:
+            check_sight(deployment, models, rewards, reads_text=any(reader for _, reader in teachers.values()))
+        sampling = _sampling(settings.sampling, tokenizer, actor, barred=pads_of(actor.config) if images else ())
+        _check_ends(code.environment, sampling, tokenizer)
+        if settings.step.most_overcommit and not sampling.varies:
+            logger.warning(
+                f"every response has sampling.max_new_tokens = {sampling.max_new_tokens} tokens, so none is late, and "
+                "rollouts in flight beyond the batch gain nothing: set step.admission = 'overcommit', "
+                "step.overcommit = 0"
+            )
+        trained = ActorCritic(actor, critic.trained)
+        if not settings.shares_weights:
+            trained = trained.copied(devices.weights)
+        trainer = self._trainer(trained, critic, sampling)
+        served = load.actor_recipe(devices.policy) if "policy" in devices.apart else actor
+        serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places))
+        teacher = self._teacher(teachers, sampling, actor)
+        places.wait_until_ready()
+        return Assembly(
+            serving=serving,
+            reference=self._reference(reference, sampling),
+            teacher=teacher,
+            reward=code.reward({key: reward.scorer for key, reward in rewards.items()}),
+            critic=self._critic(critic.served),
+            proximal=self._proximal(actor, sampling) if settings.algorithm.corrects else None,
+            environment=code.environment,
+            trainer=trainer,
+            saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
+            tokenizer=tokenizer,
+            sampling=sampling,
+            image_tokens=pads_of(actor.config),
+            positions=min(serving.positions, *read, *(scorer.longest for scorer in self.on_vllm.scorers)),
+            places=places,
+            served_apart=critic.is_apart
+            or served is not actor
+            or settings.on_server
+            or (settings.teacher.weights == "average" and bool(chosen.adapter))
+            or (deployment.has_engine and chosen.begins_off_base),
+            described=_described(deployment, places, models),
+            ideal=_ideal(deployment, models, serving.gpus),
+            gauges=memory_gauges(devices.distinct()),
+            scoring=tuple(self.on_vllm.scorers),
         )
-    trained = ActorCritic(actor, critic.trained)
-    if not settings.shares_weights:
-        trained = trained.copied(devices.weights)
-    copies = _copies(deployment, load, critic) if deployment.trains_elsewhere else None
-    trainer = _trainer(deployment, trained, sampling, places.training, copies=copies)
-    served = load.actor_recipe(devices.policy) if "policy" in devices.apart else actor
-    serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places))
-    teacher = _served_teacher(
-        deployment,
-        sampling,
-        places,
-        teachers,
-        tokenizer,
-        answered=code.environment is not None,
-        taught=taught,
-        on_vllm=on_vllm,
-        actor=actor,
-    )
-    places.wait_until_ready()
-    return Assembly(
-        serving=serving,
-        reference=_reference(deployment, reference, sampling, places, on_vllm),
-        teacher=teacher,
-        reward=code.reward({key: reward.scorer for key, reward in rewards.items()}),
-        critic=_served_critic(critic, places, deterministic=settings.run.deterministic),
-        proximal=_proximal(deployment, actor, sampling, places) if settings.algorithm.corrects else None,
-        environment=code.environment,
-        trainer=trainer,
-        saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
-        tokenizer=tokenizer,
-        sampling=sampling,
-        image_tokens=pads_of(actor.config),
-        positions=min(serving.positions, *read, *(scorer.longest for scorer in on_vllm.scorers)),
-        places=places,
-        served_apart=critic.is_apart
-        or served is not actor
-        or settings.on_server
-        or (settings.teacher.weights == "average" and bool(chosen.adapter))
-        or (deployment.has_engine and chosen.begins_off_base),
-        described=_described(deployment, places, models),
-        ideal=_ideal(deployment, models, serving.gpus),
-        gauges=memory_gauges(devices.distinct()),
-        scoring=tuple(on_vllm.scorers),
-    )
+
+    def _reward_models(self) -> dict[str, ServedRewardModel]:
+        settings, roles, served = self.deployment.settings, self.deployment.roles, dict[str, ServedRewardModel]()
+        models = RewardModels(self.tokenizer, self.load, settings.data.column, settings.run.deterministic)
+        for key, reward in settings.reward_tables.items():
+            if isinstance(reward, ModelRewardSection):
+                place = self._scoring("reward", track_of(reward))
+                served[key] = models.serve(roles[named_reward(reward)], reward, place)
+            elif isinstance(reward, VllmRewardSection):
+                served[key] = self.on_vllm.reward(roles[named_reward(reward)], reward)
+        return served
+
+    def _teacher(
+        self, models: Mapping[Role, tuple[Loadable, HfTokenizer | None]], sampling: Sampling, actor: PreTrainedModel
+    ) -> Scorer[Lesson | Drop] | None:
+        settings = self.deployment.settings
+        section, exact = settings.teacher, settings.run.deterministic
+        top_k = getattr(settings.algorithm, "distill_top_k", None)
+        known = dict[str, Scorer[Lesson | Drop]]()
+        for role, (model, reader) in models.items():
+            place, name = self._scoring("teacher", role.name), role.name.partition(".")[2]
+            options: dict[str, Any] = {"sampling": sampling, "place": place, "deterministic": exact}
+            if reader is not None:
+                _check_reader(role, top_k, answered=self.code.environment is not None)
+                form: Form = "chat" if reader.has_chat_template else "joined"
+                bridge = Bridge(self.tokenizer, reader, form, settings.data.column, "drop")
+                known[name] = BridgedTeacher(cast("PreTrainedModel", model), bridge=bridge, **options)
+            elif section.weights == "live":
+                known[name] = SelfTeacher(model, top_k=top_k, **options)
+            elif section.weights == "average":
+                start = merged(actor, torch.float32)
+                known[name] = AveragedTeacher(model, start, rate=section.rate, top_k=top_k, **options)
+            elif top_k is None:
+                known[name] = ReferenceLogprobs(model, **options)
+            else:
+                known[name] = TeacherLogprobs(model, top_k=top_k, **options)
+        for role, on in self.deployment.on_vllm("teacher"):
+            known[role.name.partition(".")[2]] = self.on_vllm.logprobs(role, on, sampling, top_k=top_k or 0)
+        column = settings.models.teacher_column
+        teacher = ByColumn(column, known) if column else known.get("")
+        if teacher is None or self.taught is None:
+            return teacher
+        if section.note:
+            logger.info(section.note)
+        return BehindPrompt(teacher, self.taught, Untaught(top_k))
+
+    def _reference(self, model: Loadable | None, sampling: Sampling) -> Scorer[FloatArray] | None:
+        for role, on in self.deployment.on_vllm("reference"):
+            return cast("Scorer[FloatArray]", self.on_vllm.logprobs(role, on, sampling))
+        if model is None:
+            return None
+        place, deterministic = self._scoring("reference"), self.deployment.settings.run.deterministic
+        return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
+
+    def _critic(self, model: Loadable | None) -> ValueModel | None:
+        if model is None:
+            return None
+        deterministic = self.deployment.settings.run.deterministic
+        return ValueModel(model, place=self._scoring("critic"), deterministic=deterministic)
+
+    def _proximal(self, actor: PreTrainedModel, sampling: Sampling) -> RecomputedLogprobs:
+        # of stale tokens only, if the trainer's backend decodes too
+        settings = self.deployment.settings
+        thread, deterministic = self._scoring("proximal"), settings.run.deterministic
+        if self.deployment.has_engine:
+            return RecomputedLogprobs(actor, sampling=sampling, place=thread, deterministic=deterministic)
+        return ProximalLogprobs(
+            actor, sampling=sampling, place=thread, deterministic=deterministic, kv_on_sync=settings.step.kv_on_sync
+        )
+
+    def _trainer(self, models: ActorCritic, critic: Critic, sampling: Sampling) -> HfTrainer:
+        deployment, settings, devices = self.deployment, self.deployment.settings, self.deployment.devices.trainer
+        loss, top_k = settings.trained_loss(), getattr(settings.algorithm, "distill_top_k", None)
+        if top_k is not None and not loss.reads & {"top_logprobs", "teacher_top"}:
+            raise ConfigError(
+                f"algorithm.distill_top_k = {top_k} gives the loss a teacher's likeliest ids, and "
+                f"{type(loss).__name__} reads neither top_logprobs nor teacher_top: name them in its reads, or leave "
+                "distill_top_k out"
+            )
+        return HfTrainer(
+            models.actor,
+            models.critic,
+            sampling=sampling,
+            place=ModelPlace(self.places.training, "trainer", _TRAINING),
+            settings=deployment.trainer,
+            loss=loss,
+            shard=settings.placement.shard,
+            devices=devices if len(devices) > 1 else (),
+            recipe=_copies(deployment, self.load, critic) if deployment.trains_elsewhere else None,
+        )
+
+    def _scoring(self, model: str, name: str = "") -> ModelPlace:
+        return ModelPlace(self.places.place_of(model), name or model, SERVING)
 
 
 def _described(
@@ -330,18 +411,6 @@ def _home(place: Place) -> str:
     return f"{next((name for kind, name in kinds.items() if isinstance(place, kind)), 'cluster')} {place.name!r}"
 
 
-def _reference(
-    deployment: Deployment, model: Loadable | None, sampling: Sampling, places: DeviceLayout, on_vllm: ScorersOnVllm
-) -> Scorer[FloatArray] | None:
-    for role, on in deployment.on_vllm("reference"):
-        return cast("Scorer[FloatArray]", on_vllm.logprobs(role, on, sampling))
-    if model is None:
-        return None
-    place = _scoring(places, "reference")
-    deterministic = deployment.settings.run.deterministic
-    return ReferenceLogprobs(model, sampling=sampling, place=place, deterministic=deterministic)
-
-
 def _seat(deployment: Deployment, load: RoleLoader, assembly: Assembly) -> None:
     options: dict[str, Any] = {"sampling": assembly.sampling, "decode": assembly.tokenizer.decode}
     for name, player in deployment.settings.agents.frozen.items():
@@ -349,16 +418,6 @@ def _seat(deployment: Deployment, load: RoleLoader, assembly: Assembly) -> None:
         place = ModelPlace(assembly.places.place_of(role.name), role.name, SERVING)
         policy = HfPolicy(model, place=place, deterministic=deployment.settings.run.deterministic, **options)
         cast("Agents", assembly.environment).seat(name, policy)
-
-
-def _check_teacher_columns(column: str, taught: PrivilegedPrompt | None, known: Collection[str]) -> None:
-    if column and column not in known:
-        raise ConfigError(
-            f"models.teacher_column = {column!r} is no column of data.prompts; the columns there are "
-            f"{', '.join(sorted(known))}"
-        )
-    if taught is not None:
-        taught.check_columns(known)
 
 
 def _teacher_prompts(
@@ -370,56 +429,8 @@ def _teacher_prompts(
     def of_row(row: Mapping[str, object]) -> HfTokenizer:
         return environment.of(row).chat.tokenizer if isinstance(environment, Tools | Environments) else tokenizer
 
-    return PrivilegedPrompt(
-        tokenizer=of_row,
-        decode=tokenizer.decode,
-        column=section.column,
-        template=section.template,
-        prompt_column=data.column,
-    )
-
-
-def _served_teacher(
-    deployment: Deployment,
-    sampling: Sampling,
-    places: DeviceLayout,
-    models: Mapping[Role, tuple[Loadable, HfTokenizer | None]],
-    tokenizer: HfTokenizer,
-    *,
-    answered: bool,
-    taught: PrivilegedPrompt | None,
-    on_vllm: ScorersOnVllm,
-    actor: PreTrainedModel,
-) -> Scorer[Lesson | Drop] | None:
-    settings, section = deployment.settings, deployment.settings.teacher
-    top_k = getattr(settings.algorithm, "distill_top_k", None)
-    known = dict[str, Scorer[Lesson | Drop]]()
-    for role, (model, reader) in models.items():
-        place, name = ModelPlace(places.place_of("teacher"), role.name, SERVING), role.name.partition(".")[2]
-        options: dict[str, Any] = {"sampling": sampling, "place": place, "deterministic": settings.run.deterministic}
-        if reader is not None:
-            _check_reader(role, top_k, answered=answered)
-            form: Form = "chat" if reader.has_chat_template else "joined"
-            bridge = Bridge(tokenizer, reader, form, settings.data.column, "drop")
-            known[name] = BridgedTeacher(cast("PreTrainedModel", model), bridge=bridge, **options)
-        elif section.weights == "live":
-            known[name] = SelfTeacher(model, top_k=top_k, **options)
-        elif section.weights == "average":
-            start = merged(actor, torch.float32)
-            known[name] = AveragedTeacher(model, start, rate=section.rate, top_k=top_k, **options)
-        elif top_k is None:
-            known[name] = ReferenceLogprobs(model, **options)
-        else:
-            known[name] = TeacherLogprobs(model, top_k=top_k, **options)
-    for role, on in deployment.on_vllm("teacher"):
-        known[role.name.partition(".")[2]] = on_vllm.logprobs(role, on, sampling, top_k=top_k or 0)
-    column = settings.models.teacher_column
-    teacher = ByColumn(column, known) if column else known.get("")
-    if teacher is None or taught is None:
-        return teacher
-    if section.note:
-        logger.info(section.note)
-    return BehindPrompt(teacher, taught, Untaught(top_k))
+    shown = {"column": section.column, "template": section.template, "prompt_column": data.column}
+    return PrivilegedPrompt(tokenizer=of_row, decode=tokenizer.decode, **shown)
 
 
 def _check_reader(role: Role, top_k: int | None, *, answered: bool) -> None:
@@ -451,10 +462,6 @@ def _ideal(deployment: Deployment, models: Mapping[str, Sequence[Loadable | None
             passes = [passes_at(speed, model, epochs=epochs if role == "trainer" else 0) for model in here]
             known[role] = reduce(add, passes)
     return known
-
-
-def _scoring(places: DeviceLayout, model: str, name: str = "") -> ModelPlace:
-    return ModelPlace(places.place_of(model), name or model, SERVING)
 
 
 def _actor_and_reference(
@@ -489,26 +496,6 @@ def _actor_and_reference(
     return actor, load.reference() if refers and base is None else base, start
 
 
-def _reward_models(
-    deployment: Deployment,
-    tokenizer: HfTokenizer,
-    places: DeviceLayout,
-    load: RoleLoader,
-    on_vllm: ScorersOnVllm,
-) -> dict[str, ServedRewardModel]:
-    settings = deployment.settings
-    models = RewardModels(tokenizer, load, settings.data.column, settings.run.deterministic)
-    served = {}
-    for key, reward in settings.reward_tables.items():
-        if isinstance(reward, ModelRewardSection):
-            served[key] = models.serve(
-                deployment.roles[named_reward(reward)], reward, _scoring(places, "reward", track_of(reward))
-            )
-        elif isinstance(reward, VllmRewardSection):
-            served[key] = on_vllm.reward(deployment.roles[named_reward(reward)], reward)
-    return served
-
-
 def _copies(deployment: Deployment, load: RoleLoader, critic: Critic) -> ActorCriticRecipe:
     device, role = deployment.devices.trainer[-1], deployment.roles.get("critic")
     source = None if role is None or critic.source is None else replace(role, source=critic.source)
@@ -516,47 +503,6 @@ def _copies(deployment: Deployment, load: RoleLoader, critic: Critic) -> ActorCr
         actor=load.actor_recipe(device),
         critic=None if source is None else load.recipe(source, "scalar", device),
         shared_trunk=deployment.models.shared_trunk,
-    )
-
-
-def _trainer(
-    deployment: Deployment,
-    models: ActorCritic,
-    sampling: Sampling,
-    place: Hosting,
-    *,
-    copies: ActorCriticRecipe | None,
-) -> HfTrainer:
-    settings, devices = deployment.settings, deployment.devices.trainer
-    loss, top_k = settings.trained_loss(), getattr(settings.algorithm, "distill_top_k", None)
-    if top_k is not None and not loss.reads & {"top_logprobs", "teacher_top"}:
-        raise ConfigError(
-            f"algorithm.distill_top_k = {top_k} gives the loss a teacher's likeliest ids, and {type(loss).__name__} "
-            "reads neither top_logprobs nor teacher_top: name them in its reads, or leave distill_top_k out"
-        )
-    return HfTrainer(
-        models.actor,
-        models.critic,
-        sampling=sampling,
-        place=ModelPlace(place, "trainer", _TRAINING),
-        settings=deployment.trainer,
-        loss=loss,
-        shard=settings.placement.shard,
-        devices=devices if len(devices) > 1 else (),
-        recipe=copies,
-    )
-
-
-def _proximal(
-    deployment: Deployment, actor: PreTrainedModel, sampling: Sampling, places: DeviceLayout
-) -> RecomputedLogprobs:
-    # of stale tokens only, if the trainer's backend decodes too
-    settings = deployment.settings
-    thread, deterministic = _scoring(places, "proximal"), settings.run.deterministic
-    if deployment.has_engine:
-        return RecomputedLogprobs(actor, sampling=sampling, place=thread, deterministic=deterministic)
-    return ProximalLogprobs(
-        actor, sampling=sampling, place=thread, deterministic=deterministic, kv_on_sync=settings.step.kv_on_sync
     )
 
 
@@ -601,12 +547,6 @@ def load_critic(
             f"which starts from {'the policy' if source == models.policy else source} instead"
         )
     return Critic(*load.critic(source), source)
-
-
-def _served_critic(critic: Critic, places: DeviceLayout, *, deterministic: bool) -> ValueModel | None:
-    if critic.served is None:
-        return None
-    return ValueModel(critic.served, place=_scoring(places, "critic"), deterministic=deterministic)
 
 
 class Saving:

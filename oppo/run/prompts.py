@@ -127,7 +127,7 @@ def supplied(
         stream=stream,
         held_out=every[: settings.eval.count or len(every)],
         steps=steps,
-        provenance=provenance.with_digests(unfiled),
+        provenance=replace(provenance, files={**provenance.files, **unfiled}),
         columns=[_columns(pools) for pools in (trained, apart) if pools],
         images=data.images or any(prompt.images for pool in pools.values() for prompt in pool),
         most=data.max_prompt_tokens + longer if settings.agents.program or longer else 0,

@@ -20,15 +20,7 @@ from oppo.config.scorers import (
     ModelRewardSection,
     RewardSection,
 )
-from oppo.config.sections import (
-    OPENENV,
-    VERIFIERS,
-    DataSection,
-    PromptSource,
-    RunSection,
-    SamplingSection,
-    sources,
-)
+from oppo.config.sections import OPENENV, VERIFIERS, DataSection, PromptSource, RunSection, SamplingSection, sources
 from oppo.config.settings import Settings
 from oppo.data.prompts import Begin, Encoding, ReadImages, rows_of
 from oppo.data.rows import ask_hub, check_file, is_hub_name

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 import anyio
@@ -110,9 +109,7 @@ class Conversations:
         self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         tasks, self._tasks = self._tasks, None
         self._memories, self._before, self._calls = {}, {}, {}
         async with self._opened:

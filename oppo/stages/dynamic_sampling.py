@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self, TypeAlias
 
 import anyio
@@ -79,9 +78,7 @@ class DynamicSampling:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._steps.clear()
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Any, Final, Self, get_args
 
 import anyio
@@ -126,9 +125,7 @@ class Generate:
         self._opened = await entered([self.policy, self._conversations])
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         rollouts = list(self._rollouts.values())
         self._rollouts.clear()
         self._ledger = Ledger(self.admission, self._may_branch)

@@ -205,7 +205,10 @@ class WeightSync:
             each.updated = step
         with step.working("update", "weight_sync"):
             await self._trainer.sync_weights(*self._synced)
-        require_synced(self._trainer, self._synced)
+        version = self._trainer.version
+        if any(model.version != version for model in self._synced):
+            versions = ", ".join(f"{name_of(model)} has version {model.version}" for model in self._synced)
+            raise ProtocolError(f"version {version} was synced, but {versions}: the synced models disagree")
         return anyio.current_time() - start
 
     async def _feed(self, model: BorrowsWeights) -> None:
@@ -233,9 +236,3 @@ def _require_in_flight(model: SyncedModel) -> None:
             f"weights are synced in flight, and {name} may be reading: sync to its stage, "
             "synced_models(policy, stage) with stage = Score(...)"
         )
-
-
-def require_synced(trainer: Trainer, synced: Sequence[SyncedModel]) -> None:
-    if any(model.version != trainer.version for model in synced):
-        versions = ", ".join(f"{name_of(model)} has version {model.version}" for model in synced)
-        raise ProtocolError(f"version {trainer.version} was synced, but {versions}: the synced models disagree")

@@ -25,14 +25,7 @@ from oppo.stages import Generate
 from oppo.stages.generate import require_chunk
 from oppo.stages.in_flight import require_turns
 from oppo.testing.fake_policy import FakePolicy
-from oppo.testing.fakes import (
-    FakeCritic,
-    FakeScorer,
-    FakeTrainer,
-    fake_per_token,
-    fake_scalar,
-    prompts as made_prompts,
-)
+from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts as made_prompts
 from oppo.testing.recorder import Recorder
 from oppo.turns import TurnDecode
 from oppo.weight_sync import name_of

@@ -293,9 +293,9 @@ class VllmEngine(Engine):
 
     def close(self) -> None:
         """End the engine and all its processes; idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         with self._stack:
             if not self.pids:  # it has died
                 self._files.keep()

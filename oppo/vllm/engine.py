@@ -154,14 +154,10 @@ class Engine(Closing):
 
     def __init__(self) -> None:
         self.requests: set[str] = set()  # that policies have open
-        self._closed = False
+        self.closed = False
         self._loop: AbstractEventLoop | None = None
         with suppress(OppoError):  # vLLM takes the loop that runs now, or else the one of the first call
             self._loop = running_loop()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     @abstractmethod
@@ -234,7 +230,7 @@ class Engine(Closing):
         """Take the memory of parts again; with the last that is asleep the engine goes on, as if it were resumed."""
 
     def _check_usable(self) -> None:
-        if self._closed:
+        if self.closed:
             raise ProtocolError(f"the engine of {self.name} was closed, so nothing can use it: start another one")
         loop = running_loop()
         self._loop = self._loop or loop

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import gettempdir
-from types import TracebackType
 from typing import Final, Self
 
 import psutil
@@ -178,7 +177,7 @@ class EngineFiles:
         self.folder = self._stack.enter_context(temporary("vllm", kept=lambda: self._keeps))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
 

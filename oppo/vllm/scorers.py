@@ -115,6 +115,7 @@ class VllmScorer(ABC, Generic[T, A]):
     ) -> None:
         self.engine, self.tokens, self.reporter = engine, ReadTokens(), Reporter(track)
         self._key, self._model, self._ask = key, model, ask
+        self.longest, self.block, self.version = model.longest, model.block, 0
         self._sessions = RolloutSessions(
             model.name,
             lambda prompt: ReadRollout[A](prompt.rollout, len(prompt.tokens)),
@@ -122,18 +123,6 @@ class VllmScorer(ABC, Generic[T, A]):
             longest=model.longest,
             remedy="shorten the prompts, lower max_new_tokens, or raise the engine's max_model_len",
         )
-
-    @property
-    def longest(self) -> int:
-        return self._model.longest
-
-    @property
-    def block(self) -> int:
-        return self._model.block
-
-    @property
-    def version(self) -> int:
-        return 0
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         grown = {event.rollout: self._received(event) for event in events}

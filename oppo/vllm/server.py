@@ -412,9 +412,9 @@ class VllmServer(Engine):
 
     def close(self) -> None:
         """Leave the server, which goes on with the weights that it has; idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         if not self.errored:
             with suppress(Exception), self._client() as client:  # it may have ended meanwhile
                 client.post("/resume", timeout=5.0)

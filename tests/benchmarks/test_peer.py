@@ -16,15 +16,7 @@ from typing import cast
 import pytest
 
 from benchmarks import CHECKOUT
-from benchmarks.peer.service import (
-    InputEnded,
-    Prompt,
-    Service,
-    Spec,
-    batches,
-    read_prompts,
-    read_spec,
-)
+from benchmarks.peer.service import InputEnded, Prompt, Service, Spec, batches, read_prompts, read_spec
 from benchmarks.peer.sweep import (
     PEERS,
     Cell,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import anyio
@@ -82,9 +81,7 @@ class Diary:
         self.lines.append("enter")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await anyio.sleep(1)
         self.lines.append("exit")
 

@@ -4,7 +4,6 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -164,9 +163,7 @@ class Door(Relay):
             raise OSError("the door is locked")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if self.fails == "leave":
             raise OSError("the door is locked")
 

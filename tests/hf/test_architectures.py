@@ -241,9 +241,7 @@ def dynamic() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("make", [longrope, dynamic])
-def test_length_dependent_frequencies_are_served_up_to_where_they_change(
-    make: Callable[[], PreTrainedModel],
-) -> None:
+def test_length_dependent_frequencies_are_served_up_to_where_they_change(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
     assert longest(model) == 100
     probe(model)

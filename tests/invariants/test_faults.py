@@ -19,16 +19,7 @@ from oppo.admission.chunking import Fixed, WholeRollout
 from oppo.errors import DeadlockError, ModelError, ModelLost, OppoError, ProtocolError, RewardError
 from oppo.events import Chunk, Defer, Finish, Prompt, RolloutEvent
 from oppo.rewards import OnFailure
-from oppo.testing import (
-    FakeScorer,
-    Fault,
-    Flap,
-    Hang,
-    Raise,
-    Slow,
-    fake_per_token,
-    fake_scalar,
-)
+from oppo.testing import FakeScorer, Fault, Flap, Hang, Raise, Slow, fake_per_token, fake_scalar
 from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import FaultKind, Method
 from tests.kit.faulty import SPOILT, Case, FaultyPipeline, Garbage, HalfSynced, Kind, LoseSessions, stage_of

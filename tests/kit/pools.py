@@ -19,16 +19,7 @@ from oppo.graph import Graph
 from oppo.models import Cut, Decoding, Policy, Sampling, Weights
 from oppo.placement import PolicyPool
 from oppo.stages import Generate, Update
-from oppo.testing import (
-    FakePolicy,
-    FakeScorer,
-    FaultyPolicy,
-    Recorder,
-    Script,
-    fake_scalar,
-    prompts,
-    run_virtual,
-)
+from oppo.testing import FakePolicy, FakeScorer, FaultyPolicy, Recorder, Script, fake_scalar, prompts, run_virtual
 from oppo.testing.fake_policy import FakeDecode
 from oppo.turns import Environment
 from tests.kit.pipelines import Pipeline

@@ -355,9 +355,7 @@ async def test_a_process_acts_on_priorities_too_for_calls_there_and_for_local_on
 
 
 @pytest.mark.parametrize("kind", [Inline, Thread, Process])
-def test_a_place_says_how_long_a_call_should_last_that_nobody_waits_for(
-    kind: type[Inline | Thread | Process],
-) -> None:
+def test_a_place_says_how_long_a_call_should_last_that_nobody_waits_for(kind: type[Inline | Thread | Process]) -> None:
     short = TimeSlice(seconds=0.05)
     with kind("default") as default, kind("short") as place:
         place.time_slice = short

@@ -370,9 +370,7 @@ class Service:
         self.life.append("opened")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await anyio.lowlevel.checkpoint()
         self.opened -= 1
         self.life.append("closed")

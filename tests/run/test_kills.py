@@ -341,9 +341,7 @@ def test_an_interruption_neither_loses_nor_doubles_a_prompt_or_a_token(
 
 
 @pytest.mark.parametrize("kind", [GAE, partial(GroupRelative, "centred")], ids=["GAE", "GroupRelative"])
-def test_controllers_of_kl_and_scores_go_on_where_they_were(
-    kind: Callable[..., GAE | GroupRelative],
-) -> None:
+def test_controllers_of_kl_and_scores_go_on_where_they_were(kind: Callable[..., GAE | GroupRelative]) -> None:
     learned = kind(kl=AdaptiveKL(0.2, target=1.0, horizon=10), shaping=ScoreShaping(norm=True))
     learned.control = learned.control.after(5.0, 4)
     learned.shaping = learned.shaping.after(np.array([1, 2, 5], np.float32))

@@ -33,15 +33,7 @@ from oppo.run.checkpoint import fingerprints, require_same
 from oppo.run.deployment import Deployment, places_of
 from oppo.run.engines import require_engines
 from oppo.run.fit import advice
-from oppo.run.memory import (
-    ALONE,
-    Expected,
-    by_device,
-    crowded,
-    engine_share,
-    expected,
-    with_micro_batches,
-)
+from oppo.run.memory import ALONE, Expected, by_device, crowded, engine_share, expected, with_micro_batches
 from oppo.run.train import FINAL
 from oppo.simulate.costs import Hardware
 from oppo.vllm.arguments import placed, route_of

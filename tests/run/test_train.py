@@ -14,10 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout

@@ -9,11 +9,7 @@ import pytest
 
 from oppo.events import Prompt
 from oppo.models import Decode
-from oppo.testing import (
-    FakePolicy,
-    prompts,
-    run_virtual,
-)
+from oppo.testing import FakePolicy, prompts, run_virtual
 from oppo.testing.virtual_time import VirtualTimeLoop
 
 

@@ -125,12 +125,9 @@ class Retokenizer:
         self._end = 0  # of the text that was sent, in characters
         self._rewinds = 0
         self._growing = GrowingText(decode)
+        self.tokens: Sequence[int] = self._growing.tokens
         self._closing = closing
         self.whole: Rendered | None = None
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        return self._growing.tokens
 
     @property
     def begins(self) -> int | None:

@@ -191,6 +191,8 @@ class WholeReader(ABC):
 class WholeReward:
     """A scorer that reads each rollout at its end, those that end together, or while it works, in batches."""
 
+    version = 0
+
     def __init__(self, make: Make[WholeReader], *, place: Hosting, policy: HfTokenizer, prompt_column: str) -> None:
         self._worker = place.host(make)
         self._policy = policy
@@ -198,10 +200,6 @@ class WholeReward:
         self._sessions = RolloutSessions(
             type(self).__name__, lambda prompt: RolloutSession(prompt.rollout, len(prompt.tokens))
         )
-
-    @property
-    def version(self) -> int:
-        return 0
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         del priority

@@ -157,8 +157,8 @@ class ScorerWorker(ABC, Generic[T]):
         # Each of ``outputs`` [k, D] is at the last k positions of its span.
         ...
 
-    @abstractmethod
-    def finish(self, lengths: Mapping[int, int]) -> list[T]: ...
+    def finish(self, lengths: Mapping[int, int]) -> list[T]:
+        return read_back(self.reader.finish(lengths))
 
 
 class LogprobWorker(ScorerWorker[T]):
@@ -210,9 +210,6 @@ class ReferenceWorker(LogprobWorker[FloatArray]):
     def _measured(self, logits: Tensor, targets: Tensor, support: Support) -> Tensor:
         return token_measures(logits, targets, support, self._sampling)["logprobs"]
 
-    def finish(self, lengths: Mapping[int, int]) -> list[FloatArray]:
-        return read_back(self.reader.finish(lengths))
-
 
 class TeacherWorker(LogprobWorker[TopLogprobs]):
     def __init__(self, model: PreTrainedModel, deterministic: bool, sampling: Sampling, top_k: int) -> None:
@@ -263,9 +260,6 @@ class ValueWorker(ScorerWorker[FloatArray]):
     def __init__(self, model: PreTrainedModel, deterministic: bool) -> None:
         super().__init__(model, score_reader(model), deterministic=deterministic)
 
-    def finish(self, lengths: Mapping[int, int]) -> list[FloatArray]:
-        return read_back(self.reader.finish(lengths))
-
     @torch.inference_mode()
     def _keep(self, spans: Sequence[TokenSpan], outputs: Sequence[Tensor]) -> None:
         for span, output in zip(spans, outputs, strict=True):
@@ -301,11 +295,7 @@ class ScorerHandle(Generic[T]):
         self._worker = place.host(make)
         self._extra = extra
         self._columns = columns
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
+        self.version = 0
 
     @property
     def capabilities(self) -> ScorerCapabilities:
@@ -313,7 +303,7 @@ class ScorerHandle(Generic[T]):
 
     async def _follow(self, weights: Mapping[str, object], version: int) -> None:
         def served() -> None:
-            self._version = version
+            self.version = version
 
         await self._worker.load(_load, SentWeights(weights), served)
 
@@ -576,7 +566,7 @@ class ProximalLogprobs(RecomputedLogprobs):
         """Do nothing: no rollout is kept between two calls."""
 
     def _stale(self, response: Response) -> BoolArray:
-        older = response.versions < self._version
+        older = response.versions < self.version
         return response.sampled & (np.logical_or.accumulate(older) if self._mixed else older)
 
     async def _recompute(self, finished: Sequence[Finish], priority: Priority) -> Sequence[FloatArray]:

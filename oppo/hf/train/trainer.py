@@ -52,16 +52,7 @@ from oppo.hf.train.packing import (
 )
 from oppo.hf.train.ranks import SHARDS, Ranked, Replicas, Team, reset, whole
 from oppo.hf.weights import SharedModel
-from oppo.losses import (
-    Divided,
-    Input,
-    Inputs,
-    Loss,
-    LossValue,
-    Whole,
-    default_loss,
-    top_logprobs,
-)
+from oppo.losses import Divided, Input, Inputs, Loss, LossValue, Whole, default_loss, top_logprobs
 from oppo.losses.base import evaluated, require_inputs, require_loss
 from oppo.models import Sampling, Trained, TrainerCapabilities, Weights
 from oppo.placement import Hosting

@@ -36,16 +36,7 @@ from benchmarks.ladder.directory import (
 )
 from benchmarks.ladder.rounds import earlier
 from benchmarks.ladder.show import PICTURE, ladders, table
-from benchmarks.ladder.workloads import (
-    DISTILL,
-    SMOKE,
-    WORKLOADS,
-    BenchWorkload,
-    Lengths,
-    Plan,
-    Request,
-    workloads_of,
-)
+from benchmarks.ladder.workloads import DISTILL, SMOKE, WORKLOADS, BenchWorkload, Lengths, Plan, Request, workloads_of
 from oppo.errors import ConfigError, ModelLost, ProtocolError
 
 HONEST = """

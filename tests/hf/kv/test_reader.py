@@ -21,15 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from oppo.errors import ModelError, ModelRefused, ProtocolError
 from oppo.hf.devices import CPU
 from oppo.hf.kv import attention, cache
-from oppo.hf.kv.attention import (
-    NAME,
-    Segments,
-    attend,
-    attend_in_segments,
-    attends_eagerly,
-    kinds_of,
-    segment_overhead,
-)
+from oppo.hf.kv.attention import NAME, Segments, attend, attend_in_segments, attends_eagerly, kinds_of, segment_overhead
 from oppo.hf.kv.cache import KVRegion, KVView, Places, Slab, SlabLayer
 from oppo.hf.kv.reader import Incremental
 from tests.hf import tiny

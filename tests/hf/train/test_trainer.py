@@ -16,11 +16,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from oppo.errors import CheckpointError, ConfigError, ModelError, ModelRefused
 from oppo.events import Batch, BoolArray, FloatArray, IntArray, Prompt, Response

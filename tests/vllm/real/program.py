@@ -9,7 +9,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
@@ -120,7 +119,7 @@ class Program:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for pid in self.pids:
             with suppress(OSError):  # it has ended meanwhile
                 # The tracker removes shared memory, and ends by itself.

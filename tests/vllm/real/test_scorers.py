@@ -11,13 +11,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-)
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config
 
 from oppo.errors import ConfigError
 from oppo.hf.serve.scorers import ReferenceLogprobs, RewardModel, TeacherLogprobs
