@@ -96,7 +96,7 @@ BUDGETS = {
     "environments": 1_456,
     "evaluation": 531,
     "graph": 2_208,
-    "hf": 13_217,
+    "hf": 13_220,
     "liveness": 606,
     "losses": 1_065,
     "oppo": 6_512,

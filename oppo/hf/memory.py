@@ -163,6 +163,7 @@ class ServedPolicy:
         part, unread = max(1, prefill_tokens // length), min(length, prefill_tokens)
         with _reading_in_pieces(model), without_data(model) as live, torch.inference_mode():
             weights, reader = live.now, self._reader
+            reader.expect(every)
             reader.hold(dict.fromkeys(every[part:], length))
             if length > unread:
                 reader.hold(dict.fromkeys(every[:part], length - unread))

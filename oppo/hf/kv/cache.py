@@ -34,7 +34,7 @@ from oppo.hf.kv.attention import Segments, packed_rows, segment_overhead, segmen
 ALIGNMENT = 8
 """Columns are a multiple of this: a slot then is a multiple of 64 bytes even with four two-byte numbers per column."""
 
-SLACK = 8  # live rows per spare slot that a growing slab reserves, as long as rows are known that it lacks
+SLACK = 8  # live rows per spare slot that a growing slab reserves, unless it is known to need fewer
 
 HEADROOM = 5
 """A growing slab reserves ``1 / HEADROOM`` more columns than its sequences need, and so is copied less often."""
@@ -439,6 +439,8 @@ class Rows:
 
     def _move(self, by_slab: Mapping[Slab, Sequence[int]], lengths: Mapping[int, int]) -> None:
         known = len({*self.expected, *self.held, *lengths})
+        if known > len(self.held) and len(self.expected) <= len(self.held) // SLACK:
+            known += len(self.held)  # a few join, as the requests of agents do, and more may follow
         for slab, members in by_slab.items():
             incoming = [row for row in members if self.held.get(row) is not slab]
             others = known - len(slab) - len(incoming)

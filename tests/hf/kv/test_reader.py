@@ -247,6 +247,16 @@ def test_rows_that_were_expected_have_a_slot_each_in_the_end_and_few_copies_befo
     assert copies < 8 + math.log(len(rows), 9 / 8)
 
 
+def test_rows_that_join_one_by_one_are_copied_few_times() -> None:
+    reader = narrow()
+    for row in range(100):
+        reader.expect([row])
+        reader.extend([row], [sequence(0)[:30]], last=[1])
+    (slab,) = {*reader._rows.held.values()}
+    assert slab.capacity <= 100 * 9 / 8
+    assert slab.version < 8 + math.log(100, 9 / 8)
+
+
 def narrow() -> Incremental:
     """Return a reader of which a token takes little to read."""
     config = LlamaConfig(
