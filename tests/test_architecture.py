@@ -103,16 +103,16 @@ BUDGETS = {
     "placement": 3_679,
     "report": 3_180,
     "rewards": 1_793,
-    "run": 5_768,
+    "run": 5_770,
     "simulate": 2_519,
     "stages": 4_113,
     "testing": 2_523,
-    "vllm": 4_192,
+    "vllm": 4_301,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 207,  # two of roles; of images files, rows, the processor, a model's view; passes without data
+    "modules": 208,  # two of roles; of images files, rows, the processor, a model's view, vLLM's; passes without data
     "files in the root": 23,  # the images of a prompt, which events, data and models know
     "protocols": 50,  # what makes pixels
     "functions that only require": 70,

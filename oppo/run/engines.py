@@ -96,6 +96,7 @@ class ServeRequest:
     tokenizer: HfTokenizer
     places: DeviceLayout
     log: Path | None = None  # for what the engine's processes write
+    images: bool = False  # whether prompts show any
 
 
 def serve(request: ServeRequest) -> Serving:
@@ -381,6 +382,7 @@ def _engine(request: ServeRequest) -> VllmEngine:
         adapters=_adapter_rank(request),
         log=request.log,
         sleeps=settings.placement.share == "sleep",
+        images=request.images,
     )
 
 

@@ -19,8 +19,8 @@ from oppo.run.loading import ServedRewardModel
 def reader_of_images(deployment: Deployment, directory: Path) -> Callable[[Path], ImagePrompts] | str:
     """Return what reads prompts with images, given the folder of relative paths; or why none are read."""
     settings = deployment.settings
-    if deployment.has_engine:
-        return "vLLM is given text only here: set models.engine = 'transformers'"
+    if settings.on_server or settings.starts_servers:
+        return "a server of vLLM is given text only here: have one engine of this machine decode"
     if settings.environment.compact is not None:
         return "behind a summary a prompt is text: leave environment.compact out"
     if settings.teacher.privileged:

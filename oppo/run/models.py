@@ -255,7 +255,7 @@ class _Making:
             trained = trained.copied(devices.weights)
         trainer = self._trainer(trained, critic, sampling)
         served = load.actor_recipe(devices.policy) if "policy" in devices.apart else actor
-        serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places))
+        serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places, images=images))
         teacher = self._teacher(teachers, sampling, actor)
         places.wait_until_ready()
         return Assembly(

@@ -29,6 +29,7 @@ _RESTARTED: Final = "a worker that is started again would serve the weights that
 _KEPT: Final = "a KV cache outside of the engine would outlive the weights that made them"
 _MACHINE: Final = "the engine's processes are on this machine, and all of them serve this run"
 _ADAPTERS: Final = "models.lora_sync says how adapters are synced"
+_PIXELS: Final = "an image has the pixels that the trainer reads, by the processor of the policy"
 _QUEUE: Final = "all rollouts of a step are given to the engine at once"
 _LOG: Final = "everything that the engine writes goes into one log"
 
@@ -48,6 +49,7 @@ OWNED: Final[Mapping[str, str]] = {
         ("enable_sleep_mode", "an engine sleeps while the policy is trained, with placement.share = 'sleep'"),
         ("enable_fault_tolerance fault_tolerance_config", _RESTARTED),
         ("kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config", _KEPT),
+        ("mm_processor_kwargs mm_device_do_normalize", _PIXELS),
         ("max_num_queued_reqs max_num_queued_tokens", _QUEUE),
         ("nnodes node_rank master_addr master_port data_parallel_rank data_parallel_start_rank", _MACHINE),
         ("data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb", _MACHINE),
@@ -122,6 +124,12 @@ ALWAYS: Final[Mapping[str, object]] = {
     "max_logprobs": -1,
     "disable_log_stats": True,
     "enable_prefix_caching": True,
+}
+
+SEEING: Final[Mapping[str, object]] = {  # where prompts show images
+    "skip_tokenizer_init": False,  # what reads them names tokens
+    "mm_device_do_normalize": False,  # the processor of the policy does
+    "limit_mm_per_prompt": {"video": 0},  # so that there is no room kept for one
 }
 
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; an adapter takes the next larger one
@@ -220,7 +228,7 @@ def check_routed_experts(given: Mapping[str, object]) -> None:
 
 
 def engine_arguments(
-    model: str, given: Mapping[str, object], *, on_cpu: bool, backend: str, sleeps: bool = False
+    model: str, given: Mapping[str, object], *, on_cpu: bool, backend: str, sleeps: bool = False, images: bool = False
 ) -> dict[str, Any]:
     """Return all arguments of an engine; those that were chosen come before the defaults."""
     routed_experts = bool(given.get("enable_return_routed_experts"))
@@ -239,6 +247,7 @@ def engine_arguments(
         "dtype": str(config.dtype or "auto").removeprefix("torch."),
         **whole,
         **ALWAYS,
+        **(SEEING if images else {}),
         **(ON_CPU if on_cpu else {}),
         **given,
         **({"enable_sleep_mode": True} if sleeps else {}),

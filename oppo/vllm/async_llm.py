@@ -12,14 +12,17 @@ from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Self
 from uuid import uuid4
 
+import anyio.to_thread
 import torch
 
-from oppo.errors import ConfigError, shortened
+from oppo.errors import ConfigError, ModelError, one_line, shortened
+from oppo.images import ImageRef
 from oppo.log import logger, with_route
 from oppo.observe import now
 from oppo.signals import SIGNALS
 from oppo.vllm.arguments import check_arguments, computes_on_cpu, engine_arguments, lora_arguments, route_of
 from oppo.vllm.engine import Collector, Engine, NewTokens, ServedWeights, WeightSender
+from oppo.vllm.pictures import Pictures
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import Children, EngineFiles, cores_of, last_line, logging_to, starting
 from oppo.vllm.sync import DeviceSender, FileSender
@@ -88,8 +91,11 @@ class VllmEngine(Engine):
         dtype_chosen: bool = True,
         sleeps: bool = False,
         adapts: bool = False,
+        pictures: Pictures | None = None,
     ) -> None:
         super().__init__()
+        self._pictures = pictures
+        self.blind = "" if pictures else "vLLM was started for text: start it for images (images=True)"
         self.sleeps = sleeps
         self.llm: Any = llm
         self.sender, self.adapts = sender, adapts
@@ -118,6 +124,7 @@ class VllmEngine(Engine):
         adapters: int = 0,
         log: Path | None = None,
         sleeps: bool = False,
+        images: bool = False,
     ) -> Self:
         """Start an engine and wait until it is ready; blocks, so call it before the event loop or in the main thread.
 
@@ -131,11 +138,17 @@ class VllmEngine(Engine):
             cores: CPU cores that it computes on: the first of this process, or a slice; ``None``: as vLLM chooses.
             log: the file for everything that it writes; ``None``: a temporary one, which stays if the engine fails.
             sleeps: while nothing is decoded, so that the trainer has its GPUs' memory.
+            images: prompts may show images, as the processor of ``model`` in transformers reads them.
 
         Raises:
             ConfigError: vLLM is not installed, an argument is unknown or refused, weights cannot go from the trainer to
                 the engine, or it could not be started.
         """
+        if images and adapters:
+            raise ConfigError(
+                "adapters that are synced alone have not been seen to be exact beside images in prompts: set "
+                "models.lora_sync = 'merged' (in a program: adapters=0)"
+            )
         check_arguments(arguments or {})
         on_cpu = computes_on_cpu()
         began = now()
@@ -148,8 +161,9 @@ class VllmEngine(Engine):
             start = starting(model, files, cores_of(cores), on_cpu=on_cpu)
             with _progress_logged(began, files.log), start, heeded():
                 llm, sender = _async_llm(
-                    str(model), arguments or {}, trainer, on_cpu=on_cpu, adapters=adapters, sleeps=sleeps
+                    str(model), arguments or {}, trainer, on_cpu=on_cpu, adapters=adapters, sleeps=sleeps, images=images
                 )
+                pictures = Pictures(llm, model) if images else None
             children.keep()
             served = llm.vllm_config.model_config
             trains = served.runner_type == "generate"
@@ -166,6 +180,7 @@ class VllmEngine(Engine):
                 dtype_chosen="dtype" in (arguments or {}),
                 sleeps=sleeps,
                 adapts=adapters > 0,
+                pictures=pictures,
             )
 
     def check_options(self, *, keeps_kv: bool, routed_experts: bool) -> None:
@@ -180,12 +195,21 @@ class VllmEngine(Engine):
     def errored(self) -> bool:
         return bool(self.llm.errored)
 
-    async def submit(self, request: str, tokens: list[int], salt: str, params: Mapping[str, Any]) -> Collector:
-        prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
+    async def submit(
+        self, request: str, tokens: list[int], salt: str, params: Mapping[str, Any], images: Sequence[ImageRef] = ()
+    ) -> Collector:
+        prompt: dict[str, object] = {"prompt_token_ids": tokens, "cache_salt": salt}
+        if images and self._pictures is not None:
+            prompt |= await anyio.to_thread.run_sync(self._pictures.shown, images)
         named = {"lora_request": self._lora} if self.adapts else {}
-        return Collected(
-            self.llm, await self.llm.add_request(request, prompt, self.sampling(params, new=True), **named)
-        )
+        try:
+            collector = await self.llm.add_request(request, prompt, self.sampling(params, new=True), **named)
+        except Exception as error:
+            if not images or self.errored:
+                raise
+            paths = ", ".join(image.path for image in images)
+            raise ModelError(f"vLLM cannot be shown {paths}: {one_line(error)}") from error
+        return Collected(self.llm, collector)
 
     async def discard(self, requests: Sequence[str]) -> None:
         await self.llm.abort(requests)
@@ -308,7 +332,14 @@ def _nothing(timeout: float | None = None) -> None:
 
 
 def _async_llm(
-    model: str, given: Mapping[str, object], trainer: torch.device | str, *, on_cpu: bool, adapters: int, sleeps: bool
+    model: str,
+    given: Mapping[str, object],
+    trainer: torch.device | str,
+    *,
+    on_cpu: bool,
+    adapters: int,
+    sleeps: bool,
+    images: bool,
 ) -> tuple[Any, WeightSender]:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds to import
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
@@ -320,7 +351,8 @@ def _async_llm(
     else:
         route = route_of(given, torch.device(trainer), on_cpu=on_cpu)
         backend, sender = route.backend, FileSender() if route.backend == "file" else DeviceSender(route)
-    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=transfer_of(backend), sleeps=sleeps)
+    transfer = transfer_of(backend)
+    arguments = engine_arguments(model, given, on_cpu=on_cpu, backend=transfer, sleeps=sleeps, images=images)
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), sender
 
 

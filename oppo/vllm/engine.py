@@ -30,6 +30,7 @@ from oppo.errors import (
     running_loop,
 )
 from oppo.events import ChunkState, FinishReason, Response, RoutedExperts, Support, TokenColumns
+from oppo.images import ImageRef
 from oppo.models import Sampling
 from oppo.placement.place import Closing
 from oppo.rollout_buffer import DecodeEngine, RolloutBuffer, SampledToken
@@ -138,6 +139,7 @@ def _some(names: Sequence[str]) -> str:
 class Engine(Closing):
     """The engine that a policy decodes on. Between two decodings it is paused; paused, it takes weights."""
 
+    blind: str = "a server is given text only: use an engine of this process"  # why it is shown no images; or empty
     sleeps: bool = False  # while nothing is decoded, so that others have its GPUs' memory
     asleep: tuple[str, ...] = ()  # the parts without memory, in the order in which they wake
     adapts: bool = False  # the weights of an update are adapters alone
@@ -180,7 +182,9 @@ class Engine(Closing):
         return nullcontext()
 
     @abstractmethod
-    async def submit(self, request: str, tokens: list[int], salt: str, params: Mapping[str, Any]) -> Collector:
+    async def submit(
+        self, request: str, tokens: list[int], salt: str, params: Mapping[str, Any], images: Sequence[ImageRef] = ()
+    ) -> Collector:
         """Begin a request; a paused engine holds it. ``salt`` keeps it from the KV cache of other weights."""
 
     @abstractmethod

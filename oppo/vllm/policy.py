@@ -157,11 +157,8 @@ class VllmPolicy:
     ) -> VllmDecode:
         engine = self.engine
         response = response_to(rollout, engine.name, vocabulary=engine.vocabulary, longest=engine.longest)
-        if response.prompt.images:
-            raise ModelError(
-                f"the prompt of rollout {response.prompt.rollout} shows images, and {engine.name} is given text only "
-                "on vLLM: decode with oppo.hf.HfPolicy (models.engine = 'transformers')"
-            )
+        if response.prompt.images and engine.blind:
+            raise ModelError(f"the prompt of rollout {response.prompt.rollout} shows images, and {engine.blind}")
         room = engine.longest - len(response.prompt.tokens)
         limit = min(sampling.max_new_tokens, room, self._limit(response.prompt))
         key = next(self._numbers)
@@ -222,9 +219,9 @@ class VllmPolicy:
         request.id = f"{self._nonce}-{next(self._numbers)}"
         self._submitted[request] = None
         self.engine.requests.add(request.id)
-        salt, params = self._label(self.version), request.params(self.engine.vocabulary)
+        salt, params, images = self._label(self.version), request.params(self.engine.vocabulary), request.prompt.images
         async with self.engine.answered(shield=True):
-            request.submitted(await self.engine.submit(request.id, request.sequence, salt, params))
+            request.submitted(await self.engine.submit(request.id, request.sequence, salt, params, images))
 
     def collect(self) -> None:
         """Do nothing: pumps put tokens into the buffers as they come."""

@@ -29,6 +29,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from oppo.errors import ConfigError, as_itself, one_line, shortened
+from oppo.images import ImageRef
 from oppo.libraries import require
 from oppo.log import logger
 from oppo.vllm.arguments import Route, ServerSettings, address_of, room_for
@@ -449,9 +450,11 @@ class VllmServer(Engine):
             except ServerFault as error:
                 self.die(one_line(error))
 
-    async def submit(self, request: str, tokens: list[int], salt: str, params: Mapping[str, Any]) -> Inbox:
+    async def submit(
+        self, request: str, tokens: list[int], salt: str, params: Mapping[str, Any], images: Sequence[ImageRef] = ()
+    ) -> Inbox:
         """Open a stream; a server that is paused gets it when it is resumed. Its salt is the version of its weights."""
-        del salt
+        del salt, images
         stream = self._open[request] = Stream(request, tokens, params, Inbox())
         if not self._paused:
             self._begin(stream)

@@ -88,9 +88,15 @@ class Drawn(Processor):
         return torch.randn(*shape, generator=seeded, dtype=self.dtype)
 
 
-def made(name: str, *, dtype: torch.dtype = torch.float32, ids: Mapping[str, int], **sizes: int) -> PreTrainedModel:
-    """Return a tiny model of a family; ``ids`` and ``sizes`` are in place of its own."""
+def made(
+    name: str, *, dtype: torch.dtype = torch.float32, ids: Mapping[str, int], wide: bool = False, **sizes: int
+) -> PreTrainedModel:
+    """Return a tiny model of a family; ``ids`` and ``sizes`` are in place of its own; ``wide``: heads as vLLM's are."""
     text, vision, own, _ = FAMILIES[name]
+    if wide:
+        turned = {"rope_parameters": {**_ROPE, "mrope_section": [16, 8, 8]}} if "rope_parameters" in text else {}
+        text = {**text, "hidden_size": 128, "num_attention_heads": 2, "head_dim": 64, **turned}
+        vision = {**vision, **({"out_hidden_size": 128} if "out_hidden_size" in vision else {})}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         given: dict[str, Any] = {"text_config": {**TEXT, **text, **sizes}, "vision_config": dict(vision), **own, **ids}

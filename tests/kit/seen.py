@@ -32,6 +32,8 @@ NAMED: Final = {
     "end_image_token": "<|end_of_image|>",
     "context_image_token": "<|pad|>",
 }
+WRITTEN: Final = ("<image>", "<fake_token_around_image>", "<end_of_utterance>")
+"""Tokens that the processor of Idefics 3 has by itself."""
 SPECIAL: Final = ("<|im_start|>", "<|im_end|>", *dict.fromkeys(NAMED.values()))
 VOCABULARY: Final = 260 + len(SPECIAL)
 
@@ -39,24 +41,27 @@ _GRID: Final = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2, "min
 _SIDES: Final = {"height": 32, "width": 32}
 _CROP: Final = {"size": {"shortest_edge": 32}, "crop_size": _SIDES}
 _CLIP: Final = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+_TILES: Final = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 PROCESSORS: Final[Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]]] = {
     "qwen2_5_vl": ("Qwen2VLImageProcessor", _GRID, {}, "<|begin|><|pad|><|end_of_image|>"),
     "qwen3_vl": ("Qwen2VLImageProcessor", _GRID, {}, "<|begin|><|pad|><|end_of_image|>"),
     "gemma3": ("Gemma3ImageProcessor", {"size": _SIDES}, {"image_seq_length": 16}, "<|begin|>"),
     "llava": ("CLIPImageProcessor", _CROP, _CLIP, "<|pad|>"),
+    "idefics3": ("Idefics3ImageProcessor", _TILES, {"image_seq_len": 4}, "<image>"),
 }
 """The image processor of a family: its class, its settings, those of the whole, and what a template writes."""
 
 
-def checkpoint(folder: Path, name: str) -> Path:
-    """Write a tiny model of a family with all that belongs to it, and return its directory."""
+def checkpoint(folder: Path, name: str, *, wide: bool = False) -> Path:
+    """Write a tiny model of a family with all that belongs to it, and return its directory; ``wide`` as for vLLM."""
     path = folder / name
-    image = PROCESSORS[name][3]
-    tokenizer = byte_tokenizer(TEMPLATE.replace("IMAGE", image), special=SPECIAL)
+    image, more = PROCESSORS[name][3], WRITTEN if name == "idefics3" else ()
+    tokenizer = byte_tokenizer(TEMPLATE.replace("IMAGE", image), special=(*SPECIAL, *more))
     number: Callable[[str], Any] = tokenizer.inner.convert_tokens_to_ids
-    names = {90: "<|pad|>", 91: "<|video|>", 92: "<|begin|>", 93: "<|end_of_image|>"}
+    names = {90: more[0] if more else "<|pad|>", 91: "<|video|>", 92: "<|begin|>", 93: "<|end_of_image|>"}
     ids = {key: number(names[value]) for key, value in FAMILIES[name][2].items() if value in names}
-    made(name, ids=ids, vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(path)
+    size = VOCABULARY + len(more)
+    made(name, ids=ids, wide=wide, vocab_size=size, max_position_embeddings=1024).save_pretrained(path)
     tokenizer.save(path)
     return equipped(path, name)
 

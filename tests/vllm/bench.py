@@ -16,6 +16,7 @@ from oppo.models import Sampling, Weights
 from oppo.testing import run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from oppo.vllm.engine import Engine, WeightSender
+from oppo.vllm.pictures import Pictures
 from tests.kit.responses import read_chunk
 from tests.vllm.fakes import FakeAsyncLLM, FakeSender, FakeServer, engine_of, running, server_of
 
@@ -38,6 +39,7 @@ class Bench:
     keywords: dict[str, Any] = field(default_factory=dict)
     adapts: bool = False
     on: str = "engine"
+    pictures: Pictures | None = None
 
     def __post_init__(self) -> None:
         self.engine: Engine
@@ -45,7 +47,7 @@ class Bench:
             self.fake = FakeServer(self.llm)
             self.engine = server_of(self.fake)
         else:
-            self.engine = engine_of(self.llm, self.sender, adapts=self.adapts)
+            self.engine = engine_of(self.llm, self.sender, adapts=self.adapts, pictures=self.pictures)
         self.policy = VllmPolicy(self.engine, sampling=self.sampling, **self.keywords)
         self.pieces: dict[int, list[Chunk]] = {}
         self.reported: list[list[int]] = []

@@ -25,6 +25,7 @@ from oppo.errors import as_itself
 from oppo.testing.fakes import noise
 from oppo.vllm import VllmEngine, VllmServer
 from oppo.vllm.engine import Engine, WeightSender
+from oppo.vllm.pictures import Pictures
 from oppo.vllm.processes import Children, EngineFiles
 from oppo.vllm.sync import DEADLINE, in_time
 
@@ -47,6 +48,7 @@ def config(
     prefix: bool = True,
     mean: float | None = None,
     padding: int | None = 0,
+    kind: str = "llama",
 ) -> Any:
     """Return a ``VllmConfig`` as far as it is read."""
     pooler = SimpleNamespace(seq_pooling_type=pooling, logit_mean=mean, logit_sigma=None)
@@ -57,7 +59,7 @@ def config(
             dtype=dtype,
             runner_type=runner,
             pooler_config=pooler if runner == "pooling" else None,
-            hf_config=SimpleNamespace(num_labels=labels),
+            hf_config=SimpleNamespace(num_labels=labels, model_type=kind),
             hf_text_config=SimpleNamespace(pad_token_id=padding),
             max_model_len=longest,
             get_vocab_size=lambda: vocabulary,
@@ -156,6 +158,51 @@ class Request:
     weight_version_starts: list[tuple[str, int]] = field(default_factory=list)
     routed_experts_chunks: list[NDArray[np.uint8]] = field(default_factory=list)
     lora: Any = None
+    images: Sequence[str] = ()  # under which names it has them
+
+
+@dataclass
+class Found:
+    """Where the tokens of an image are."""
+
+    count: int
+
+    def to_range(self) -> Any:
+        return SimpleNamespace(get_num_embeds=lambda: self.count)
+
+
+class FakeReader:
+    """vLLM's reader of images: it expands each pad of a prompt by what a processor says, its own or the one given."""
+
+    def __init__(self, own: object, pad: int) -> None:
+        self.info, self.pad = SimpleNamespace(get_hf_processor=lambda: own), pad
+        self.shown: list[Any] = []  # the pixels that it would send
+
+    def read(self, tokens: list[int], pictures: Sequence[Any]) -> list[int]:
+        processor, counts = self.info.get_hf_processor(), []
+        for picture in pictures:
+            made = processor(images=[picture], text=[processor.image_token])
+            counts.append([[*made["input_ids"][0]].count(self.pad)])
+            self.shown.append(made["pixel_values"])
+        ids, found = self._apply_prompt_updates(tokens, {"image": counts, "video": []})
+        if len(found["image"]) != len(pictures):
+            raise RuntimeError(f"Expected there to be {len(pictures)} prompt placeholders")
+        return ids
+
+    def _apply_prompt_updates(self, tokens: list[int], updates: Any) -> tuple[list[int], dict[str, Any]]:
+        counts = iter([count for (count,) in updates["image"]])
+        ids = [each for token in tokens for each in [token] * (next(counts, 1) if token == self.pad else 1)]
+        return ids, self._find_mm_placeholders(ids, updates)
+
+    def _find_mm_placeholders(self, tokens: list[int], updates: Any) -> dict[str, list[Found]]:
+        found, at = list[Found](), 0
+        for (count,) in updates["image"]:
+            run = [self.pad] * count
+            start = next((n for n in range(at, len(tokens)) if tokens[n : n + count] == run), None)
+            if start is not None:
+                found.append(Found(count))
+                at = start + count
+        return {"image": found, "video": []}
 
 
 @dataclass(eq=False)
@@ -182,6 +229,7 @@ class FakeAsyncLLM:
     updates: list[str] = field(default_factory=list)
     recomputed: int = 0
     facts: dict[str, Any] = field(default_factory=dict)  # of its configuration, as :func:`config` has them
+    reader: FakeReader | None = None  # of images
     room: int = 1_000_000  # blocks of the prefix cache; the oldest makes room for a new one
     # heads of sequences whose keys and values it has, by salt
     cached: dict[tuple[str, tuple[int, ...]], None] = field(default_factory=dict)
@@ -204,6 +252,10 @@ class FakeAsyncLLM:
     _work: anyio.Event = field(default_factory=anyio.Event)
 
     @property
+    def renderer(self) -> Any:
+        return SimpleNamespace(mm_processor=self.reader)
+
+    @property
     def vllm_config(self) -> Any:
         return config(**{"longest": self.longest, "dtype": self.dtype, **self.facts})
 
@@ -218,7 +270,10 @@ class FakeAsyncLLM:
         if prompt.get("type") == "token":
             return self._asked(request_id, prompt, params)
         salt, collector = str(prompt["cache_salt"]), Collector(f"{request_id}-inside")
-        request = Request(request_id, list(prompt["prompt_token_ids"]), salt, params, collector, lora=lora_request)
+        tokens, names = list(prompt["prompt_token_ids"]), prompt.get("multi_modal_uuids", {"image": ()})["image"]
+        if names and self.reader is not None:
+            tokens = self.reader.read(tokens, prompt["multi_modal_data"]["image"])
+        request = Request(request_id, tokens, salt, params, collector, lora=lora_request, images=names)
         self.requests[request_id] = self._open[request_id] = request
         self.output_processor.request_states[collector.request_id] = request
         self._work.set()
@@ -505,9 +560,14 @@ class FakeEngine(VllmEngine):
         return SimpleNamespace(name=name, path=path, replaces=replaces)
 
 
-def engine_of(llm: FakeAsyncLLM, sender: WeightSender | None = None, *, adapts: bool = False) -> VllmEngine:
+def engine_of(
+    llm: FakeAsyncLLM, sender: WeightSender | None = None, *, adapts: bool = False, pictures: Pictures | None = None
+) -> VllmEngine:
     """Return an engine around a fake."""
-    return FakeEngine(llm, sender or FakeSender(), Children(), ExitStack(), files=EngineFiles(LOG), adapts=adapts)
+    files = EngineFiles(LOG)
+    return FakeEngine(
+        llm, sender or FakeSender(), Children(), ExitStack(), files=files, adapts=adapts, pictures=pictures
+    )
 
 
 @asynccontextmanager

@@ -18,7 +18,6 @@ from hypothesis import example, given, strategies as st
 
 from oppo.errors import ConfigError, ModelError, ModelLost, ProtocolError
 from oppo.events import Prompt, Response, Support
-from oppo.images import ImageRef
 from oppo.models import Sampling, Weights
 from oppo.run.checkpoint import write_state
 from oppo.stages import Update
@@ -397,17 +396,6 @@ def test_prompts_that_cannot_be_read_are_refused_by_name(tokens: list[int], mess
         await bench.policy.open([Prompt(7, 7, np.array(tokens, np.int32))])
 
     with pytest.raises(ModelError, match=message):
-        bench.run(main)
-
-
-def test_a_prompt_with_images_is_refused_by_name() -> None:
-    bench = Bench()
-    seen = Prompt(7, 7, np.array([5], np.int32), images=(ImageRef("", "/a.png", 8, 8, tokens=1),))
-
-    async def main() -> None:
-        await bench.policy.open([seen])
-
-    with pytest.raises(ModelError, match=r"rollout 7 shows images, and .* is given text only on vLLM"):
         bench.run(main)
 
 
