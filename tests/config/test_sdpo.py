@@ -23,7 +23,6 @@ from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.losses import Input, Inputs, Whole, top_logprobs
 from oppo.returns import distillation_advantages
-from tests.kit.known import known
 
 HERE: Final = ["models.policy=a", "data.prompts=prompts.jsonl", "rewards.0.source=length"]
 OWN: Final = json.loads((Path(__file__).parents[1] / "golden" / "trl_fields.json").read_text())["SDPOConfig"]["fields"]
@@ -160,7 +159,7 @@ def test_a_template_of_trl_and_the_one_it_becomes_make_the_same_text(
     given = {"reprompt_template": "{prompt}{solution}" + "".join(words), "solution_template": "".join(inner)}
     document = of(given, tmp_path_factory.mktemp("sdpo"))[0].document
     solution = given["solution_template"].format(successful_previous_attempt="A {b}")
-    builder = Builder(SimpleNamespace(args=SimpleNamespace(**given)))
+    builder: Any = Builder(SimpleNamespace(args=SimpleNamespace(**given)))  # type: ignore[no-untyped-call]
     theirs = builder._build_reprompt_text("Q {p}", solution, "")
     assert document["teacher"]["template"].format(prompt="Q {p}", sibling="A {b}") == theirs
 
@@ -191,7 +190,7 @@ def theirs(given: dict[str, Any], student: torch.Tensor, case: SimpleNamespace, 
     from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
     from trl.experimental.sdpo.sdpo_trainer import DistillationLogits
 
-    server = {"use_vllm": True, "vllm_mode": "server"} if given.get("use_teacher_server") else {}
+    server: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server"} if given.get("use_teacher_server") else {}
     args = SDPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **server, **given)
     made: Any = object.__new__(SDPOTrainer)
     made.args, made.model, made.teacher_model = args, SimpleNamespace(training=True), None
@@ -216,7 +215,8 @@ def theirs(given: dict[str, Any], student: torch.Tensor, case: SimpleNamespace, 
     inputs = {"prompt_ids": none, "prompt_mask": none, "completion_ids": case.tokens, "completion_mask": case.mask}
     inputs |= {"advantages": case.advantages, "self_distillation_mask": case.taught}
     inputs |= {} if case.old is None else {"old_per_token_logps": case.old}
-    return known(made.compute_loss(made.model, inputs))
+    loss: torch.Tensor = made.compute_loss(made.model, inputs)
+    return loss
 
 
 def ours(settings: Settings, student: torch.Tensor, case: SimpleNamespace) -> torch.Tensor:
@@ -243,9 +243,9 @@ def ours(settings: Settings, student: torch.Tensor, case: SimpleNamespace) -> to
         inputs |= {"top_logprobs": top_logprobs(flat, ids), "teacher_top": lessons}
     count = float(len(case.tokens))
     whole = Whole(float(kept.sum()), count, count, settings.sampling.max_new_tokens)
-    return known(
-        algorithm.loss()(Inputs(torch.ones_like(taught), rows, torch.arange(len(case.tokens)), whole, inputs)).loss
-    )
+    flattened = Inputs(torch.ones_like(taught), rows, torch.arange(len(case.tokens)), whole, inputs)
+    loss: torch.Tensor = algorithm.loss()(flattened).loss
+    return loss
 
 
 def drawn(seed: int, *, stale: bool) -> tuple[torch.Tensor, SimpleNamespace]:
