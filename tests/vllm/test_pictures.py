@@ -37,7 +37,7 @@ class Seeing:
 
     def __post_init__(self) -> None:
         self.processor = Processor(self.path)
-        own = object.__new__(type(self.processor.inner).__mro__[1])  # which has no pixels to give
+        own: object = object.__new__(type(self.processor.inner).__mro__[1])  # which has no pixels to give
         self.fake = FakeReader(own, self.processor.pad)
         self.llm = FakeAsyncLLM(reader=self.fake, facts={"kind": "qwen2_5_vl"})
         self.bench = Bench(self.llm, sampling=replace(SAMPLING, stop=()), pictures=Pictures(self.llm, self.path))

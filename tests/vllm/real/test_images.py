@@ -100,9 +100,12 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 async def test_it_reads_what_the_trainer_reads(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, outputs = list[list[int]](), bench.engine.llm.output_processor
     add = outputs.add_request
-    monkeypatch.setattr(
-        outputs, "add_request", lambda each, *more: (seen.append(each.prompt_token_ids), add(each, *more))
-    )
+
+    def note(request: Any, *more: Any) -> None:
+        seen.append(request.prompt_token_ids)
+        add(request, *more)
+
+    monkeypatch.setattr(outputs, "add_request", note)
     one, two, other = bench.prompt(0, "0.png"), bench.prompt(1, "0.png", "1.png"), bench.prompt(2, "2.png")
     assert one.tokens.tolist() == other.tokens.tolist()  # nothing but the image tells them apart
     prompts = [one, two, other, bench.prompt(3), replace(one, rollout=4, admission=4)]
