@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,7 +129,8 @@ def _read(path: Path, place: str) -> bytes:
 
 
 def _decoded(data: bytes, what: str) -> Any:
-    require("vision", "an image in a prompt", module="PIL", error=DataError)
+    if "PIL" not in sys.modules:  # once, since it parses what oppo requires
+        require("vision", "an image in a prompt", module="PIL", error=DataError)
     from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415 - an extra
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -180,7 +181,7 @@ def furnish(folder: Path) -> Path:
     """Fill a folder with models, prompts and user code, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer(TEMPLATE, special=SPECIAL)
-    number: Callable[[str], int] = tokenizer.inner.convert_tokens_to_ids
+    number: Callable[[str], Any] = tokenizer.inner.convert_tokens_to_ids
     ids = {f"{name}_token_id": number(token) for name, token in IMAGES.items()}
     for seed, (name, make) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
