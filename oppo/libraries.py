@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
@@ -37,7 +38,7 @@ def warn_of_untested(extra: str = "") -> None:
 
 def _untested(extra: str) -> Iterator[str]:
     try:
-        declared = [Requirement(line) for line in requires("oppo") or ()]
+        declared = [_parsed(line) for line in requires("oppo") or ()]
     except PackageNotFoundError:  # a source tree, whose libraries are chosen by hand
         return
     for each in declared:
@@ -45,6 +46,11 @@ def _untested(extra: str) -> Iterator[str]:
         found = _version(each.name) if named else None
         if found is not None and not each.specifier.contains(found, prereleases=True):
             yield f"{each.name} {found} (tested: {each.specifier})"
+
+
+@cache  # threads that parse at once can fail in CPython 3.11
+def _parsed(line: str) -> Requirement:
+    return Requirement(line)
 
 
 def _holds(requirement: Requirement, extra: str = "") -> bool:

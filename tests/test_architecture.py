@@ -99,7 +99,7 @@ BUDGETS = {
     "hf": 13_220,
     "liveness": 606,
     "losses": 1_065,
-    "oppo": 6_514,
+    "oppo": 6_520,
     "placement": 3_679,
     "report": 3_180,
     "rewards": 1_793,

@@ -90,8 +90,9 @@ class Paced(TrainerCallback):
     def on_train_begin(self, *_: object, **__: object) -> None:
         self._service.wait()
 
-    def on_step_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Record the step; answer and wait after the last one of a request."""
+        del args, control
         seconds = self._service.lap()
         assert self.trainer is not None
         spent, self.trainer.spent = self.trainer.spent, defaultdict(float)
@@ -166,7 +167,7 @@ def build(given: Namespace, spec: Spec, output: str, service: Service) -> Watche
     pace = Paced(service, prompts, spec, given.keep)
 
     def reviewed(completion_ids: Sequence[list[int]], topic: Sequence[str], **_: object) -> list[float]:
-        return judged((), [tokenizer.decode(ids) for ids in completion_ids], topic)
+        return judged((), [str(tokenizer.decode(ids)) for ids in completion_ids], topic)
 
     reward: Any = {"rule": rewarded, "reviews": reviewed}.get(spec.reward)
     trainer = Watched(

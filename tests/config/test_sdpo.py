@@ -159,7 +159,7 @@ def test_a_template_of_trl_and_the_one_it_becomes_make_the_same_text(
     given = {"reprompt_template": "{prompt}{solution}" + "".join(words), "solution_template": "".join(inner)}
     document = of(given, tmp_path_factory.mktemp("sdpo"))[0].document
     solution = given["solution_template"].format(successful_previous_attempt="A {b}")
-    builder: Any = Builder(SimpleNamespace(args=SimpleNamespace(**given)))  # type: ignore[no-untyped-call]
+    builder: Any = Builder(SimpleNamespace(args=SimpleNamespace(**given)))
     theirs = builder._build_reprompt_text("Q {p}", solution, "")
     assert document["teacher"]["template"].format(prompt="Q {p}", sibling="A {b}") == theirs
 
