@@ -151,9 +151,9 @@ TRUNCATED: Final = ImportanceCorrection(ratio_base="proximal", weight="truncated
 LAGS: Final[Mapping[str, Arm]] = {str(lag): Arm(lag) for lag in range(3)}
 DEFERRALS: Final[Mapping[str, Arm]] = {
     "0": Arm(),
-    "2 of 8 groups deferred": Arm(0, 2),
+    "2 of 10 groups deferred": Arm(0, 2),
     "the same, truncated weights": Arm(0, 2, 2, TRUNCATED),
-    "8 of 8, up to 8 times": Arm(0, 8, 8),
+    "8 of 16, up to 8 times": Arm(0, 8, 8),
     "these 8, truncated weights": Arm(0, 8, 8, TRUNCATED),
 }
 
@@ -376,6 +376,8 @@ def make(*, seeds: int = 8, steps: int = 0, only: str = "", out: Path = RESULTS)
         raise ConfigError(f"expected --seeds of 1 or more and a page {out / 'learning.md'}, got {seeds} seeds")
     use_cores(1)
     file, known = out / "learning.json", tasks()
+    if only not in {"", *(names := [task.name for task in known])}:
+        raise ConfigError(f"expected --only of {', '.join(names)}, got {only!r}")
     raw = json.loads(file.read_text(encoding="utf-8"))["outcomes"] if only else {}
     for task in known:
         if only not in {"", task.name}:

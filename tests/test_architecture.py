@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_679,
     "report": 3_180,
     "rewards": 1_793,
-    "run": 5_770,
+    "run": 5_772,
     "simulate": 2_519,
     "stages": 4_113,
     "testing": 2_523,

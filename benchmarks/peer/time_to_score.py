@@ -1,8 +1,8 @@
 """``python -m benchmarks.peer.time_to_score``: seconds until a held-out score, by TRL's GRPO and by GRPO and PPO here.
 
 All are contestants of the ladder on :data:`REVIEWS`, one after another and for each seed in another order. They keep
-the weights of each step; neither that nor scoring them counts. ``results/time-to-score.json`` is written after each
-run, and a study that was ended goes on with what is missing.
+the weights of every second step; neither that nor scoring them counts. ``results/time-to-score.json`` is written after
+each run, and a study that was ended goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -152,7 +152,10 @@ def times(runs: Runs, threshold: float) -> str:
                 MODES[mode][0],
                 str(len(found)),
                 f"{np.median([*seconds[mode].values()]):.1f}" + (f" ({never} never)" if never else ""),
-                *("1" if mode == TRL else shown(ratio(paired(took[mode], took[TRL]))) for took in (seconds, rates)),
+                *(
+                    "1" if mode == TRL else shown(ratio(paired(took[mode], took.get(TRL, {}))))
+                    for took in (seconds, rates)
+                ),
                 f"{np.median([each.passing(threshold) for each in found]):.1f}",
                 f"{fmean(each.spent(len(each.taken)) / len(each.taken) for each in found):.2f}",
                 f"{fmean(each.spent(len(each.taken), 'tokens') / len(each.taken) for each in found):.0f}",
@@ -165,7 +168,8 @@ def times(runs: Runs, threshold: float) -> str:
 
 def curves(runs: Runs) -> str:
     """Return the scores of both serial contestants by tokens, and their difference, paired by seed."""
-    pairs = paired(runs["serial"], runs[TRL])
+    if not (pairs := paired(runs.get("serial", {}), runs.get(TRL, {}))):
+        return ""
     most = min(each.spent(len(each.taken), "tokens") for pair in pairs for each in pair)
     rows = []
     for part in MARKS:
@@ -254,14 +258,17 @@ def study(
         ConfigError: there is no seed, or no time-to-score.md in the folder.
     """
     file, page = out / "time-to-score.json", out / "time-to-score.md"
-    if seeds < 1 or not page.exists():
-        raise ConfigError(f"expected --seeds of 1 or more and a page {page}, got {seeds} seeds")
+    if not 1 <= seeds <= len(QUANTILES) + 1 or not page.exists():
+        raise ConfigError(f"expected --seeds of 1 to {len(QUANTILES) + 1} and a page {page}, got {seeds} seeds")
     assets = make_assets(cache_directory()).directory
     if sweep_at is not None:
         directory(sweep_at, assets, REVIEWS)
         return
-    runs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.exists() else []
-    results = on_this_machine({"threshold": threshold, "runs": runs})
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"threshold": threshold, "runs": []}
+    if results["threshold"] != threshold:
+        raise ConfigError(f"{file} holds runs until {results['threshold']}: name another --out for {threshold}")
+    runs: list[dict[str, Any]] = results["runs"]
+    results = on_this_machine(results)
     known = {(run["mode"], run["seed"]) for run in runs}
     for cell in cells(chosen("contestant", modes, MODES, list(MODES)), seeds):
         if (cell.arm, cell.seed) in known:

@@ -88,7 +88,7 @@ def _of_trl(draft: Draft) -> None:
         draft.put("trainer.learning_rate", rate, "learning_rate")
         if share < 1:
             (_loss_of_rloo if draft.kind == "rloo" else _loss_of_trl)(draft)
-        _engine_of_trl(draft)
+        _generation_of_trl(draft)
     each = _batch_of_trl(draft)
     if share:
         _loss_of_sdpo(draft, share, each)
@@ -132,12 +132,6 @@ def _loss_of_trl(draft: Draft) -> None:
     elif name == "cispo":
         draft.put("algorithm.clip", 1.0, note="TRL has no lower bound")
         draft.put("algorithm.clip_high", draft.number("epsilon_high", 5.0) - 1, note="epsilon_high, the bound itself")
-    more = draft.take("generation_kwargs")
-    for theirs in ("min_new_tokens", "stop_strings") if isinstance(more, dict) else ():
-        if theirs in more:
-            draft.put(f"sampling.{theirs}", more.pop(theirs), note="generation_kwargs")
-    if more:
-        draft.unlike("generation_kwargs", more)
 
 
 def _share_of_sdpo(draft: Draft) -> float:
@@ -218,7 +212,13 @@ def _filled(draft: Draft, name: str, **given: str) -> str:
         raise ConfigError(f"{name}: {told}") from error
 
 
-def _engine_of_trl(draft: Draft) -> None:
+def _generation_of_trl(draft: Draft) -> None:
+    more = draft.take("generation_kwargs")
+    for theirs in ("min_new_tokens", "stop_strings") if isinstance(more, dict) else ():
+        if theirs in more:
+            draft.put(f"sampling.{theirs}", more.pop(theirs), note="generation_kwargs")
+    if more:
+        draft.unlike("generation_kwargs", more)
     if not draft.take("use_vllm", default=False):
         if idle := [name for name in draft.given if name.startswith("vllm_")]:
             draft.lose("use_vllm is off", *idle)

@@ -127,7 +127,7 @@ def _kind_of(path: Path, text: str, given: Mapping[str, object]) -> Kind:
     both = fields["PPOConfig"] & fields["GRPOConfig"]
     ppo, grpo = (len((fields[name] - both) & given.keys()) for name in fields)
     taught = foreign_fields()["SDPOConfig"].keys() - fields["GRPOConfig"] - {"max_prompt_length"}
-    if not ppo and (re.search(r"\bsdpo", text) or taught & given.keys()):
+    if not ppo and (re.search(r"\bsdpo\w*\.py\b", text) or taught & given.keys()):
         return "sdpo"
     if not ppo and (re.search(r"\brloo", text) or {"normalize_advantages", "reward_clip_range"} & given.keys()):
         return "rloo"

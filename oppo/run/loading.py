@@ -399,6 +399,8 @@ class RewardModels:
 
     def _warn_of_template(self, role: Role) -> None:
         # What was trained on whole texts of a chat template has learned to score their last token.
+        if role.source != self._models.policy and not holds_tokenizer(self._located(role.source)):
+            return
         reader = self.load.tokenizer(role.source)
         with suppress(ConfigError):  # it may refuse these messages
             closing = Rendering("chat", reader).closing()
