@@ -272,6 +272,27 @@ def test_what_reset_says_must_depend_on_the_row_alone() -> None:
         second.say(guess(1))
 
 
+@pytest.mark.parametrize("content", ["", [], [{"type": "image", "image": "a.png"}], [{"type": "text", "text": ""}]])
+@pytest.mark.parametrize("said", [None, " Now."])
+def test_a_last_message_may_have_no_text_where_reset_says_none(content: object, said: str | None) -> None:
+    class Silent(Guessing):
+        def reset(self, secret: int, **row: object) -> str | None:
+            super().reset(secret)
+            resets.append(secret)
+            return said if len(resets) > 1 else None
+
+    resets = list[int]()
+    environment = EnvironmentClass(Silent, chat())
+    game = begun(environment, prompt=[{"role": "user", "content": content}], secret=7)
+    twin = Game(environment, 0, 1, game.played.prompt.columns)
+    assert "wrong" in str(game.say(guess(1)))
+    if said is None:
+        assert "wrong" in str(twin.say(guess(1)))
+        return
+    with pytest.raises(EnvironmentFailure, match=r"said ' Now.', and of the same row before what the prompt ends with"):
+        twin.say(guess(1))
+
+
 def test_functions_that_make_instances_are_factories() -> None:
     environment = EnvironmentClass(lambda: Guessing(), chat())  # noqa: PLW0108 - that is the case
     assert environment.name == "Guessing"

@@ -62,7 +62,10 @@ class Tokenizer(Protocol):
 
 
 Begin: TypeAlias = Callable[[Row, str], tuple[Row, Tokenizer]]
-"""Returns a row as an environment begins it, given the column of its prompt, and the tokenizer that reads that."""
+"""Returns a row as an environment begins it, given the column of its prompt, and the tokenizer that reads that.
+
+An environment that gives no row a prompt returns the very row that it was given.
+"""
 
 
 ReadImages: TypeAlias = Callable[[Row, str, str, Begin], tuple[Row, Sequence[int], tuple[ImageRef, ...]]]
@@ -98,9 +101,8 @@ class Encoding:
                 f"{place}: the prompt has {PLACEHOLDER}, and column {other!r} an image: name the column 'image' or "
                 f"'images' for the prompt to show it, or take {PLACEHOLDER} out"
             )
-        row, tokenizer = (row, self.tokenizer) if shows else self._begun(row, self.column, place)
-        if self.column not in row:
-            raise DataError(f"{place}: no column {self.column!r}; the columns there are {', '.join(row) or '(none)'}")
+        waits = shows and self.begin is not None  # for its images to be files
+        begun, tokenizer = (row, self.tokenizer) if waits else self._begun(row, self.column, place, row)
         if shows:
             kinds = sorted({name.removesuffix("s") for name in media} or {"image"})
             if isinstance(self.images, str) or kinds != ["image"]:
@@ -110,16 +112,20 @@ class Encoding:
                     f"{place}: {f'column {media[0]!r}' if media else 'a message'} has {(others or kinds)[0]}s for the "
                     f"prompt, and {why}: leave it out, or give it another name if only a reward function reads it"
                 )
-            row, ids, images = self.images(row, self.column, place, partial(self._begun, place=place))
-            return row, np.asarray(ids, np.int32), images
+            asked = {**row, self.column: row.get(self.column, [{"role": "user", "content": []}])}
+            begun, ids, images = self.images(asked, self.column, place, partial(self._begun, place=place, raw=row))
+            return begun, np.asarray(ids, np.int32), images
         read = max(CHARACTERS, 128 * (self.max_prompt_tokens + 1))
-        return row, encoded(row[self.column], tokenizer, read, f"{place}, column {self.column!r}"), ()
+        return begun, encoded(begun[self.column], tokenizer, read, f"{place}, column {self.column!r}"), ()
 
-    def _begun(self, row: Row, column: str, place: str) -> tuple[Row, Tokenizer]:
-        if self.begin is None:
-            return row, self.tokenizer
-        with noted(f"while reading {place}"):
-            return self.begin(row, column)
+    def _begun(self, row: Row, column: str, place: str, raw: Row) -> tuple[Row, Tokenizer]:
+        begun, tokenizer = row, self.tokenizer
+        if self.begin is not None:
+            with noted(f"while reading {place}"):
+                begun, tokenizer = self.begin(row, column)
+        if column not in (raw if begun is row else begun):
+            raise DataError(f"{place}: no column {column!r}; the columns there are {', '.join(raw) or '(none)'}")
+        return begun, tokenizer
 
     def fitted(self, tokens: IntArray, place: str, images: Sequence[ImageRef]) -> IntArray | None:
         if len(tokens) <= self.max_prompt_tokens:

@@ -332,7 +332,7 @@ class EnvironmentClass(Tools):
     def _check_said(self, said: str | None, prompt: Prompt, where: str) -> None:
         shown_to_it = None if self._column is None else prompt.columns.get(self._column)
         last = shown_to_it[-1].get("content") if isinstance(shown_to_it, list) else shown_to_it
-        last = last[-1].get("text") if isinstance(last, list) else last
+        last = (last[-1].get("text", "") if last else "") if isinstance(last, list) else last
         if said and isinstance(last, str) and not last.endswith(said):
             raise self._reset.failure(
                 f"said {shortened(repr(said), 80)}, and of the same row before what the prompt ends with, "

@@ -369,7 +369,7 @@ def first_look(settings: Settings) -> FirstLook | None:
     }
     code = UserCode.of(functions, tokenizer, None, environment, run=settings.run, data=data)
     given = encoding_of(data, read_by=settings.agents.program) | {"over_long": "truncate"}
-    unseen: ReadImages = lambda row, column, place, begin: (begin(row, column)[0], [0], ())  # noqa: E731 - read later
+    unseen: ReadImages = lambda row, column, place, begin: (row, [], ())  # noqa: E731 - begun later, with files
     encoding = Encoding(tokenizer=tokenizer, begin=begin_of(environment), images=unseen, **given)
     prompts, whole = list[Prompt](), True
     for source in chosen:
@@ -378,7 +378,8 @@ def first_look(settings: Settings) -> FirstLook | None:
     if whole:  # other rows may have other columns
         code.check_columns({name for prompt in prompts for name in prompt.columns})
     sees_later = settings.agents.program and data.images
-    return FirstLook(tokenizer, None if sees_later else environment, prompts)
+    begun = [prompt for prompt in prompts if len(prompt.tokens)]
+    return FirstLook(tokenizer, None if sees_later else environment, begun)
 
 
 def _looked_at(source: PromptSource, encoding: Encoding) -> tuple[list[Prompt], bool]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from oppo.data.prompts import read_prompts
+from oppo.data.rows import Row
 from oppo.errors import ConfigError, DataError
 from oppo.hf.loading import load_tokenizer
 from oppo.hf.processor import ImagePrompts, Processor
@@ -64,6 +67,26 @@ def test_an_image_token_that_a_message_spells_is_text(name: str, folder: Path) -
     spelt = read({"prompt": _asked("<image>b<|pad|><|begin|>"), "images": ["0.png"]})
     assert [image.tokens for image in plain[2]] == [image.tokens for image in spelt[2]]
     assert len(spelt[1]) == len(plain[1]) + len("<|pad|><|begin|>")
+
+
+def test_a_row_with_images_may_have_its_prompt_from_an_environment_alone(folder: Path) -> None:
+    def begin(row: Row, column: str) -> tuple[Row, HfTokenizer]:
+        assert [row["images"], row["n"]] == [[str(folder / "0.png")], 7]
+        message, *others = cast("list[dict[str, Any]]", row[column])
+        return {**row, column: [{**message, "content": [*message["content"], said]}, *others]}, tokenizer
+
+    reader, tokenizer, _ = _reader(folder, "llava")
+    said = {"type": "text", "text": "red?"}
+    row: dict[str, object] = {"images": ["0.png"], "n": 7}
+    read = partial(read_prompts, tokenizer=tokenizer, images=ImagePrompts(reader.processor, ImageFiles(folder, folder)))
+    (prompt,) = read([row], begin=begin)
+    (asked,) = read([{"prompt": _asked("red?"), **row}])
+    assert prompt.tokens.tolist() == asked.tokens.tolist()
+    assert prompt.images == asked.images
+    assert prompt.columns["prompt"] == asked.columns["prompt"]
+    for without in (None, lambda row, column: (row, tokenizer)):
+        with pytest.raises(DataError, match=r"row 1: no column 'prompt'; the columns there are images, n$"):
+            read([row], begin=without)
 
 
 def test_several_threads_may_read_prompts(folder: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from examples.images import make_model
 from oppo import PromptStream
+from oppo.cli import DONE, main
 from oppo.config.load import load_settings
 from oppo.errors import DataError, OppoError
 from oppo.hf.model_files import SCALAR
@@ -19,6 +20,7 @@ from oppo.run.deployment import Deployment
 from oppo.run.images import reader_of_images
 from oppo.run.prompts import Rows
 from oppo.run.train import prepare, resume, train
+from tests.kit.assets import TEMPLATE
 from tests.kit.seen import PROCESSORS, checkpoint, picture, uri
 from tests.kit.workplace import read_lines
 from tests.run.matrix import digests
@@ -155,6 +157,52 @@ def test_a_dry_run_writes_no_image(folder: Path) -> None:
         prompts = cast("PromptStream", session.prompts).prompts
         assert {Path(image.path).is_file() for prompt in prompts for image in prompt.images} == {True}
     assert not (folder / "dry").exists()
+
+
+LOOKING = """
+from io import BytesIO
+from pathlib import Path
+from PIL import Image
+
+class Looking:
+    def reset(self, images=(), image=None, **row):
+        paths = [*images, image] if image else images
+        self.sizes = [Image.open(BytesIO(Path(path).read_bytes())).size for path in paths]
+        return f" It has {self.sizes}."
+
+    def look(self, at: int) -> str:
+        \"\"\"Look.
+
+        Args:
+            at: which.
+        \"\"\"
+        return str(self.sizes[at])
+
+    def get_reward(self):
+        return float(len(self.sizes))
+"""
+HELD = {"path": "a.png", "uri": uri(3), "table": {"bytes": None, "path": "a.png"}}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("asked", [{"prompt": [{"role": "user", "content": "How large?"}]}, {}], ids=["asked", "not"])
+@pytest.mark.parametrize("held", HELD)
+def test_a_class_opens_the_images_of_its_row(
+    held: str, asked: dict[str, object], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "looking.py").write_text(LOOKING)
+    (folder / "tools.jinja").write_text(TEMPLATE)
+    rows = [{**asked, "images": [HELD[held]]}, {**asked, "image": HELD[held]}]
+    (folder / "looked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.toml").write_text(SETTINGS.replace('rewards = ["code.py:total"]', ""))
+    given = ["models.policy=qwen2_5_vl", f"run.name=looking-{held}-{len(asked)}", "data.prompts=looked.jsonl"]
+    given += ["environment.factory=looking.py:Looking", "environment.max_turns=2", "data.chat_template=tools.jinja"]
+    chosen = [f"--set={each}" for each in [*given, "run.steps=1", f"run.directory={folder / 'runs'}"]]
+    assert main(["train", str(folder / "config.toml"), "--dry-run", *chosen]) == DONE
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "It has [(48, 32)]." in shown
+    assert "the environment answers" in shown
+    assert main(["train", str(folder / "config.toml"), *chosen]) == DONE
 
 
 def test_rows_that_come_one_by_one_show_images_if_they_are_to(folder: Path) -> None:
