@@ -91,12 +91,8 @@ class Load:
 
     def within(self, positions: int) -> Self:
         """Return the same load with prompts that leave room for the response within that many positions."""
-        if self.response >= positions:
-            raise ConfigError(
-                f"sampling.max_new_tokens = {self.response} leaves no room for a prompt in the {positions} "
-                "positions of a model: lower it"
-            )
-        return replace(self, prompt=max(1, min(self.prompt, positions - self.response)))
+        response = min(self.response, positions - 1)
+        return replace(self, prompt=min(self.prompt, positions - response), response=response)
 
 
 Adapt: TypeAlias = Callable[[ModuleT], ModuleT]
@@ -157,7 +153,12 @@ class ServedPolicy:
 
     def under(self, load: Load, sampling: Sampling, *, prefill_tokens: int) -> Bytes:
         """Return what it needs when all rollouts are at their longest and have just been read again."""
-        load = load.within(longest(self._whole))
+        if load.response >= (positions := longest(self._whole)):
+            raise ConfigError(
+                f"sampling.max_new_tokens = {load.response} leaves no room for a prompt in the {positions} positions of "
+                "the policy: lower it"
+            )
+        load = load.within(positions)
         model, layers = self._few
         every, length = [*range(load.rollouts)], load.sequence - 1
         part, unread = max(1, prefill_tokens // length), min(length, prefill_tokens)

@@ -127,7 +127,7 @@ def test_responses_that_no_prompt_fits_before_are_refused(folder: Path, capsys: 
     long = ["--set", "sampling.max_new_tokens=32768"]
     assert main(["doctor", str(folder / "config.toml"), "--assume", "8xH100", *long]) == UNUSABLE
     said = " ".join(capsys.readouterr().err.split())
-    assert "sampling.max_new_tokens = 32768 leaves no room for a prompt in the 32768 positions of a model" in said
+    assert "sampling.max_new_tokens = 32768 leaves no room for a prompt in the 32768 positions of the policy" in said
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no kernel\n for meta"), AttributeError("layers"), ValueError("x")])

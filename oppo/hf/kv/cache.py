@@ -338,14 +338,12 @@ def sent(device: torch.device, *values: Sequence[int] | NDArray[np.int64] | Tens
 
 
 class Rows:
-    """Rows by number; ``held``: the slab of each, by length class when read in chunks, by segment when they decode.
-
-    ``expected``: rows that will come, for which a slab that grows may have slots to spare.
-    """
+    """Rows by number; ``held``: the slab of each, by length class when read in chunks, by segment when they decode."""
 
     def __init__(self, classes: Sequence[int], longest: int, model: str) -> None:
         self.held: dict[int, Slab] = {}
-        self.expected: Sequence[int] = ()
+        self._expected: Sequence[int] = ()
+        self._more = 0  # rows that may come besides
         self._lengths: dict[int, int] = {}
         self._longest_row = longest
         self._model = model
@@ -403,6 +401,12 @@ class Rows:
         self._move(by_slab, lengths)
         return {slab: sorted(members, key=slab.slot) for slab, members in by_slab.items()}
 
+    def expect(self, rows: Sequence[int]) -> None:
+        """Let slabs that grow have slots to spare for these rows."""
+        self._expected, few = rows, len(rows) <= len(self.held) // SLACK
+        # Where a few join, as the requests of agents do, more may follow.
+        self._more = len(self.held) if few and not self.held.keys() >= {*rows} else 0
+
     def hold(self, lengths: Mapping[int, int]) -> None:
         """Let rows be that long without a token; their memory is as if they had been read."""
         for slab in self.by_class([*lengths], [*lengths.values()]):
@@ -438,9 +442,7 @@ class Rows:
         return by_slab
 
     def _move(self, by_slab: Mapping[Slab, Sequence[int]], lengths: Mapping[int, int]) -> None:
-        known = len({*self.expected, *self.held, *lengths})
-        if known > len(self.held) and len(self.expected) <= len(self.held) // SLACK:
-            known += len(self.held)  # a few join, as the requests of agents do, and more may follow
+        known = len({*self._expected, *self.held, *lengths}) + self._more
         for slab, members in by_slab.items():
             incoming = [row for row in members if self.held.get(row) is not slab]
             others = known - len(slab) - len(incoming)

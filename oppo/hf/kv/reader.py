@@ -120,7 +120,7 @@ class Incremental:
 
     def expect(self, rows: Iterable[int]) -> None:
         """Let slots be reserved for these rows, which are about to be read, some of them later than others."""
-        self._rows.expected = [*rows]
+        self._rows.expect([*rows])
 
     def show(self, row: int, prompt: IntArray, images: tuple[ImageRef, ...]) -> None:
         """Let a row see the images of its prompt, before its first token is read; forgotten with the row."""

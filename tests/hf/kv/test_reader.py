@@ -247,11 +247,14 @@ def test_rows_that_were_expected_have_a_slot_each_in_the_end_and_few_copies_befo
     assert copies < 8 + math.log(len(rows), 9 / 8)
 
 
-def test_rows_that_join_one_by_one_are_copied_few_times() -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+def test_rows_that_join_one_by_one_are_copied_few_times(stepped: bool) -> None:
     reader = narrow()
     for row in range(100):
         reader.expect([row])
         reader.extend([row], [sequence(0)[:30]], last=[1])
+        if stepped:
+            reader.segment_by_length(range(row + 1))
     (slab,) = {*reader._rows.held.values()}
     assert slab.capacity <= 100 * 9 / 8
     assert slab.version < 8 + math.log(100, 9 / 8)
