@@ -155,8 +155,8 @@ class ServedPolicy:
         """Return what it needs when all rollouts are at their longest and have just been read again."""
         if load.response >= (positions := longest(self._whole)):
             raise ConfigError(
-                f"sampling.max_new_tokens = {load.response} leaves no room for a prompt in the {positions} positions of "
-                "the policy: lower it"
+                f"sampling.max_new_tokens = {load.response} leaves no room for a prompt in the {positions} positions "
+                "of the policy: lower it"
             )
         load = load.within(positions)
         model, layers = self._few

@@ -249,10 +249,12 @@ class RoleLoader:
     def _located(self, path: str) -> Path:
         return located(path, weights=False, trust_remote_code=self._models.trust_remote_code)
 
+    def has_own_tokenizer(self, path: str) -> bool:
+        return path != self._models.policy and holds_tokenizer(self._located(path))
+
     def _difference(self, path: str, model: Loadable) -> str | None:
         policy = self._models.policy
-        has_tokenizer = path != policy and holds_tokenizer(self._located(path))
-        if has_tokenizer and (difference := self._tokenizer.differs(self.tokenizer(path))) is not None:
+        if self.has_own_tokenizer(path) and (difference := self._tokenizer.differs(self.tokenizer(path))) is not None:
             return f"does not share the policy's tokenizer ({difference})"
         ours, theirs = self._tokenizer.size, vocabulary_of(model)
         if theirs < ours:
@@ -399,7 +401,7 @@ class RewardModels:
 
     def _warn_of_template(self, role: Role) -> None:
         # What was trained on whole texts of a chat template has learned to score their last token.
-        if role.source != self._models.policy and not holds_tokenizer(self._located(role.source)):
+        if not self.load.has_own_tokenizer(role.source):
             return
         reader = self.load.tokenizer(role.source)
         with suppress(ConfigError):  # it may refuse these messages

@@ -181,7 +181,7 @@ class FakePolicy:
         try:
             with as_itself():
                 async with anyio.create_task_group() as self._loops:
-                    self._add(live)
+                    await self.add(live)
                     can = self.capabilities
                     joins = can.adds_while_decoding or can.adds_while_held
                     yield self if joins else FixedDecoding(type(self).__name__)
@@ -199,11 +199,9 @@ class FakePolicy:
         mine = self.mine(decodes)
         if self._loops is None:
             raise ProtocolError(f"{len(decodes)} rollouts were added to a decoding that has ended")
-        if not self.capabilities.adds_while_decoding and not self.held:
+        decodes_others = self._cut is not None and bool(self._live) and not self.held
+        if self.holds and decodes_others and not self.capabilities.adds_while_decoding:
             raise ProtocolError(f"{type(self).__name__} takes others only while an unanswered turn holds all")
-        self._add(mine)
-
-    def _add(self, mine: Sequence[FakeDecode]) -> None:
         going = [decode for decode in mine if not (decode.waiting or decode.done)] if self._cut is not None else []
         self._waiting |= {decode: None for decode in mine if decode.waiting and self._cut is not None}
         for decode in going:

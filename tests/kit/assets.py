@@ -131,8 +131,8 @@ async def duel(row, base_url, api_key):
         for turn in range(2):
             reply = await one.chat.completions.create(model="one", messages=said, max_tokens=9)
             content = reply.choices[0].message.content
-            asked = [{"role": "user", "content": f"{turn} of {row['number']}: {len(content)}"}]
-            answer = await two.messages.create(model="two", messages=asked, max_tokens=5 + turn)
+            messages = [{"role": "user", "content": f"{turn} of {row['number']}: {len(content)}"}]
+            answer = await two.messages.create(model="two", messages=messages, max_tokens=5 + turn)
             tokens["one"] += reply.usage.completion_tokens
             tokens["two"] += answer.usage.output_tokens
             said += [{"role": "assistant", "content": content}]

@@ -277,7 +277,7 @@ def context(values: Row) -> Row:
     row = {axis: next(iter(options)) for axis, options in AXES.items()}
     row |= {"timing": "free"} | ({"algorithm": "rloo"} if values.get("timing") == "streamed" else {})
     row |= {"rewards": "none"} if values.get("dialogue") in AGENTS.split("|") else {}
-    row |= {"policy": "vision"} if values.get("data") == "images" else {}
+    row |= {"policy": "vision", "algorithm": "grpo"} if values.get("data") == "images" else {}
     return {**row, **values}
 
 
@@ -346,7 +346,8 @@ def overrides(row: Row) -> list[str]:
             "placement.shard=false": row["trainer"] == "ranks",
             "data.images=true": row["dialogue"] in AGENTS.split("|"),
         }
-        chosen = [*map(_seeing, chosen), *(each for each, is_needed in needed.items() if is_needed)]
+        seen = chosen if row["rewards"] == "whole" else map(_seeing, chosen)  # which none can read by images
+        chosen = [*seen, *(each for each, is_needed in needed.items() if is_needed)]
     return [*chosen, *in_roles(row), *(COMPACT if compacts(row) else ())]
 
 

@@ -67,8 +67,10 @@ class StandIn:
         adapters: int = 0,
         log: Path | None = None,
         sleeps: bool = False,
+        images: bool = False,
     ) -> Self:
         assert not sleeps
+        assert not images
         assert not adapters
         logger.info("starting vLLM")
         engine = cls(Path(model), arguments, trainer, cores, log)

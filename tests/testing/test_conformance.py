@@ -112,11 +112,6 @@ class Shy(FakePolicy):
             HELD,
             "adds_while_held is True, but add() did not work while a turn was unanswered: Vain decodes what it was",
         ),
-        (
-            partial(FakePolicy, turns=some_turns),
-            HELD,
-            "adds_while_held is True, but add() did not work while a turn was unanswered: FakePolicy takes others",
-        ),
         (Shy, Capabilities(), "loads_while_decoding is 'refused', but load() returned"),
         (
             Shy,
