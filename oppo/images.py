@@ -14,6 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
+from uuid import uuid4
 
 from oppo.durable import content, make
 from oppo.errors import DataError, did_you_mean_path, one_line, shortened, shown
@@ -96,9 +97,12 @@ class ImageFiles:
         path = self.directory / hashlib.sha256(data).hexdigest()
         if not path.is_file() or path.stat().st_size != len(data):
             make(self.directory)
-            aside = path.with_name(f".{path.name}.partial")
-            aside.write_bytes(data)
-            aside.replace(path)
+            aside = path.with_name(f".{path.name}.{uuid4().hex}.partial")  # another may write the same
+            try:
+                aside.write_bytes(data)
+                aside.replace(path)
+            finally:
+                aside.unlink(missing_ok=True)
         return path.resolve()
 
 

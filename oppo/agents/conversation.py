@@ -13,6 +13,7 @@ import anyio
 import numpy as np
 
 from oppo.agents.requests import (
+    LONG,
     Api,
     Call,
     ChatRequests,
@@ -147,10 +148,9 @@ class Conversation:
                 f"{wanted.api} in it"
             )
         limit = self._requests.limit(wanted)
-        # with images on the loop, since two threads cannot encode with one tokenizer at a time
-        size = 0 if shows_images(messages) else sum(len(each["content"]) for each in messages)
+        size = LONG if not self.begun and shows_images(messages) else sum(len(each["content"]) for each in messages)
         read = partial(self._following, single=single) if self.begun else self._prompt
-        tokens, answers = await apart(size, partial(read, messages, wanted.tools))
+        tokens, answers = await apart(size, partial(read, messages, wanted.tools), self._requests.readers)
         if self.full is not None:  # meanwhile
             raise self.full.again()
         self.last = Request(
@@ -359,11 +359,11 @@ class Session:
     def first(self) -> Conversation:
         return self.conversations[0]
 
-    async def ask(self, api: Api, body: Json, *, again: bool = False, key: str = "") -> tuple[Request, bool]:
-        # The request, and whether it was sent before. `again`: the client says so; `key`: its idempotency key.
+    async def ask(self, api: Api, body: Json, size: int, *, again: bool, key: str) -> tuple[Request, bool]:
+        # The request, of `size` bytes, and whether it came before. `again`: so its client says; `key`: its idempotency.
         async with self._asking:
             try:
-                wanted = api.read(body, self._requests)
+                wanted = await apart(size, partial(api.read, body, self._requests), self._requests.readers)
                 if (found := self._sent_before(wanted.digest, again=again, key=key)) is not None:
                     return found, True
                 if self._closed:

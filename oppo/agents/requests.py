@@ -240,6 +240,8 @@ class ChatRequests:
         self._tokenizer = tokenizer
         self._most = sampling.max_new_tokens
         self._formats: dict[str, tuple[HfTokenizer, ChatFormat]] = {}
+        # One thread reads at a time, and the loop short texts meanwhile: to encode leaves a tokenizer as it is.
+        self.readers = anyio.CapacityLimiter(1)
         self._stops = sampling.stop_strings
         self.images: ImagePrompts | str = "the policy reads text only (data.images has agents show images)"
         own = [each for each in getattr(sampling, "stop", ()) if isinstance(each, str)]
@@ -378,7 +380,7 @@ class ChatRequests:
                     f"{shown(tool)}"
                 )
         key = digest_of(tools)
-        if key not in self._formats:
+        if (chosen := self._formats.get(key)) is None:
             try:
                 tokenizer = chatting(self._tokenizer, tools=tools, variables=self._tokenizer.variables)
                 roles = ("user", "tool") if tools else ("user",)
@@ -391,8 +393,9 @@ class ChatRequests:
                 raise Refusal(str(error)) from error
             except Exception as error:  # any kind: the schemas are the agent's
                 raise Refusal(f"the tools cannot be read: {one_line(error)}") from error
-            self._formats = {**dict([*self._formats.items()][1 - FORMATS :]), key: (tokenizer, found)}
-        return self._formats[key]
+            chosen = tokenizer, found
+            self._formats = {**dict([*self._formats.items()][1 - FORMATS :]), key: chosen}
+        return chosen
 
 
 _IMAGES: Final = ("image_url", "input_image", "image")
@@ -406,11 +409,11 @@ def quoted(value: object) -> str:
     return shortened(repr(value), 200)
 
 
-async def apart(size: int, work: Callable[[], T]) -> T:
-    # Large work in a thread, so that the event loop goes on.
+async def apart(size: int, work: Callable[[], T], threads: anyio.CapacityLimiter | None = None) -> T:
+    # Large work in a thread, of these, so that the event loop goes on.
     if size < LONG or getattr(running_loop(), "virtual", False):
         return work()
-    return await anyio.to_thread.run_sync(work)
+    return await anyio.to_thread.run_sync(work, limiter=threads)
 
 
 def digest_of(value: object) -> str:

@@ -152,10 +152,10 @@ class AgentServer:
         try:
             session = self._session(http)
             evaluation = session.evaluation
-            body = await _read(http)
+            body, size = await _read(http)
             again = http.headers.get("x-stainless-retry-count", "0") != "0"
             key = http.headers.get("idempotency-key", "")
-            request, repeated = await session.ask(api, body, again=again, key=key)
+            request, repeated = await session.ask(api, body, size, again=again, key=key)
             self._asked()
             if (said := await _while_connected(http, request.result)) is not None:
                 return JSONResponse(api.whole(request, said))
@@ -238,8 +238,8 @@ async def _while_connected(http: HttpRequest, wait: Callable[[], Awaitable[T]]) 
     return found[0]
 
 
-async def _read(http: HttpRequest) -> Any:
-    # Of a body that is too long only the first part is held: the server reads on, and forgets the rest.
+async def _read(http: HttpRequest) -> tuple[Any, int]:
+    # The body, and its bytes. Of one that is too long only the first part is held: the server forgets the rest.
     refusal = Refusal(f"the request has more than {BODY} bytes: shorten its messages", status=413)
     declared = http.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > BODY:
@@ -251,7 +251,7 @@ async def _read(http: HttpRequest) -> Any:
         if length > BODY:
             raise refusal
     try:
-        return await apart(length, partial(json.loads, b"".join(parts)))
+        return await apart(length, partial(json.loads, b"".join(parts))), length
     except ValueError as error:
         raise Refusal(f"the request cannot be read: {error}") from error
 

@@ -49,10 +49,16 @@ class Processor:
         return type(self), (self.path,)
 
     @cached_property
+    def config(self) -> Any:
+        try:
+            return AutoConfig.from_pretrained(located(self.path, weights=False))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the configuration of {self.path} cannot be read: {one_line(error)}") from error
+
+    @cached_property
     def inner(self) -> Any:
         require("vision", f"reading images with {self.path}", module="PIL")
-        directory = located(self.path, weights=False)
-        config = AutoConfig.from_pretrained(directory)
+        config, directory = self.config, located(self.path, weights=False)
         if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or not processor_files(directory):
             raise ConfigError(
                 f"{self.path} reads text only: prompts with images need a tower and an image processor beside it"
@@ -75,7 +81,7 @@ class Processor:
     @cached_property
     def pad(self) -> int:
         """The id of the tokens that the features of an image replace."""
-        return pads_of(AutoConfig.from_pretrained(located(self.path, weights=False)))[0]
+        return pads_of(self.config)[0]
 
     @cached_property
     def digest(self) -> str:

@@ -149,6 +149,7 @@ class VllmEngine(Engine):
                 "adapters that are synced alone have not been seen to be exact beside images in prompts: set "
                 "models.lora_sync = 'merged' (in a program: adapters=0)"
             )
+        pictures = Pictures(model) if images else None
         check_arguments(arguments or {})
         on_cpu = computes_on_cpu()
         began = now()
@@ -163,7 +164,8 @@ class VllmEngine(Engine):
                 llm, sender = _async_llm(
                     str(model), arguments or {}, trainer, on_cpu=on_cpu, adapters=adapters, sleeps=sleeps, images=images
                 )
-                pictures = Pictures(llm, model) if images else None
+                if pictures is not None:
+                    pictures.begin(llm)
             children.keep()
             served = llm.vllm_config.model_config
             trains = served.runner_type == "generate"

@@ -15,37 +15,42 @@ from typing import Any, Final
 from oppo.errors import ConfigError
 from oppo.images import ImageRef, picture_of
 
+ADVICE: Final = "set models.engine = 'transformers'"
 KEPT: Final = 4  # pictures, decoded, of the images that were shown last: samples of a group follow one another
 
 
 class Pictures:
     """Shows images to vLLM's ``AsyncLLM``: no prompt may show it any otherwise."""
 
-    def __init__(self, llm: Any, model: str | Path) -> None:
-        """Raise ``ConfigError`` where vLLM reads no images of the model, or not in a way that is known to be exact."""
+    def __init__(self, model: str | Path) -> None:
+        """Raise ``ConfigError`` where no reading of images by the model is known to be exact on vLLM."""
         from oppo.hf.processor import Processor  # noqa: PLC0415 - transformers takes seconds to import
         from oppo.hf.sight import WHOLE  # noqa: PLC0415 - likewise
 
-        kind, reader = llm.vllm_config.model_config.hf_config.model_type, llm.renderer.mm_processor
-        name, advice = f"{Path(model).name} (model type {kind!r})", "set models.engine = 'transformers'"
-        if reader is None:
-            raise ConfigError(f"vLLM reads no images with {name}, and prompts show some: {advice}")
+        self._processor = Processor(model)
+        kind = self._processor.config.model_type
+        self._name = f"{Path(model).name} (model type {kind!r})"
         if kind in WHOLE:
             raise ConfigError(
-                f"in {name} the tokens of an image attend to all of it, and vLLM has not been seen to have them do so: "
-                f"{advice}"
+                f"in {self._name} the tokens of an image attend to all of it, and vLLM has not been seen to have them "
+                f"do so: {ADVICE}"
             )
-        processor, own = Processor(model), reader.info.get_hf_processor()
-        inner = processor.inner
+        self._picture = lru_cache(KEPT)(picture_of)
+
+    def begin(self, llm: Any) -> None:
+        """Change how vLLM reads images; raise ``ConfigError`` where it reads none, or otherwise than transformers."""
+        inner, reader = self._processor.inner, llm.renderer.mm_processor
+        if reader is None:
+            raise ConfigError(f"vLLM reads no images with {self._name}, and prompts show some: {ADVICE}")
+        own = reader.info.get_hf_processor()
         if not isinstance(inner, type(own)):
             raise ConfigError(
-                f"vLLM reads images for {name} by a {type(own).__name__}, and the trainer by transformers' "
-                f"{type(inner).__name__}: {advice}"
+                f"vLLM reads images for {self._name} by a {type(own).__name__}, and the trainer by transformers' "
+                f"{type(inner).__name__}: {ADVICE}"
             )
         reader.info.get_hf_processor = lambda **named: inner
         # Nothing else of it leaves tokens as they are.
-        reader._apply_prompt_updates = partial(_located, reader, processor.pad)  # noqa: SLF001
-        self._picture = lru_cache(KEPT)(picture_of)
+        reader._apply_prompt_updates = partial(_located, reader, self._processor.pad)  # noqa: SLF001
 
     def shown(self, images: Sequence[ImageRef]) -> dict[str, object]:
         """Return what a prompt of vLLM has beside its tokens; reads files."""

@@ -92,7 +92,7 @@ class VllmPolicy:
         self._recompute = kv_on_sync == "recompute"
         self._nonce = uuid4().hex[:12]
         self._numbers = itertools.count()
-        self.gate = anyio.Lock()  # of the engine's pauses
+        self.gate = anyio.Lock()  # of the engine's pauses and weights
         self._paused = self._prepared = False
         self._synced = dict[str, float]()
         self._warned = False
@@ -216,12 +216,17 @@ class VllmPolicy:
                 await self.request(request)
 
     async def request(self, request: Request) -> None:
-        request.id = f"{self._nonce}-{next(self._numbers)}"
-        self._submitted[request] = None
-        self.engine.requests.add(request.id)
-        salt, params, images = self._label(self.version), request.params(self.engine.vocabulary), request.prompt.images
-        async with self.engine.answered(shield=True):
-            request.submitted(await self.engine.submit(request.id, request.sequence, salt, params, images))
+        async with self.gate:  # until the engine has it, under the salt of the weights that it serves
+            if request.rollout.closed:  # meanwhile
+                return
+            request.id = f"{self._nonce}-{next(self._numbers)}"
+            self._submitted[request] = None
+            self.engine.requests.add(request.id)
+            salt, params = self._label(self.version), request.params(self.engine.vocabulary)
+            async with self.engine.answered(shield=True):
+                request.submitted(
+                    await self.engine.submit(request.id, request.sequence, salt, params, request.prompt.images)
+                )
 
     def collect(self) -> None:
         """Do nothing: pumps put tokens into the buffers as they come."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import anyio
+import anyio.from_thread
 import openai
 import pytest
 
 from oppo.agents import Agents
+from oppo.agents.requests import LONG, ChatRequests
 from oppo.environments import EnvironmentFailure
 from oppo.events import Drop
 from oppo.hf.loading import load_tokenizer
@@ -172,3 +176,47 @@ def test_an_agent_that_shows_another_image_to_a_response_of_its_row_is_dropped(
     dropped = tried("chat", act, second, reader, tokenizer)
     assert isinstance(dropped, Drop)
     assert "began with other images than those of its row" in dropped.reason
+
+
+def test_long_requests_and_those_with_images_are_read_one_at_a_time_while_the_loop_goes_on(
+    reader: ImagePrompts, tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, reading = threading.Lock(), list[str]()
+
+    def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*given: Any) -> Any:
+            alone = held.acquire(blocking=False)
+            try:
+                anyio.from_thread.run(anyio.sleep, 0.02)  # the loop is another thread, and has time for the others
+                reading.append(name if alone else f"{name} beside another")
+                return work(*given)
+            finally:
+                if alone:
+                    held.release()
+
+        return watch
+
+    for name in ("content_of", "prompt"):
+        monkeypatch.setattr(ChatRequests, name, watched(name, getattr(ChatRequests, name)))
+    shown = [image("chat", uri(3)), {"type": "text", "text": "?" * LONG}]  # a body of a photograph's size
+    contents = [iter(("red?" * LONG, "sure?" * LONG)), iter((shown, "sure?" * LONG)), iter((shown, "sure?" * LONG))]
+
+    async def run(row: dict[str, Any], url: str, key: str) -> float:
+        said = contents[row["gold"]]
+        async with client_of("chat", agents, url, key) as to:
+            return await asking(APIS["chat"](to), row, content=next(said), later=next(said))
+
+    agents = Agents(run, tokenizer, SamplingSettings(max_new_tokens=10 * LONG))
+    agents.see(reader)
+
+    async def main() -> None:
+        async with agents, anyio.create_task_group() as tasks:
+            begun = agents.prompts(rows(0, 1, 2), max_prompt_tokens=10 * LONG)
+            async for prompt in begun:
+                rollout = Rollout(agents, prompt)
+                rollout.tokenizer = tokenizer
+                tasks.start_soon(said, rollout)
+
+    anyio.run(main)
+    # a request holds its earlier messages, and those of a conversation that goes on are not encoded again
+    assert sorted(reading) == ["content_of"] * 9 + ["prompt"] * 3

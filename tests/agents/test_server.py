@@ -34,8 +34,8 @@ class Asked:
         self.left = anyio.Event()
         self.begun = anyio.Event()
 
-    async def ask(self, api: Api, body: Any, *, again: bool, key: str) -> tuple[Asked, bool]:
-        del again, key
+    async def ask(self, api: Api, body: Any, size: int, *, again: bool, key: str) -> tuple[Asked, bool]:
+        del size, again, key
         self.wanted, self.said = Wanted(api.path, [], []), len(body["messages"])
         return self, False
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,21 @@ def test_an_image_that_a_row_holds_is_written_once_under_its_digest(files: Image
     spaced.write_bytes(png(2))
     for uri_of in (there.as_uri(), f"file://localhost{there}", spaced.as_uri()):
         assert files.file(uri_of, "row 1") == (spaced if "%20" in uri_of else there)
+
+
+def test_two_that_write_one_image_do_not_meet(files: ImageFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, both = Path.write_bytes, threading.Barrier(2, timeout=20)
+
+    def beside(path: Path, data: bytes) -> int:
+        written = write(path, data)
+        both.wait()
+        return written
+
+    monkeypatch.setattr(Path, "write_bytes", beside)
+    with ThreadPoolExecutor() as threads:
+        (path,) = set(threads.map(lambda each: files.file(each, "row 1"), (png(2), png(2))))
+    assert path.read_bytes() == png(2)
+    assert [*files.directory.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ def config(
     prefix: bool = True,
     mean: float | None = None,
     padding: int | None = 0,
-    kind: str = "llama",
 ) -> Any:
     """Return a ``VllmConfig`` as far as it is read."""
     pooler = SimpleNamespace(seq_pooling_type=pooling, logit_mean=mean, logit_sigma=None)
@@ -59,7 +58,7 @@ def config(
             dtype=dtype,
             runner_type=runner,
             pooler_config=pooler if runner == "pooling" else None,
-            hf_config=SimpleNamespace(num_labels=labels, model_type=kind),
+            hf_config=SimpleNamespace(num_labels=labels),
             hf_text_config=SimpleNamespace(pad_token_id=padding),
             max_model_len=longest,
             get_vocab_size=lambda: vocabulary,

@@ -15,7 +15,7 @@ from oppo.hf.loading import load_tokenizer
 from oppo.hf.processor import ImagePrompts, Processor
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.images import ImageFiles, picture_of
-from oppo.vllm import VllmEngine
+from oppo.vllm import VllmEngine, async_llm
 from oppo.vllm.pictures import Pictures
 from tests.kit.responses import chunk
 from tests.kit.seen import checkpoint, picture
@@ -39,8 +39,9 @@ class Seeing:
         self.processor = Processor(self.path)
         own: object = object.__new__(type(self.processor.inner).__mro__[1])  # which has no pixels to give
         self.fake = FakeReader(own, self.processor.pad)
-        self.llm = FakeAsyncLLM(reader=self.fake, facts={"kind": "qwen2_5_vl"})
-        self.bench = Bench(self.llm, sampling=replace(SAMPLING, stop=()), pictures=Pictures(self.llm, self.path))
+        self.llm = FakeAsyncLLM(reader=self.fake)
+        (pictures := Pictures(self.path)).begin(self.llm)
+        self.bench = Bench(self.llm, sampling=replace(SAMPLING, stop=()), pictures=pictures)
 
     def prompt(self, number: int, *images: str) -> Prompt:
         files = ImageFiles(self.path, self.path.parent)
@@ -114,14 +115,32 @@ def test_adapters_alone_are_refused_beside_images(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "own", "words"),
+    ("own", "words"),
     [
-        ("qwen2_5_vl", None, "vLLM reads no images with qwen2_5_vl"),
-        ("gemma3", object(), "attend to all of it"),
-        ("qwen2_5_vl", SimpleNamespace(), "reads images for qwen2_5_vl .* by a SimpleNamespace, and the trainer by"),
+        (None, "vLLM reads no images with qwen2_5_vl"),
+        (SimpleNamespace(), "reads images for qwen2_5_vl .* by a SimpleNamespace, and the trainer by"),
     ],
 )
-def test_a_family_that_it_does_not_read_so_is_refused(kind: str, own: object, words: str, path: Path) -> None:
+def test_a_family_that_it_does_not_read_so_is_refused(own: object, words: str, path: Path) -> None:
     reader = None if own is None else FakeReader(own, 6)
     with pytest.raises(ConfigError, match=words):
-        Pictures(FakeAsyncLLM(reader=reader, facts={"kind": kind}), path)
+        Pictures(path).begin(FakeAsyncLLM(reader=reader))
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ('{"model_type": "gemma3"}', "in given .model type 'gemma3'. the tokens of an image attend to all of it"),
+        ('{"model_type": "none"}', "the configuration of .*given cannot be read: .*none"),
+        (None, "the configuration of .*given cannot be read: .*config.json"),
+    ],
+)
+def test_what_a_configuration_tells_is_refused_before_an_engine_starts(
+    written: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (given := tmp_path / "given").mkdir()
+    if written is not None:
+        (given / "config.json").write_text(written)
+    monkeypatch.setattr(async_llm, "_async_llm", lambda *given, **named: pytest.fail("it was started"))
+    with pytest.raises(ConfigError, match=words):
+        VllmEngine.start(given, images=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.responses import read_chunk
 from tests.kit.virtual import virtually
 from tests.vllm.bench import SAMPLING, WEIGHTS, Bench, varied
-from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, Output, Request, engine_of, running, server_of
+from tests.vllm.fakes import VOCABULARY, FakeAsyncLLM, FakeSender, Output, Request, engine_of, running, server_of
 
 on_both = pytest.mark.parametrize("on", ["engine", "server"])
 LONG = replace(SAMPLING, max_new_tokens=60)
@@ -267,6 +267,41 @@ def test_requests_say_all_that_sampling_says() -> None:
         for piece in pieces:
             assert piece.extra[Support].holds(piece.tokens).all()
             assert set(np.abs(piece.extra[Support].counts).tolist()) <= {3, 4}
+
+
+class Slow(FakeAsyncLLM):
+    """Reads images, say, before it has a request."""
+
+    async def add_request(self, request_id: str, prompt: Mapping[str, Any], *given: Any, **named: Any) -> Any:
+        await anyio.sleep(0.02)
+        assert prompt["cache_salt"] == self.version, "the salt is of the weights that are served"
+        return await super().add_request(request_id, prompt, *given, **named)
+
+
+@pytest.mark.parametrize("load", [0.03, 0.045, 0.06])
+def test_a_request_is_added_under_the_salt_of_the_weights_that_are_served_then(load: float) -> None:
+    bench = Bench(Slow(), keywords={"kv_on_sync": "keep"})
+    bench.play(4, load=load)
+    assert len({request.salt for request in bench.llm.done}) == 2, "it was loaded between them"
+
+
+@virtually
+async def test_a_rollout_that_is_closed_while_its_request_waits_for_a_load_is_not_begun() -> None:
+    bench = Bench(Slow(), sender=FakeSender(seconds=1.0))
+
+    async def load() -> None:
+        await anyio.sleep(0.02)
+        await bench.policy.load(Weights(1, WEIGHTS))
+
+    async with running(bench.llm):
+        first, second = await bench.policy.open(varied(2))
+        async with bench.policy.decoding([first, second], lambda finished: False), anyio.create_task_group() as tasks:
+            tasks.start_soon(load)
+            await anyio.sleep(0.5)
+            await second.aclose()
+            assert (await read_chunk(first, 100)).state == "eos"
+    assert [request.prompt for request in bench.llm.done] == [first.prompt.tokens.tolist()]
+    assert not bench.llm.requests
 
 
 def test_greedy_decoding_excludes_nothing() -> None:
