@@ -264,11 +264,13 @@ def study(
     if sweep_at is not None:
         directory(sweep_at, assets, REVIEWS)
         return
-    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"threshold": threshold, "runs": []}
+    results: dict[str, Any] = {"threshold": threshold, "runs": []}
+    if file.exists():
+        results = json.loads(file.read_text(encoding="utf-8"))
     if results["threshold"] != threshold:
         raise ConfigError(f"{file} holds runs until {results['threshold']}: name another --out for {threshold}")
     runs: list[dict[str, Any]] = results["runs"]
-    results = on_this_machine(results)
+    results |= on_this_machine({})
     known = {(run["mode"], run["seed"]) for run in runs}
     for cell in cells(chosen("contestant", modes, MODES, list(MODES)), seeds):
         if (cell.arm, cell.seed) in known:
