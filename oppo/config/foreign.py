@@ -269,7 +269,7 @@ def literal(text: str) -> object:
         return words[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         bare = re.fullmatch(r"\[(.*)\]", text, re.DOTALL)
         return [literal(each.strip()) for each in bare[1].split(",")] if bare else text
 

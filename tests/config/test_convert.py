@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from oppo.cli import UNUSABLE, main
 from oppo.config.convert import Converted, convert
-from oppo.config.foreign import Kind, foreign_fields, ours
+from oppo.config.foreign import Kind, foreign_fields, literal, ours
 from oppo.config.load import at, resolve
 from oppo.errors import ConfigError
 from tests.kit.workplace import furnish
@@ -610,3 +610,10 @@ def test_every_field_that_is_converted_is_known_by_its_name_where_it_is_given_he
     for field in foreign_fields()[kind]:
         found = ours(field)
         assert any(field in table and (table[field][0] or table[field][1]) in found for table in tables), field
+
+
+@given(text=st.text("{}[]()'\",:1a", max_size=8))
+def test_any_text_is_a_value_or_stays_a_text(text: str) -> None:
+    if not {*"[]'\""} & {*text} and isinstance(found := literal(text), str):
+        assert found == text
+    literal(text)
