@@ -21,12 +21,14 @@ from oppo.config.foreign import (
     plain_name,
     read,
     rows_of,
+    said,
     templates,
 )
 from oppo.config.load import at, overridden, rendered, resolve
 from oppo.errors import ConfigError
 
 POLICY: Final = "directory or hub name of the model to train"
+OF_RANKS: Final = ("num_processes", "nproc_per_node", "nnodes")
 
 SHOWN: Final = 4
 """Fields that a message names of those that have a reason in common; the file names all."""
@@ -60,7 +62,7 @@ class Converted:
 def convert(path: Path, *, kind: Kind | None = None, overrides: Sequence[str] = ()) -> Converted:
     """Return the settings of a Python script, a YAML file, or a command with the arguments of another trainer."""
     found = read(path, kind)
-    draft = Draft(found.kind, dict(found.given))
+    draft = Draft(found.kind, said(found.given))
     for what, remark in found.remarks:
         draft.lose(remark, what)
     {"verl": _of_verl, "openrlhf": _of_openrlhf}.get(found.kind, _of_trl)(draft)
@@ -149,9 +151,9 @@ def _loss_of_sdpo(draft: Draft, share: float, each: int) -> None:
     draft.put("algorithm.aggregation", "responses", note="the mean of TRL's distillation")
     if share < 1:
         draft.put("algorithm.distill", share / (1 - share), "distillation_weight")
-        for key, name, default in (("max_grad_norm", "max_grad_norm", 1.0), ("eps", "adam_epsilon", 1e-8)):
-            value = draft.number(name, default) / (1 - share)
-            draft.put(f"trainer.{key}", value, name, note=f"{name} / (1 - distillation_weight)")
+        for key, name in (("trainer.max_grad_norm", "max_grad_norm"), ("trainer.eps", "adam_epsilon")):
+            if isinstance(value := draft.value(key), int | float):
+                draft.put(key, value / (1 - share), name, note=f"{name} / (1 - distillation_weight)")
         if (mean := draft.take("loss_type", "dapo")) != "grpo":
             draft.unlike("loss_type", mean)
     elif sampled:
@@ -269,8 +271,7 @@ def _batch_of_trl(draft: Draft) -> int:
     rows, passes = draft.whole("per_device_train_batch_size", 8, 1), draft.whole("gradient_accumulation_steps", 1, 1)
     ranks = draft.whole("nproc_per_node", 1, 1) * draft.whole("nnodes", 1, 1)
     processes = draft.whole("num_processes", ranks, 1)
-    of_ranks = ("num_processes", "nproc_per_node", "nnodes")
-    if not set(of_ranks) & draft.given.keys():
+    if not set(OF_RANKS) & draft.given.keys():
         draft.lose("a batch is counted for one process: multiply step.batch by their number", "num_processes")
     if draft.kind == "ppo":
         return _batch_of_ppo(draft, rows * passes * processes, passes)
@@ -292,7 +293,7 @@ def _batch_of_trl(draft: Draft) -> int:
             f"{names[2]} = {several}",
         )
     completions = rows * processes * several * rounds
-    draft.put("step.batch", math.ceil(completions / samples), *names, "gradient_accumulation_steps", *of_ranks)
+    draft.put("step.batch", math.ceil(completions / samples), *names, "gradient_accumulation_steps", *OF_RANKS)
     if completions % samples:
         draft.lose(f"{completions} completions are no whole groups of {samples}: step.batch rounds up", "a batch")
     draft.put("data.drop_last", value=True, note="TRL leaves out what fills no batch")
@@ -312,8 +313,7 @@ def _batch_of_trl(draft: Draft) -> int:
 
 
 def _batch_of_ppo(draft: Draft, batch: int, passes: int) -> int:
-    of_ranks = ("num_processes", "nproc_per_node", "nnodes")
-    draft.put("step.batch", batch, "per_device_train_batch_size", "gradient_accumulation_steps", *of_ranks)
+    draft.put("step.batch", batch, "per_device_train_batch_size", "gradient_accumulation_steps", *OF_RANKS)
     minibatches = draft.whole("num_mini_batches", 1, 1)
     if (steps := max(minibatches // passes, 1)) != minibatches:
         told = "TRL's optimizer steps after gradient_accumulation_steps passes, however few make a minibatch"

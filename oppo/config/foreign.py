@@ -44,7 +44,13 @@ def _tables() -> dict[str, Any]:
 
 
 def foreign_fields() -> Mapping[str, Rows]:
-    return {name: table for name, table in _tables().items() if name not in {"earlier", "templates"}}
+    return {name: table for name, table in _tables().items() if name not in {"earlier", "off", "templates"}}
+
+
+def said(given: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields without those whose value turns off what is off where they are absent."""
+    off = _tables()["off"]
+    return {name: each for name, each in given.items() if name not in off or each is True or each != off[name]}
 
 
 def templates() -> Mapping[str, str]:
@@ -531,6 +537,8 @@ class Draft:
                 value = how[spelt]
             elif how == "at least 0":
                 value = max(self.whole(name, more[1] if len(more) > 1 else 0), 0)
+            elif how == "0 is inf":
+                value = math.inf if isinstance(value, int | float) and value <= 0 else value
             self.put(
                 key, {how: value} if how == "target_modules" else plain_name(value) if how == "name" else value, name
             )

@@ -52,7 +52,7 @@ def steps_of(settings: Settings, steps: int) -> list[int]:
     return [0 if step < trainer.critic_warmup else trainer.epochs * trainer.minibatches for step in range(steps)]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "sdpo"])
 def test_a_run_of_groups_counts_what_trl_does(kind: Kind, tmp_path: Path) -> None:
     exact = 0
     for case in GOLDEN[kind]["cases"]:
@@ -71,7 +71,7 @@ def test_a_run_of_groups_counts_what_trl_does(kind: Kind, tmp_path: Path) -> Non
 
 
 @pytest.mark.gym
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "sdpo"])
 def test_trl_still_counts_what_was_recorded(kind: str) -> None:
     from tests.golden.make_counts import counted as run
 

@@ -5,10 +5,10 @@ verl and OpenRLHF these lie inside of modules that need Ray, so they are cut out
 packages is a dependency of this one. In an environment with the one version, or with a wheel of it unpacked on
 ``PYTHONPATH``::
 
-    python -m tests.golden.make_counts grpo rloo    # trl==1.16.0
-    python -m tests.golden.make_counts ppo          # trl==1.12.0, the last with trl.experimental.ppo
-    python -m tests.golden.make_counts verl         # verl==0.9.1
-    python -m tests.golden.make_counts openrlhf     # openrlhf==0.11.2
+    python -m tests.golden.make_counts grpo rloo sdpo    # trl==1.16.0
+    python -m tests.golden.make_counts ppo               # trl==1.12.0, the last with trl.experimental.ppo
+    python -m tests.golden.make_counts verl              # verl==0.9.1
+    python -m tests.golden.make_counts openrlhf          # openrlhf==0.11.2
 
 A wheel's own folder ``tests`` is to be removed. Each case has the fields that were given, the number of ``prompts``,
 and what was counted: ``rounds`` of generation, each of as many ``responses``, and the ``optimizer_steps`` that were
@@ -24,7 +24,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -78,26 +78,28 @@ def of_groups(random: Random) -> Case:
 
 def of_trl(kind: str, given: Case, prompts: int) -> Case | None:
     """Train with TRL's trainer of groups: the real one, on a real model."""
-    import trl
     from datasets import Dataset
 
-    config, trainer = getattr(trl, f"{kind.upper()}Config"), getattr(trl, f"{kind.upper()}Trainer")
+    module = import_module("trl.experimental.sdpo" if kind == "sdpo" else "trl")
+    config, trainer = (getattr(module, f"{kind.upper()}{role}") for role in ("Config", "Trainer"))
+    makes_round = "_prepare_training_batch" if kind == "sdpo" else "_generate_and_score_completions"
+    own = {"teacher_model_kind": "live"} if kind == "sdpo" else {}  # another is loaded again, by the model's name
     with TemporaryDirectory() as folder:
         try:
-            args = config(output_dir=folder, **QUIET, max_completion_length=2, beta=0.0, **given)
+            args = config(output_dir=folder, **QUIET, max_completion_length=2, beta=0.0, **own, **given)
         except ValueError:  # no whole groups
             return None
         made = trainer(
             model=model(), args=args, processing_class=tokenizer(), reward_funcs=reward,
             train_dataset=Dataset.from_dict({"prompt": [f"w{i % 9}" for i in range(prompts)]}),
         )  # fmt: skip
-        generate, rounds = made._generate_and_score_completions, list[int]()
+        generate, rounds = getattr(made, makes_round), list[int]()
 
         def generated(inputs: list[Any]) -> Any:
             rounds.append(len(inputs))
             return generate(inputs)
 
-        made._generate_and_score_completions = generated
+        setattr(made, makes_round, generated)
         if not len(made.get_train_dataloader()):
             return None
         made.train()
@@ -352,6 +354,7 @@ def of_openrlhf_sync(_kind: str, given: Case, prompts: int) -> Case | None:
 KINDS: Final[Mapping[str, tuple[Callable[[Random], Case], Callable[[str, Case, int], Case | None]]]] = {
     "grpo": (of_groups, of_trl),
     "rloo": (of_groups, of_trl),
+    "sdpo": (of_groups, of_trl),
     "ppo": (of_ppo, of_trl_ppo),
     "verl": (of_verl, of_verl_v1),
     "openrlhf": (of_openrlhf, of_openrlhf_sync),
