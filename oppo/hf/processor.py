@@ -103,10 +103,18 @@ class Processor:
         found = self._processed([picture], name, return_text_replacement_offsets=True)
         return str(found["text_replacement_offsets"][0][0]["replacement"])
 
+    def prompt_ids(self, text: str, pictures: Sequence[Any]) -> list[int]:
+        """Return the tokens of a prompt whose text has a place for each picture."""
+        inner = self.inner
+        with self._lock:
+            made = inner(images=[*pictures], text=[text], add_special_tokens=False)
+        return [int(token) for token in made["input_ids"][0]]
+
     def trial(self) -> tuple[IntArray, tuple[ImageRef, ...]]:
         """Return the tokens of a short prompt, and its image, of noise, which no file has."""
         text = f"a{self.expansion(_picture(TRIAL), 'a trial')}b"
-        ids = np.array(self.inner.tokenizer(text)["input_ids"], np.int32)
+        with self._lock:
+            ids = np.array(self.inner.tokenizer(text)["input_ids"], np.int32)
         pads = np.flatnonzero(ids == self.pad)
         return ids, (replace(TRIAL, start=int(pads[0]), tokens=len(pads)),)
 
@@ -210,8 +218,7 @@ class ImagePrompts:
         return replace(rendered, text="".join([*parts, text[end:]]), data=[(moved(a), moved(b)) for a, b in data])
 
     def _compare(self, text: str, ids: Sequence[int], pictures: Sequence[Any], place: str) -> None:
-        processed = self.processor.inner(images=[*pictures], text=[text], add_special_tokens=False)
-        theirs = [int(token) for token in processed["input_ids"][0]]
+        theirs = self.processor.prompt_ids(text, pictures)
         if theirs != [*ids]:
             at = next((at for at, pair in enumerate(zip(ids, theirs, strict=False)) if pair[0] != pair[1]), -1)
             raise ConfigError(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Lock
+from time import sleep
 from typing import Any, cast
 
 import pytest
@@ -95,6 +97,43 @@ def test_several_threads_may_read_prompts(folder: Path) -> None:
     for _ in range(3):
         with ThreadPoolExecutor(8) as pool:
             assert [*pool.map(_reader(folder, "qwen3_vl")[2], rows)] == expected
+
+
+class _Lent:
+    """A processor, or its tokenizer, whose state is lent to one thread at a time, as that of a fast tokenizer."""
+
+    def __init__(self, inner: Any, state: Lock) -> None:
+        self._inner, self._state = inner, state
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return _Lent(found, self._state) if name == "tokenizer" else found
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        if not self._state.acquire(blocking=False):
+            raise RuntimeError("Already borrowed")
+        try:
+            sleep(0.002)
+            return self._inner(*values, **named)
+        finally:
+            self._state.release()
+
+
+def test_threads_take_turns_with_a_processor_that_they_share(folder: Path) -> None:
+    reader, _, read = _reader(folder, "qwen3_vl")
+    processor, row = reader.processor, {"prompt": _asked("a<image>"), "images": ["0.png"]}
+    _, _, (image,) = read(row)
+    processor.__dict__["inner"] = _Lent(processor.inner, Lock())
+
+    def compared() -> object:
+        reader._checked = False
+        return read(row)
+
+    uses = [compared, processor.trial, partial(processor.pixels, [image])]
+    uses.append(partial(processor.expansion, picture_of(image), "an image"))
+    with ThreadPoolExecutor(8) as pool:
+        for made in [pool.submit(use) for use in uses * 8]:
+            made.result()
 
 
 def test_what_the_processor_cannot_do_is_named(folder: Path) -> None:
