@@ -129,8 +129,12 @@ def test_threads_take_turns_with_a_processor_that_they_share(folder: Path) -> No
         reader._checked = False
         return read(row)
 
-    uses = [compared, processor.trial, partial(processor.pixels, [image])]
-    uses.append(partial(processor.expansion, picture_of(image), "an image"))
+    uses: list[Callable[[], object]] = [
+        compared,
+        processor.trial,
+        partial(processor.pixels, [image]),
+        partial(processor.expansion, picture_of(image), "an image"),
+    ]
     with ThreadPoolExecutor(8) as pool:
         for made in [pool.submit(use) for use in uses * 8]:
             made.result()
