@@ -22,7 +22,7 @@ from oppo.user_code import SPEC
 class EnvironmentSection:
     """``[environment]``: what answers a response that has ended at a stop, as a tool does."""
 
-    source: str = setting(
+    source: Annotated[str, OneOf(("",), "file.py:function", SPEC)] = setting(
         "",
         "`file.py:function` that answers a response at a stop token or string, as a tool does, so that the response "
         "goes on; empty: none",

@@ -187,6 +187,11 @@ class ModelRewardSection(RewardSection):
         ("\n",), "texts that end a step, for a process reward model: a token that ends with one of them ends the step"
     )
 
+    def __post_init__(self) -> None:
+        RewardSection.__post_init__(self)
+        if self.source.endswith(".py"):
+            raise ValueError(f"source = {self.source!r} is a file of code: name what scores in it, as file.py:name")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmRewardSection(OnVllm, RewardSection):

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeGuard, cast
 
-from oppo.errors import DataError, did_you_mean_path, one_line, shown
+from oppo.errors import DataError, counted, did_you_mean_path, one_line, shown
 from oppo.libraries import require
 from oppo.log import logger
 
@@ -89,7 +89,7 @@ def _csv_rows(path: Path) -> Iterator[Located]:
         for fields in filter(None, reader):
             place = f"{path}, line {reader.line_num}"
             if len(fields) != len(names):
-                raise DataError(f"{place}: {len(fields)} fields, where the header names {len(names)}")
+                raise DataError(f"{place}: {counted(len(fields), 'field')}, where the header names {len(names)}")
             yield place, dict(zip(names, fields, strict=True))
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from error

@@ -93,8 +93,8 @@ class Findings:
         same = "the same" if self.digests.identical else "OTHER"
         found = {
             "held-out": f"score {scores.before:+.2f} before, {scores.after:+.2f} after: gain "
-            f"{scores.gain:+.2f} +- {scores.half_width:.2f} (95%), {scores.gain / scores.spread:.1f} standard "
-            "deviations of the base policy's scores",
+            f"{scores.gain:+.2f} +- {scores.half_width:.2f} (95%, over prompts of one run), "
+            f"{scores.gain / scores.spread:.1f} standard deviations of the base policy's scores",
             "KL": f"{kl:.1f} nats a response from the base policy, in the last steps",
             "length": f"{before:.0f} tokens before, {after:.0f} after, on held-out prompts{hack}",
             "overlap": self._overlap(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -141,8 +142,8 @@ def metrics_of(run: Path, damaged: Damaged = unnoticed) -> Sequence[Metrics]:
 
 def records_of(lines: Iterable[Record]) -> Sequence[Metrics]:
     """Return the numbers of records under the metrics' own names, without those too large to be added up."""
-    return [
-        {name: value for name, value in in_own_names(each).items() if value is None or _is_number(value)}
+    return [  # which share their names: json makes them anew for each
+        {sys.intern(name): value for name, value in in_own_names(each).items() if value is None or _is_number(value)}
         for each in lines
     ]
 

@@ -128,7 +128,8 @@ class PreparedRun(Closing):
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the state in {self.checkpoint.path} does not fit this run ({type(error).__name__}: {error}): it is "
-                "of another version of oppo, or was edited; start a new run"
+                "of another version of oppo, or was edited; start a new run from its policy, "
+                f"{self.checkpoint.path / 'actor'} (models.policy; of adapters, models.adapter)"
             ) from error
         await self.assembly.trainer.restore(self.checkpoint.path)
         await self._sync_weights()

@@ -37,6 +37,8 @@ def entries(table: str) -> list[list[str]]:
 WRONG = entries("""
 rewards=[] | [rewards]: expected at least one table, got none
 rewards=[1] | [rewards.0]: expected a section with the keys source, name, weight, on_drop, engine,
+rewards.0.source=reward.py | 'reward.py' is a file of code: name what scores in it, as file.py:name
+environment.source=tool | environment.source: expected '' or file.py:function, got 'tool'
 rewards=[{}] | rewards.0.source is missing: directory or hub name of a reward model
 rewards.0.weigth=1 | unknown key 'rewards.0.weigth' (did you mean 'weight'?); the keys of [rewards.0] are source, name,
 rewards.0.name=a rewards.0.weight="1" rewards.1={source="x.py:f",name="b",timeout=0} |

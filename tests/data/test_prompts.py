@@ -168,7 +168,7 @@ def test_csv_is_read_with_its_header_and_quotes_and_every_column_is_text(tmp_pat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("prompt,answer\na\n", "line 2: 1 fields, where the header names 2"),
+        ("prompt,answer\na\n", "line 2: 1 field, where the header names 2"),
         ("prompt,prompt\na,b\n", "line 1: the header names a column twice: prompt, prompt"),
         ('prompt\n"a\n', "line 2: not valid CSV: unexpected end of data"),
         ("question\na\n", "line 2: no column 'prompt'; the columns there are question"),
