@@ -99,6 +99,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "reasoning-gym": ('rewards=["reasoning-gym"]', "data.prompts=tasks.jsonl"),
     "tensorboard": (SHORT, 'run.track=["tensorboard"]'),
     "trackio": (SHORT, 'run.track=["trackio"]'),
+    "vision": (SHORT, "models.policy=vision", "data.prompts=shown_prompts.jsonl"),
     "wandb": (SHORT, 'run.track=["wandb"]'),
 }
 """What a run sets that needs an extra."""
@@ -106,7 +107,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 BESIDE = {"quantization": ("lora",)}
 """Further extras that it needs."""
 
-SERVED = {"openenv": "environment.factory=openenv:URL", "verifiers": "data.prompts=verifiers:gsm8k"}
+SERVED: Mapping[str, tuple[str, ...]] = {
+    "openenv": (SHORT, "environment.factory=openenv:URL"),
+    "verifiers": ("agents.program=verifiers", "data.prompts=verifiers:gsm8k"),
+}
 """Settings that need more than an extra and this machine to run; `make test-gym` has both."""
 
 NOT_OF_A_RUN = {"browser", "dev", "docs", "examples", "report", "test", "trackers", "vllm"}
@@ -201,7 +205,7 @@ def test_every_extra_of_a_run_is_tried() -> None:
 
 @pytest.mark.parametrize("extra", [*EXTRAS, *SERVED])
 def test_what_needs_an_extra_says_how_to_install_it(extra: str, folder: Path, url: str) -> None:
-    code, said = train(BASE, folder, f"no-{extra}", EXTRAS.get(extra) or (SHORT, SERVED[extra]), url)
+    code, said = train(BASE, folder, f"no-{extra}", {**EXTRAS, **SERVED}[extra], url)
     assert code == 2, said
     assert any(f"pip install 'oppo[{each}]'" in said for each in (extra, *BESIDE.get(extra, ()))), said
     assert not (folder / "runs" / f"no-{extra}" / "summary.json").exists()

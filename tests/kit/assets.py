@@ -129,7 +129,10 @@ async def duel(row, base_url, api_key):
         anthropic.AsyncAnthropic(base_url=url, api_key=api_key) as two,
     ):
         for turn in range(2):
-            reply = await one.chat.completions.create(model="one", messages=said, max_tokens=9)
+            try:
+                reply = await one.chat.completions.create(model="one", messages=said, max_tokens=9)
+            except openai.BadRequestError:  # no room is left
+                break
             content = reply.choices[0].message.content
             messages = [{"role": "user", "content": f"{turn} of {row['number']}: {len(content)}"}]
             answer = await two.messages.create(model="two", messages=messages, max_tokens=5 + turn)
@@ -162,7 +165,7 @@ MODELS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "tied": lambda: _config(tiny.CONFIGS["llama"], tie_word_embeddings=True),
     "mixture": lambda: _config(tiny.MIXTURES["mixtral"]),
     "hybrid": lambda: _config(tiny.STATEFUL["lfm2"]),
-    "sliding": lambda: _config(tiny.CONFIGS["gemma2"]),
+    "sliding": lambda: _config(tiny.CONFIGS["gemma2"], tie_word_embeddings=False),  # else it says one token only
     "vision": lambda: _config(tiny.VISION["qwen3-vl"]),
     "seeing-teacher": lambda: _config(tiny.VISION["qwen3-vl"], num_hidden_layers=3),
 }

@@ -348,7 +348,9 @@ def overrides(row: Row) -> list[str]:
         }
         seen = chosen if row["rewards"] == "whole" else map(_seeing, chosen)  # which none can read by images
         chosen = [*seen, *(each for each, is_needed in needed.items() if is_needed)]
-    return [*chosen, *in_roles(row), *(COMPACT if compacts(row) else ())]
+    roles = in_roles(row)
+    room = [f"sampling.max_new_tokens={HALVING['roles' if roles else row['dialogue']]}"] * cuts(row)
+    return [*chosen, *roles, *(COMPACT if compacts(row) else ()), *room]
 
 
 SEEING = {
@@ -383,6 +385,15 @@ def compacts(row: Row) -> bool:
         "data": ("images",),
     }
     return row["dialogue"] == "tools" and not any(row[axis] in values for axis, values in unlike.items())
+
+
+HALVING = {"none": 9, "function": 26, "tools": 96, "class": 96, "agent": 36, "branches": 9, "roles": 40}
+"""Tokens of a dialogue, at which about half of its responses are truncated."""
+
+
+def cuts(row: Row) -> bool:
+    """Return whether some responses must be truncated and others end, since a setting tells them apart."""
+    return row["shaping"] in ("truncated", "eos")
 
 
 class Killer(Observer):
@@ -548,6 +559,9 @@ class _Trial:
         self._require(life.code == 0, life.refusal or f"exit code {life.code}", life)
         steps, twice = len(read_lines(place / RUN / "metrics.jsonl")), trained_twice(place / RUN)
         self._require(steps == STEPS and not twice, f"{steps} steps in place of {STEPS}, trained twice: {twice}", life)
+        truncated = [line["reason"] == "length" for line in read_lines(place / RUN / "samples.jsonl")]
+        tell = not cuts(self.row) or 0 < sum(truncated) < len(truncated)
+        self._require(tell, f"{sum(truncated)} of {len(truncated)} responses are truncated, and some must be", life)
         return life.items, digests(place / RUN)
 
     def whole(self, expected: Mapping[str, str]) -> None:
