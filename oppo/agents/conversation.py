@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from zlib import crc32
@@ -307,45 +307,32 @@ BRANCHES: Final = 2**20  # above their numbers
 ENDED: Final = Refusal("the rollout of this key has ended", code="rollout_ended")
 
 
+@dataclass(eq=False)
 class Session:
     """The conversations of an agent with the policy: the requests of one key."""
 
-    def __init__(
-        self,
-        rollout: str,
-        columns: Mapping[str, object],
-        requests: ChatRequests,
-        failure: Callable[[str], OppoError],
-        timeout: float | None,
-        *,
-        single: str,
-        expected: set[int],
-        longest: float,
-        evaluation: WorkContext | None,
-        frozen: Mapping[str, object],
-        play: Callable[[Session, Conversation], None],
-    ) -> None:
-        self.models = requests.models
-        self.columns = columns
-        self.evaluation = evaluation
+    rollout: str
+    columns: Mapping[str, object]
+    requests: ChatRequests
+    failure: Callable[[str], OppoError]
+    timeout: float | None
+    single: str
+    expected: set[int]
+    longest: float
+    evaluation: WorkContext | None
+    frozen: Mapping[str, object]  # roles that others than the policy play
+    play: Callable[[Session, Conversation], None]
+    outcome: Earned | OppoError | None = None  # of an agent that has ended
+    unopened: list[Conversation] = field(default_factory=list)  # those for which no response was begun
+    changes: int = 0  # requests that changed earlier messages
+    change: str = ""  # how the first of them did
+    refused: str = ""  # why its first request of those that were refused was
+
+    def __post_init__(self) -> None:
         self.scope = anyio.CancelScope()
-        self.outcome: Earned | OppoError | None = None  # of an agent that has ended
-        self.failure = failure
-        self.conversations = {0: Conversation(requests, rollout)}
+        self.conversations = {0: Conversation(self.requests, self.rollout)}
         self.open = {0}  # those whose responses have no reward yet
-        self.unopened: list[Conversation] = []  # those for which no response was begun
-        self.changes = 0  # requests that changed earlier messages
-        self.change = ""  # how the first of them did
-        self.refused = ""  # why its first request of those that were refused was
-        self.rollout = rollout
-        self._requests = requests
-        self._timeout = math.inf if timeout is None else timeout
-        self.single = single
-        self._expected = expected
-        self._frozen = frozen  # roles that others than the policy play
-        self._play = play
-        self.drawn = Counter[int]()  # turns of these, by their prompt
-        self._longest = longest
+        self.drawn = Counter[int]()  # turns of frozen roles, by their prompt
         self._closed = False
         self._asking = anyio.Lock()  # reading takes time, and the next may continue what is read
         self._full: Refusal | None = None
@@ -363,7 +350,7 @@ class Session:
         # The request, of `size` bytes, and whether it came before. `again`: so its client says; `key`: its idempotency.
         async with self._asking:
             try:
-                wanted = await apart(size, partial(api.read, body, self._requests), self._requests.readers)
+                wanted = await apart(size, partial(api.read, body, self.requests), self.requests.readers)
                 if (found := self._sent_before(wanted.digest, again=again, key=key)) is not None:
                     return found, True
                 if self._closed:
@@ -375,7 +362,7 @@ class Session:
 
     async def _take(self, wanted: Wanted, key: str) -> Request:
         messages, tools = self._whole(wanted), wanted.tools
-        frozen, own = wanted.role in self._frozen, [each for each in self.conversations.values() if each.begun]
+        frozen, own = wanted.role in self.frozen, [each for each in self.conversations.values() if each.begun]
         own = [each for each in own if each.role == wanted.role]
         talk = max(own, key=lambda each: each.continued_by(messages, tools), default=self.first)
         if (self.first.begun or frozen) and not (talk in own and talk.continued_by(messages, tools)):
@@ -396,7 +383,7 @@ class Session:
         request.id = talk.id_of()[:24]
         self.notify()
         if frozen:
-            self._play(self, talk)
+            self.play(self, talk)
         return request
 
     def _sent_before(self, digest: str, *, again: bool, key: str) -> Request | None:
@@ -423,30 +410,30 @@ class Session:
         )
 
     def _another(self, role: str) -> Conversation:
-        if self.single and role not in self._frozen:
+        if self.single and role not in self.frozen:
             if role == self.first.role:
                 return self.first  # which refuses it, and says why
             raise Refusal(f"role {role!r} begins another conversation of the policy, and a key has one: {self.single}")
-        if role not in self._frozen and self.trained == MOST:
+        if role not in self.frozen and self.trained == MOST:
             raise Refusal(
                 f"an agent may hold {MOST} conversations, all of which are trained: continue one, or return; of "
                 "this one nothing is sampled"
             )
-        return Conversation(self._requests, self.rollout, role)
+        return Conversation(self.requests, self.rollout, role)
 
     def _begin(self, talk: Conversation, request: Request) -> None:
-        if len(request.tokens) > self._longest:
+        if len(request.tokens) > self.longest:
             raise Refusal(
                 f"the first request of another conversation has {len(request.tokens)} tokens, more than "
-                f"{self._longest:.0f}: shorten its messages",
+                f"{self.longest:.0f}: shorten its messages",
                 code="context_length_exceeded",
             )
         seen = crc32("".join(image.sha256 for image in talk.images).encode())
         talk.branch = crc32(request.tokens.tobytes(), seen) % BRANCHES
         while talk.branch in self.conversations:
             talk.branch = (talk.branch + 1) % BRANCHES
-        if talk.branch in self._expected:
-            self._expected.remove(talk.branch)
+        if talk.branch in self.expected:
+            self.expected.remove(talk.branch)
         elif self._full is not None:
             raise self._full.again()
         else:
@@ -489,11 +476,11 @@ class Session:
     async def _wait(self, there: Callable[[], bool]) -> None:
         while self.outcome is None and not there():
             news, idle = self._news, all(each.request is None for each in self.conversations.values())
-            with anyio.move_on_after(self._timeout if idle else math.inf) as waiting:
+            with anyio.move_on_after(self.timeout if idle else None) as waiting:
                 await news.wait()
             if waiting.cancelled_caught:
                 raise self.failure(
-                    f"neither asked for anything nor returned within {self._timeout:g} s: raise the timeout, or see "
+                    f"neither asked for anything nor returned within {self.timeout:g} s: raise the timeout, or see "
                     "what it waits for"
                 )
         if isinstance(self.outcome, OppoError):

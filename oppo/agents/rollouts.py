@@ -72,28 +72,99 @@ class _Astray(EnvironmentFailure):
     """An agent did otherwise than it did before: its rollout is dropped."""
 
 
-class RunningAgents(Shared):
-    # The agents that run, by the rollouts that they are for.
+def key_of(prompt: Prompt) -> tuple[int, int]:
+    return prompt.admission, prompt.sample
+
+
+def evaluation() -> WorkContext | None:
+    """The evaluation that the current task works for; ``None`` for training."""
+    context = work_context()
+    return context if context.role == "evaluate" else None
+
+
+def is_evaluated() -> bool:
+    return evaluation() is not None
+
+
+class Agents(Shared, Branching):
+    """A function that is an agent, as the prompts, the environment and the reward of rollouts.
+
+    It runs once for each rollout. Its first request is the prompt, the policy's turns are its answers, and its result
+    is the reward. Responses to one row begin with the same messages. A resumed run runs its agents anew, and answers
+    them with the turns that the policy has written: one that then sends something else is dropped.
+
+    Args:
+        run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of its conversation with the
+            server at this URL, or an :class:`oppo.rewards.ByTurn` of its first conversation's turns, with ``roles`` a
+            mapping of these by role, or :meth:`oppo.Drop.because` of a reason. An async function runs on the event
+            loop, and must not block it; a sync one in a thread of its own.
+        tokenizer: the policy's, with its chat template.
+        sampling: of the run: a request for another is refused.
+        on_failure: of an agent that raises, hangs, or sends no request: ``fail`` ends the run, ``drop`` drops the
+            rollout, or leaves the row out.
+        timeout: seconds in which an agent sends a request or returns, after it was started or answered; ``None``: no
+            limit.
+        host: where the server listens; agents on other machines cannot reach the default.
+        port: likewise; 0: any that is free.
+        public_url: the URL of the API that agents get where another address than the host leads to this port.
+        roles: names that requests give as their ``model``, each with who plays it: ``"policy"``, that of the run; or a
+            policy of its own, whose tokens are given, never trained; ``None``: :meth:`seat` says whose. Empty: agents
+            have no roles.
+
+    Attributes:
+        drops: whether failures drop rollouts.
+
+    Raises:
+        ConfigError: the extra ``agents`` is not installed, the tokenizer has no chat template that can be used, or a
+            number is out of range.
+        EnvironmentFailure: there is no such file or function.
+    """
+
     def __init__(
         self,
-        agent: CalledAgent,
-        requests: ChatRequests,
-        timeout: float | None,
-        frozen: Mapping[str, Policy | None],
+        run: AgentFunction | str,
+        tokenizer: HfTokenizer,
+        sampling: SamplingSettings | None = None,
         *,
-        host: str,
-        port: int,
-        public_url: str,
+        on_failure: Literal["fail", "drop"] = "fail",
+        timeout: float | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public_url: str = "",
+        roles: Mapping[str, Policy | Literal["policy"] | None] | None = None,
     ) -> None:
-        self.players = {role: None if policy is None else Player(policy) for role, policy in frozen.items()}
+        for module in ("starlette", "uvicorn"):
+            require("agents", "an agent", module=module)
+        if timeout is not None:
+            require_real("timeout", timeout, 0, error=ConfigError)
+        user = UserFunction.of(run, None, EnvironmentFailure)
+        try:
+            inspect.signature(user.function).bind({}, "url", "key")
+        except TypeError as error:
+            raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
+        self.name = user.name
+        played = roles or {}
+        if odd := [role for role in played if NAME.fullmatch(role) is None]:
+            raise ConfigError(f"expected letters, digits, '.', '_' and '-' as the name of a role, got {odd[0]!r}")
+        if played and "policy" not in played.values():
+            raise ConfigError(f"the policy plays none of the roles {', '.join(map(repr, played))}: leave one to it")
+        requests = ChatRequests(tokenizer, sampling or SamplingSettings(), list(played))
+        try:
+            _, chat = requests.format([])
+        except Refusal as refusal:
+            raise ConfigError(str(refusal)) from refusal
+        self.ends = chat.ends
+        self.drops = on_failure == "drop"
+        frozen = {role: player for role, player in played.items() if not isinstance(player, str)}
+        self.players = {role: None if player is None else Player(player) for role, player in frozen.items()}
         self.rehearsing = False  # all is answered there
         self.longest = math.inf
-        self._agent = agent
+        self._agent = CalledAgent(user, list(played))
         self._requests = requests
         self._timeout = timeout
         self._tasks: TaskGroup | None = None
         self._waiting = 0
-        self._sessions: dict[tuple[int, int], Session] = {}
+        self._sessions: dict[tuple[int, int], Session] = {}  # of the agents that run, by the rollouts that they are for
         self._keys: dict[str, Session] = {}
         self._expected = defaultdict[tuple[int, int], set[int]](set)
         self._begun = anyio.Event()
@@ -262,94 +333,6 @@ class RunningAgents(Shared):
     def _noted(self, of: WorkContext | None, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._samples[of].setdefault(name, []).append(value)
-
-
-def key_of(prompt: Prompt) -> tuple[int, int]:
-    return prompt.admission, prompt.sample
-
-
-def evaluation() -> WorkContext | None:
-    """The evaluation that the current task works for; ``None`` for training."""
-    context = work_context()
-    return context if context.role == "evaluate" else None
-
-
-def is_evaluated() -> bool:
-    return evaluation() is not None
-
-
-class Agents(RunningAgents, Branching):
-    """A function that is an agent, as the prompts, the environment and the reward of rollouts.
-
-    It runs once for each rollout. Its first request is the prompt, the policy's turns are its answers, and its result
-    is the reward. Responses to one row begin with the same messages. A resumed run runs its agents anew, and answers
-    them with the turns that the policy has written: one that then sends something else is dropped.
-
-    Args:
-        run: ``f(row, base_url, api_key)``, or its ``file.py:name``: returns the reward of its conversation with the
-            server at this URL, or an :class:`oppo.rewards.ByTurn` of its first conversation's turns, with ``roles`` a
-            mapping of these by role, or :meth:`oppo.Drop.because` of a reason. An async function runs on the event
-            loop, and must not block it; a sync one in a thread of its own.
-        tokenizer: the policy's, with its chat template.
-        sampling: of the run: a request for another is refused.
-        on_failure: of an agent that raises, hangs, or sends no request: ``fail`` ends the run, ``drop`` drops the
-            rollout, or leaves the row out.
-        timeout: seconds in which an agent sends a request or returns, after it was started or answered; ``None``: no
-            limit.
-        host: where the server listens; agents on other machines cannot reach the default.
-        port: likewise; 0: any that is free.
-        public_url: the URL of the API that agents get where another address than the host leads to this port.
-        roles: names that requests give as their ``model``, each with who plays it: ``"policy"``, that of the run; or a
-            policy of its own, whose tokens are given, never trained; ``None``: :meth:`seat` says whose. Empty: agents
-            have no roles.
-
-    Attributes:
-        drops: whether failures drop rollouts.
-
-    Raises:
-        ConfigError: the extra ``agents`` is not installed, the tokenizer has no chat template that can be used, or a
-            number is out of range.
-        EnvironmentFailure: there is no such file or function.
-    """
-
-    def __init__(
-        self,
-        run: AgentFunction | str,
-        tokenizer: HfTokenizer,
-        sampling: SamplingSettings | None = None,
-        *,
-        on_failure: Literal["fail", "drop"] = "fail",
-        timeout: float | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        public_url: str = "",
-        roles: Mapping[str, Policy | Literal["policy"] | None] | None = None,
-    ) -> None:
-        for module in ("starlette", "uvicorn"):
-            require("agents", "an agent", module=module)
-        if timeout is not None:
-            require_real("timeout", timeout, 0, error=ConfigError)
-        user = UserFunction.of(run, None, EnvironmentFailure)
-        try:
-            inspect.signature(user.function).bind({}, "url", "key")
-        except TypeError as error:
-            raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
-        self.name = user.name
-        played = roles or {}
-        if odd := [role for role in played if NAME.fullmatch(role) is None]:
-            raise ConfigError(f"expected letters, digits, '.', '_' and '-' as the name of a role, got {odd[0]!r}")
-        if played and "policy" not in played.values():
-            raise ConfigError(f"the policy plays none of the roles {', '.join(map(repr, played))}: leave one to it")
-        requests = ChatRequests(tokenizer, sampling or SamplingSettings(), list(played))
-        try:
-            _, chat = requests.format([])
-        except Refusal as refusal:
-            raise ConfigError(str(refusal)) from refusal
-        self.ends = chat.ends
-        self.drops = on_failure == "drop"
-        agent = CalledAgent(user, list(played))
-        frozen = {role: player for role, player in played.items() if not isinstance(player, str)}
-        super().__init__(agent, requests, timeout, frozen, host=host, port=port, public_url=public_url)
 
     @property
     def reward(self) -> Scorer[float | Drop]:

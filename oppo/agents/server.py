@@ -8,6 +8,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -42,24 +43,16 @@ FILES: Final = 65_536  # the most open files that are asked of the system
 RESERVED: Final = 64  # open files that are left for other things, at least
 
 
+@dataclass(eq=False)
 class AgentServer:
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        public_url: str,
-        *,
-        sessions: Callable[[], Mapping[str, Session]],
-        asked: Callable[[], None],
-        noted: Callable[[WorkContext | None, Mapping[str, float]], None],
-    ) -> None:
-        self.url = "http://agents/v1"  # on a loop of virtual time, where an agent asks the application itself
-        self._address = (host, port)
-        self._public_url = public_url
-        self._sessions = sessions
-        self._asked = asked
-        self._noted = noted
-        self._server: Any = None
+    host: str
+    port: int
+    public_url: str
+    sessions: Callable[[], Mapping[str, Session]]
+    asked: Callable[[], None]
+    noted: Callable[[WorkContext | None, Mapping[str, float]], None]
+    url: str = "http://agents/v1"  # on a loop of virtual time, where an agent asks the application itself
+    _server: Any = None
 
     def serve(self, listening: socket.socket, tasks: TaskGroup) -> None:
         import uvicorn  # noqa: PLC0415 - an extra
@@ -96,7 +89,7 @@ class AgentServer:
             self._server = None
 
     def listening(self) -> socket.socket:
-        host, port = self._address
+        host, port = self.host, self.port
         try:
             (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             both = host == "::" and socket.has_dualstack_ipv6()
@@ -106,7 +99,7 @@ class AgentServer:
             raise ConfigError(f"agents cannot be served at {at}: {error}; name another host or port, or 0") from error
         found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # machines that vanish do not say so
         reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - all addresses
-        self.url = self._public_url or f"http://{_bracketed(reached)}:{found.getsockname()[1]}/v1"
+        self.url = self.public_url or f"http://{_bracketed(reached)}:{found.getsockname()[1]}/v1"
         return found
 
     async def _listen(self, server: Any, listening: socket.socket) -> None:
@@ -156,7 +149,7 @@ class AgentServer:
             again = http.headers.get("x-stainless-retry-count", "0") != "0"
             key = http.headers.get("idempotency-key", "")
             request, repeated = await session.ask(api, body, size, again=again, key=key)
-            self._asked()
+            self.asked()
             if (said := await _while_connected(http, request.result)) is not None:
                 return JSONResponse(api.whole(request, said))
             return StreamingResponse(_events(http, request, api.stream(request)), media_type="text/event-stream")
@@ -164,19 +157,19 @@ class AgentServer:
             refused = True
             raise
         finally:
-            self._noted(evaluation, {"agents/refused": float(refused), "agents/repeated": float(repeated)})
+            self.noted(evaluation, {"agents/refused": float(refused), "agents/repeated": float(repeated)})
 
     def _models(self, http: HttpRequest) -> HttpResponse:
         from starlette.responses import JSONResponse  # noqa: PLC0415 - an extra
 
-        served = self._session(http).models
+        served = self._session(http).requests.models
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "oppo"} for name in served]
         return JSONResponse({"object": "list", "data": models})
 
     def _session(self, http: HttpRequest) -> Session:
         kind, _, key = http.headers.get("authorization", "").partition(" ")
         bearer = key.strip() if kind.lower() == "bearer" else ""
-        found = self._sessions().get(http.headers.get("x-api-key", "") or bearer)
+        found = self.sessions().get(http.headers.get("x-api-key", "") or bearer)
         if found is None:
             raise Refusal(
                 "expected the key that the agent was given, as a bearer token or X-Api-Key, while its rollout lasts",

@@ -415,7 +415,10 @@ class _Join:
                     self._take(number, item)
             if self._complete:
                 return self._complete.popleft()
-            self._require_complete()
+            for number, lane in enumerate(self._lanes):
+                if self._missing[number] and lane.ended:  # it can no longer match a key of the primary
+                    keys = ", ".join(repr(key) for key in self._held[0] if key not in self._held[number])
+                    raise ProtocolError(f"input {number + 1} of a join ended without an item for {keys}")
             if self._lanes[0].ended and not self._held[0]:
                 raise StopAsyncIteration
             await changed(*self._lanes)
@@ -436,13 +439,6 @@ class _Join:
         if all(key in held for held in self._held):
             self._complete.append(tuple(held.pop(key) for held in self._held))
             self._matched.add(key)
-
-    def _require_complete(self) -> None:
-        # An input that has ended can no longer match a key of the primary.
-        for number, lane in enumerate(self._lanes):
-            if self._missing[number] and lane.ended:
-                keys = ", ".join(repr(key) for key in self._held[0] if key not in self._held[number])
-                raise ProtocolError(f"input {number + 1} of a join ended without an item for {keys}")
 
 
 def channel_table(channels: Iterable[Channel[Any]]) -> str:

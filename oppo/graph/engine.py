@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import anyio
@@ -129,37 +129,31 @@ class Source:
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class FanOut(Generic[T]):
     """Delivers each item to every target: at once to those with room, then to the others as they have some."""
 
-    def __init__(
-        self,
-        stage: str,
-        targets: Sequence[Channel[T] | ResultSlot[T]],
-        read: Mapping[tuple[type, ...], str],
-        on_delivered: Callable[[T], None] | None = None,
-    ) -> None:
-        self._stage = stage
-        self._targets = targets
-        self._read = read
-        self._known: set[type] = set()  # classes that every reader reads
-        self._on_delivered = on_delivered
+    stage: str
+    targets: Sequence[Channel[T] | ResultSlot[T]]
+    read: Mapping[tuple[type, ...], str]
+    on_delivered: Callable[[T], None] | None = None
+    known: set[type] = field(default_factory=set)  # classes that every reader reads
 
     def _require(self, item: T) -> None:
-        for classes, reader in self._read.items():
+        for classes, reader in self.read.items():
             if not isinstance(item, classes):
                 words = in_words(frozenset(classes))
-                raise ProtocolError(f"{self._stage!r} sent {shown(item)}, and {reader!r} reads {words}")
-        self._known.add(type(item))
+                raise ProtocolError(f"{self.stage!r} sent {shown(item)}, and {reader!r} reads {words}")
+        self.known.add(type(item))
 
     async def send(self, item: T, /) -> None:
-        if type(item) not in self._known:
+        if type(item) not in self.known:
             self._require(item)
-        full = [target for target in self._targets if not target.offer(item)]
+        full = [target for target in self.targets if not target.offer(item)]
         for target in full:
             await target.send(item)
-        if self._on_delivered is not None:
-            self._on_delivered(item)
+        if self.on_delivered is not None:
+            self.on_delivered(item)
 
 
 class ResultSlot(Generic[T]):
@@ -214,7 +208,12 @@ class Execution(Generic[T]):
             first, *others = self._failures
             note_others(first, others)
             raise first
-        self._require_returned()
+        # A stage that neither returned nor failed has cancelled its own task.
+        if gone := [node.name for node in self._topology.nodes if node.name not in self._returned]:
+            raise ProtocolError(
+                f"stage {gone[0]!r} of graph {self._topology.name!r}, step {self._step.number}, cancelled itself or "
+                "another stage: a stage returns when its inputs have ended, or raises an error"
+            )
         return self._result.items
 
     async def _drive(self, node: Node) -> None:
@@ -265,15 +264,6 @@ class Execution(Generic[T]):
 
     def _notify(self, stage: str, item: object) -> None:
         notify_item(self._observers, self._step, stage, item)
-
-    def _require_returned(self) -> None:
-        # A stage that neither returned nor failed has cancelled its own task.
-        gone = [node.name for node in self._topology.nodes if node.name not in self._returned]
-        if gone:
-            raise ProtocolError(
-                f"stage {gone[0]!r} of graph {self._topology.name!r}, step {self._step.number}, cancelled itself or "
-                "another stage: a stage returns when its inputs have ended, or raises an error"
-            )
 
     @contextmanager
     def _deadlocks_described(self) -> Iterator[None]:

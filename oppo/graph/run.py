@@ -18,6 +18,7 @@ import gc
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Generic, TypeAlias, TypeVar
@@ -44,16 +45,14 @@ def never(index: int) -> bool:
     return False
 
 
+@dataclass(eq=False)
 class StepRun(Generic[O]):
-    """A step that is alive; ``scope`` cancels the step, and not the tasks that wait for it."""
-
-    def __init__(self, step: Step, link: StepLink, execution: Execution[O]) -> None:
-        self.step = step
-        self.link = link
-        self.execution = execution
-        self.results: Sequence[O] = ()
-        self.error: Exception | None = None
-        self.scope = anyio.CancelScope()
+    step: Step
+    link: StepLink
+    execution: Execution[O]
+    results: Sequence[O] = ()
+    error: Exception | None = None
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # of the step, not of tasks that wait for it
 
     async def run(self) -> None:
         ended = False
@@ -67,105 +66,6 @@ class StepRun(Generic[O]):
             if not ended:
                 self.link.fail()
             self.link.over.set()
-
-    def require_success(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-class Pipeline(Generic[O]):
-    def __init__(self, topology: Topology, source: Source, lookahead: int, gauges: Mapping[str, Gauge]) -> None:
-        self._topology = topology
-        self._source = source
-        self._lookahead = lookahead
-        self.gauges = dict(gauges)
-        self._work: list[Span] = []
-        self._alive: deque[StepRun[O]] = deque()
-        self._tasks: TaskGroup | None = None
-        self._draining = False
-
-    @property
-    def alive(self) -> Sequence[int]:
-        return [each.step.index for each in self._alive]
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        """Run steps beside the body; when it ends, those that are still alive are cancelled."""
-        if not self._lookahead:
-            yield
-            return
-        with as_itself():
-            async with anyio.create_task_group() as self._tasks:
-                try:
-                    yield
-                except Exception as error:
-                    note_others(error, self._errors())
-                    raise
-                finally:
-                    self._tasks.cancel_scope.cancel()
-        for each in self._alive:
-            each.require_success()
-
-    def _errors(self) -> list[Exception]:
-        return [each.error for each in self._alive if each.error is not None]
-
-    async def advance(
-        self, index: int, remaining: int, observers: Sequence[Observer], drain_after: DrainAfter
-    ) -> StepRun[O]:
-        """Begin as many steps as are due, and end the oldest, ``index``, with which ``remaining`` steps are left."""
-        self._fill(index, remaining, observers, drain_after)
-        oldest = self._alive[0]
-        try:
-            await (oldest.run() if self._tasks is None else oldest.link.over.wait())
-            oldest.require_success()
-        except BaseException:
-            for each in self._alive:
-                each.scope.cancel()
-            raise
-        finally:
-            self._alive.popleft()
-        oldest.link.end()
-        since = self._alive[0].step.started if self._alive else anyio.current_time()
-        self._work[:] = [span for span in self._work if span.end > since]
-        if not self._alive:
-            self._draining = False
-        elif self._source.ended and not oldest.execution.sent:
-            self.drain()
-        return oldest
-
-    def _fill(self, index: int, remaining: int, observers: Sequence[Observer], drain_after: DrainAfter) -> None:
-        alive, most = self._alive, min(self._lookahead + 1, remaining)
-        failed = any(each.link.failed for each in alive)
-        while len(alive) < most and not (alive and (self._draining or failed)):
-            left = remaining if remaining == UNKNOWN else remaining - len(alive)
-            link = StepLink(list(self._topology.by_name), alive[-1].link if alive else None, self._lookahead)
-            listener = partial(notify_span, observers)
-            runtime = StepRuntime(link=link, work=self._work, listener=listener, gauges=self.gauges)
-            step = Step(index + len(alive), left, anyio.current_time(), ahead=len(alive), runtime=runtime)
-            begun = StepRun[O](step, link, Execution(self._topology, step, self._source, observers))
-            alive.append(begun)
-            if self._tasks is not None:
-                self._tasks.start_soon(self._run, begun, name=f"step {step.index} of {self._topology.name}")
-            if drain_after(step.index):
-                self._draining = True
-        if self._draining or len(alive) == remaining:
-            alive[-1].link.followed.set()
-
-    async def _run(self, begun: StepRun[O]) -> None:
-        # Those behind a failed step are cancelled, since nothing will come of them.
-        await begun.run()
-        if begun.error is not None:
-            for each in self._alive:
-                if each.step.index > begun.step.index:
-                    each.scope.cancel()
-
-    def drain(self) -> None:
-        if self._alive:
-            self._draining = True
-            self._alive[-1].link.followed.set()
-
-    def snapshots(self) -> list[Snapshot]:
-        return [each.execution.snapshot() for each in tuple(self._alive)]
 
 
 _OPEN_STAGES: RunVar[frozenset[int]] = RunVar("oppo.graph.open_stages", frozenset())
@@ -186,10 +86,15 @@ class Run(Generic[O]):
         lookahead: int = 0,
         gauges: Mapping[str, Gauge] = MappingProxyType({}),
     ) -> None:
-        self.pipeline = Pipeline[O](topology, source, lookahead, gauges)
         self._topology = topology
         self._source = source
         self._observers = observers
+        self._lookahead = lookahead
+        self._gauges = dict(gauges)
+        self._work: list[Span] = []
+        self._alive: deque[StepRun[O]] = deque()
+        self._tasks: TaskGroup | None = None
+        self._draining = False
         self._index = 0
         self._refusal = ""  # why it makes no step now
         self._ended = False
@@ -205,7 +110,7 @@ class Run(Generic[O]):
 
     def gauge(self, name: str, gauge: Gauge) -> None:
         """Have the reports of the run hold a measurement of the process, from the next step on, under this name."""
-        self.pipeline.gauges = {**self.pipeline.gauges, name: gauge}
+        self._gauges = {**self._gauges, name: gauge}
 
     def tell(self, stage: str, item: object) -> None:
         """Tell the observers of an item that a stage has made between two steps, as one of the next step."""
@@ -226,12 +131,14 @@ class Run(Generic[O]):
 
     def drain(self) -> None:
         """Begin no step until all that are alive have ended; :attr:`alive` is then empty."""
-        self.pipeline.drain()
+        if self._alive:
+            self._draining = True
+            self._alive[-1].link.followed.set()
 
     @property
     def alive(self) -> Sequence[int]:
         """The indexes of the steps that have begun and not ended, in order; between steps empty without lookahead."""
-        return self.pipeline.alive
+        return [each.step.index for each in self._alive]
 
     async def step(self, *, remaining: int = UNKNOWN) -> O | None:
         """Run one step and return its result, or ``None`` without one: see :attr:`ended`.
@@ -253,7 +160,7 @@ class Run(Generic[O]):
         self._require_ready(f"run step {self._index + 1}")
         self._refusal = "a step is running"
         try:
-            ended = await self.pipeline.advance(self._index, remaining, self._observers, drain_after)
+            ended = await self._oldest_ended(remaining, drain_after)
             self._note(ended)
         except BaseException:
             self._refusal = f"step {self._index + 1} did not come to its end, so the state of its stages is unknown"
@@ -261,6 +168,76 @@ class Run(Generic[O]):
         self._refusal = ""
         self._index += 1
         return ended.results
+
+    @asynccontextmanager
+    async def stepping(self) -> AsyncIterator[None]:
+        # Steps run beside the body; when it ends, those that are still alive are cancelled.
+        if not self._lookahead:
+            yield
+            return
+        with as_itself():
+            async with anyio.create_task_group() as self._tasks:
+                try:
+                    yield
+                except Exception as error:
+                    note_others(error, self._errors())
+                    raise
+                finally:
+                    self._tasks.cancel_scope.cancel()
+        for failure in self._errors():
+            raise failure
+
+    def _errors(self) -> list[Exception]:
+        return [each.error for each in self._alive if each.error is not None]
+
+    async def _oldest_ended(self, remaining: int, drain_after: DrainAfter) -> StepRun[O]:
+        # Begins as many steps as are due; ``remaining`` are left with the oldest.
+        self._fill(remaining, drain_after)
+        oldest = self._alive[0]
+        try:
+            await (oldest.run() if self._tasks is None else oldest.link.over.wait())
+            if oldest.error is not None:
+                raise oldest.error  # noqa: TRY301 - those behind it are cancelled
+        except BaseException:
+            for each in self._alive:
+                each.scope.cancel()
+            raise
+        finally:
+            self._alive.popleft()
+        oldest.link.end()
+        since = self._alive[0].step.started if self._alive else anyio.current_time()
+        self._work[:] = [span for span in self._work if span.end > since]
+        if not self._alive:
+            self._draining = False
+        elif self._source.ended and not oldest.execution.sent:
+            self.drain()
+        return oldest
+
+    def _fill(self, remaining: int, drain_after: DrainAfter) -> None:
+        alive, most = self._alive, min(self._lookahead + 1, remaining)
+        failed = any(each.link.failed for each in alive)
+        while len(alive) < most and not (alive and (self._draining or failed)):
+            left = remaining if remaining == UNKNOWN else remaining - len(alive)
+            link = StepLink(list(self._topology.by_name), alive[-1].link if alive else None, self._lookahead)
+            listener = partial(notify_span, self._observers)
+            runtime = StepRuntime(link=link, work=self._work, listener=listener, gauges=self._gauges)
+            step = Step(self._index + len(alive), left, anyio.current_time(), ahead=len(alive), runtime=runtime)
+            begun = StepRun[O](step, link, Execution(self._topology, step, self._source, self._observers))
+            alive.append(begun)
+            if self._tasks is not None:
+                self._tasks.start_soon(self._run, begun, name=f"step {step.index} of {self._topology.name}")
+            if drain_after(step.index):
+                self._draining = True
+        if self._draining or len(alive) == remaining:
+            alive[-1].link.followed.set()
+
+    async def _run(self, begun: StepRun[O]) -> None:
+        # Those behind a failed step are cancelled, since nothing will come of them.
+        await begun.run()
+        if begun.error is not None:
+            for each in self._alive:
+                if each.step.index > begun.step.index:
+                    each.scope.cancel()
 
     def _note(self, ended: StepRun[O]) -> None:
         self._ended = self._source.ended and not ended.execution.sent and not self.alive
@@ -331,25 +308,25 @@ class Run(Generic[O]):
 
     def snapshots(self) -> Sequence[Snapshot]:
         """Return which stage waits for which in each step that is alive, the oldest first; from any thread."""
-        return self.pipeline.snapshots()
+        return [each.execution.snapshot() for each in tuple(self._alive)]
 
     def close(self) -> None:
         self._refusal = "its run is closed"
 
 
+@dataclass(eq=False)
 class _Steps(Generic[O]):
-    def __init__(self, run: Run[O], count: int, drain_after: DrainAfter) -> None:
-        self._run = run
-        self._remaining = count
-        self._drain_after = drain_after
+    run: Run[O]
+    remaining: int
+    drain_after: DrainAfter
 
     def __aiter__(self) -> AsyncIterator[O]:
         return self
 
     async def __anext__(self) -> O:
-        while self._remaining > 0:
-            results = await self._run.advance(self._remaining, self._drain_after)
-            self._remaining = 0 if self._run.ended else self._remaining - 1
+        while self.remaining > 0:
+            results = await self.run.advance(self.remaining, self.drain_after)
+            self.remaining = 0 if self.run.ended else self.remaining - 1
             for result in results:
                 return result
         raise StopAsyncIteration
@@ -385,7 +362,7 @@ async def opened(run: Run[O], topology: Topology) -> AsyncIterator[Run[O]]:
                 for node in topology.nodes:
                     if isinstance(node.stage, AbstractAsyncContextManager):
                         await stack.enter_async_context(_Doorway(node, node.stage, topology.name))
-                async with run.pipeline.opened():
+                async with run.stepping():
                     yield run
             finally:
                 run.close()
