@@ -235,14 +235,11 @@ def doctor(
     from oppo.run.deployment import Deployment  # noqa: PLC0415 - likewise
     from oppo.run.doctor import attempt, examine  # noqa: PLC0415 - likewise
     from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
-    from oppo.run.observers import require_trackers  # noqa: PLC0415 - likewise
 
     gc.freeze()
     gc.enable()
     deployment = Deployment.of(settings, machines)
     require_engines(deployment)
-    if not assume:
-        require_trackers(settings.run.track)
     found = examine(deployment)
     console.out(*map(harmless, found.lines()), sep="\n", highlight=False)
     if found.faults:

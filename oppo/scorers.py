@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, TypeAlias, TypeVar, cast
+from typing import Final, Generic, TypeAlias, TypeVar, cast
 
 import anyio
 import numpy as np
-from numpy.typing import NDArray
 
 from oppo.errors import ModelError, ProtocolError, as_itself, shown
 from oppo.events import NO_COLUMNS, Chunk, Drop, Finish, FloatArray, Prompt, Response, TokenColumns, ToolTokens
@@ -216,17 +215,14 @@ class RolloutSessions(dict[int, S], Generic[S]):
             )
         if self._vocabulary is not None:
             for ids in (event.tokens, *(column.ids for column in extra if column.of_tokens)):
-                self._require_known(rollout, ids, self._vocabulary)
+                if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
+                    raise ModelError(
+                        f"rollout {rollout} has token ids from {ids.min()} to {ids.max()}, but the vocabulary of "
+                        f"{reader} has {self._vocabulary}: policy and scorers must share a tokenizer"
+                    )
         session.received = length
         self[rollout] = session
         return session
-
-    def _require_known(self, rollout: int, ids: NDArray[Any], vocabulary: int) -> None:
-        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
-            raise ModelError(
-                f"rollout {rollout} has token ids from {ids.min()} to {ids.max()}, but the vocabulary of "
-                f"{self._reader} has {vocabulary}: policy and scorers must share a tokenizer"
-            )
 
     def whole(self, rollout: int, length: int) -> S:
         session = self[rollout]

@@ -112,10 +112,10 @@ BUDGETS = {
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 208,  # two of roles; of images files, rows, the processor, a model's view, vLLM's; passes without data
+    "modules": 207,  # two of roles; of images rows, the processor, a model's view, vLLM's; passes without data
     "files in the root": 23,  # the images of a prompt, which events, data and models know
-    "protocols": 50,  # what makes pixels
-    "functions that only require": 70,
+    "protocols": 49,
+    "functions that only require": 58,
     "functions given all settings": 22,
     "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn
     "modules that name deterministic": 22,  # the roles of an agent, of which such decoding trains one

@@ -95,13 +95,13 @@ async def carry_out(session: PreparedRun, arm: Arm) -> None:
 
 def answers(plan: Plan, assets: Assets, actor: Path) -> Answers:
     """Return how the policy answers held-out prompts, with the KL from the base policy."""
-    tokenizer = HfTokenizer(load_tokenizer(assets.actor))
+    tokenizer = HfTokenizer(load_tokenizer(assets.directory / "actor"))
     sampling = Sampling(max_new_tokens=demo_of(plan).max_new_tokens, stop=tokenizer.stop((), ()), seed=NOISE)
-    prompts = read_prompts(assets.held_out, tokenizer)[: plan.examined]
+    prompts = read_prompts(assets.directory / "held_out.jsonl", tokenizer)[: plan.examined]
     with Thread("examination", setup=lambda: use_cores(available_cores())) as thread:
         policy = HfPolicy(load_causal(actor), sampling=sampling, place=thread)
-        reference = ReferenceLogprobs(load_causal(assets.actor), sampling=sampling, place=thread)
-        reward = RewardModel(load_scalar(assets.reward), place=thread)
+        reference = ReferenceLogprobs(load_causal(assets.directory / "actor"), sampling=sampling, place=thread)
+        reward = RewardModel(load_scalar(assets.directory / "reward"), place=thread)
         how = Answering(batch=plan.examined)
         found = anyio.run(partial(examine, policy, reward, prompts, how, reference=reference)).rollouts
     lengths = [len(each.finish.response) for each in found]
@@ -192,7 +192,7 @@ def main(request: str, answer: str) -> None:
             arm = STUDIES[cell["study"]].arms[cell["arm"]]
             done: Outcome | Answers = train(plan, arm, cell["seed"], assets, Path(runs))
     else:
-        done = answers(plan, assets, assets.actor)
+        done = answers(plan, assets, assets.directory / "actor")
     Path(answer).write_text(json.dumps(asdict(done)), encoding="utf-8")
 
 

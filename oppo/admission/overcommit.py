@@ -288,11 +288,6 @@ class TailAdaptive(AdaptiveOvercommit):
         self._current = Overcommit(self.batch, 0, self.max_deferrals)
         Overcommit(self.batch, self._limit, self.max_deferrals)
 
-    @property
-    def predicted_seconds(self) -> float | None:
-        """Expected seconds of the coming step; ``None`` for the first."""
-        return self._predicted
-
     def metrics(self) -> Mapping[str, float]:
         predicted = {} if self._predicted is None else {"deferral/predicted_seconds": self._predicted}
         return {**super().metrics(), **predicted}

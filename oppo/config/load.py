@@ -106,7 +106,14 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
             "eval": replace(settings.eval, prompts=within(settings.eval.prompts, folder)),
         }
     )
-    require_public(found.tables())
+    for name, section in found.tables().items():  # which a run writes into a file
+        for key, text in _texts(name, section):
+            if text and (names_secret(key.rpartition(".")[2]) or holds_secret(text)):
+                shown = HIDDEN if redacted(text) == text else redacted(text)
+                raise ConfigError(
+                    f"{key} holds a secret, got {shown}: a run keeps its settings in a file, so give it in the "
+                    "environment, or by a login, and leave it out here"
+                )
     return found
 
 
@@ -412,18 +419,6 @@ class SettingsFaults(Faults):
         if homes or not others:
             return homes
         return f" (it is a key of [algorithm] for {others}, not for {self.algorithm!r})"
-
-
-def require_public(tables: Mapping[str, Mapping[str, object]]) -> None:
-    # a run writes its settings into a file
-    for name, section in tables.items():
-        for key, text in _texts(name, section):
-            if text and (names_secret(key.rpartition(".")[2]) or holds_secret(text)):
-                shown = HIDDEN if redacted(text) == text else redacted(text)
-                raise ConfigError(
-                    f"{key} holds a secret, got {shown}: a run keeps its settings in a file, so give it in the "
-                    "environment, or by a login, and leave it out here"
-                )
 
 
 def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationError
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationError
 
 from oppo.algorithms import ALGORITHMS
 from oppo.data.rows import is_hub_name
@@ -165,7 +165,7 @@ def within(prompts: str | tuple[PromptSource, ...], folder: Path) -> str | tuple
     return tuple(each.within(folder) for each in prompts)
 
 
-_DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?")
+_DEVICES: Final = "'auto', 'cpu', 'cuda' or one of several as 'cuda:1'"
 
 SCORERS: Final = ("reference", "reward", "critic", "teacher")
 """The models that score."""
@@ -174,19 +174,13 @@ Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "teacher"
 """A model that can be in a Ray actor of a cluster; of the trainer, every rank but the first."""
 
 
-def _require_device(device: str) -> str:
-    if _DEVICE.fullmatch(device) is None:
-        raise ValueError(f"expected 'auto', 'cpu', 'cuda' or one of several as 'cuda:1', got {device!r}")
-    return device
-
-
 def _listed(devices: object) -> object:
     return [devices] if isinstance(devices, str) and devices else devices or []
 
 
-DeviceName: TypeAlias = Annotated[str, AfterValidator(_require_device)]
+DeviceName: TypeAlias = Annotated[str, OneOf((), _DEVICES, re.compile(r"(auto|cpu|cuda(:\d+)?)\Z"))]
 
-Another: TypeAlias = Annotated[str, AfterValidator(lambda device: device and _require_device(device))]
+Another: TypeAlias = Annotated[str, OneOf((), _DEVICES, re.compile(r"(|auto|cpu|cuda(:\d+)?)\Z"))]
 """A device; empty for the default, which another setting names."""
 
 Several: TypeAlias = Annotated[tuple[DeviceName, ...], FromList(), BeforeValidator(_listed)]

@@ -468,26 +468,6 @@ class Assets:
     directory: Path
     facts: Facts
 
-    @property
-    def actor(self) -> Path:
-        return self.directory / "actor"
-
-    @property
-    def reward(self) -> Path:
-        return self.directory / "reward"
-
-    @property
-    def critic(self) -> Path:
-        return self.directory / "critic"
-
-    @property
-    def prompts(self) -> Path:
-        return self.directory / "prompts.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        return self.directory / "held_out.jsonl"
-
 
 def cache_directory() -> Path:
     if own := os.environ.get("OPPO_CACHE"):

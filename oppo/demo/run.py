@@ -184,7 +184,7 @@ def demo(
     introduce(console, assets)
     settings = settings_of(plan, assets, target, seed, engine)
     held_out = HeldOut()
-    evaluation = {"prompts": str(assets.held_out), "count": plan.examined, "every": plan.steps // 2}
+    evaluation = {"prompts": str(assets.directory / "held_out.jsonl"), "count": plan.examined, "every": plan.steps // 2}
     train(settings.changed({"eval": evaluation}), console, narrator, held_out)
     narrator.say("running two steps serially and streamed, in deterministic mode, on transformers")
     digests = compare_schedules(settings)
@@ -233,12 +233,12 @@ def settings_of(plan: DemoPlan, assets: Assets, target: Path, seed: int, engine:
         {
             "run": {"name": target.name, "directory": str(target.parent), "steps": plan.steps, "seed": seed},
             "models": {
-                "policy": str(assets.actor),
-                "critic": str(assets.critic),
+                "policy": str(assets.directory / "actor"),
+                "critic": str(assets.directory / "critic"),
                 "engine": engine,
             },
-            "rewards": [{"source": str(assets.reward)}],
-            "data": {"prompts": str(assets.prompts)},
+            "rewards": [{"source": str(assets.directory / "reward")}],
+            "data": {"prompts": str(assets.directory / "prompts.jsonl")},
             "sampling": {"max_new_tokens": plan.max_new_tokens},
             "step": {"admission": "adaptive", "chunk": 16},
             "trainer": {

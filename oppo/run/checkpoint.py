@@ -257,9 +257,7 @@ def _joined(plain: object, arrays: Mapping[str, Array]) -> object:
         }
     if isinstance(plain, list):
         return [_joined(held, arrays) for held in plain]
-    if plain is None or isinstance(plain, bool | int | float | str):
-        return plain
-    raise CheckpointError(f"a state cannot hold {type(plain).__name__}")
+    return plain
 
 
 CODE = ("rewards", "environment", "agents", "step.algorithm", "step.admission", "step.loss")

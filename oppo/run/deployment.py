@@ -58,8 +58,6 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Where each model of a run works."""
-
     settings: Settings  # of the run, as its file has them
     models: ModelsSection  # with the type of the weights and the sync of adapters chosen
     trainer: TrainerSettings  # with the tokens of a micro-batch chosen, once memory is counted
@@ -81,12 +79,6 @@ class Deployment:
         )
         models = _with_types(settings.models, devices, assumed)
         return cls(settings, models, settings.trainer, devices, _roles(settings, models, devices), assumed)
-
-    def changed(self, changes: Mapping[str, Mapping[str, object]]) -> Self:
-        settings = self.settings.changed(changes)
-        models = _with_types(settings.models, self.devices, self.assumed)
-        roles = _roles(settings, models, self.devices)
-        return replace(self, settings=settings, models=models, trainer=settings.trainer, roles=roles)
 
     def spanning(self, steps: int) -> Self:
         settings = self.settings.spanning(steps)

@@ -33,7 +33,7 @@ from oppo.log import logger, routed
 from oppo.run.checkpoint import Provenance
 from oppo.run.deployment import Deployment
 from oppo.run.fit import REMEDIES, Changes, Fit, advice, altered, first_fit, merged
-from oppo.run.images import reader_of_images
+from oppo.run.loading import reader_of_images
 from oppo.run.memory import (
     RANK,
     SHARE,
@@ -248,8 +248,6 @@ DECODING, BESIDE, UPDATE = "decoding", "scoring where it decodes", "update"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to place the models that fits."""
-
     name: str
     changes: Changes
     needs: Sequence[Expected]

@@ -75,8 +75,6 @@ Worker: TypeAlias = Place | Reporter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Serving:
-    """The policy of a run on its engine."""
-
     policy: Policy
     positions: int  # the longest sequence, in tokens, that the engine can read
     workers: tuple[Worker, ...] = ()
@@ -87,8 +85,6 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServeRequest:
-    """The policy that an engine is to serve."""
-
     deployment: Deployment
     actor: PreTrainedModel  # the model that is trained, as transformers has loaded it
     served: Loadable  # the same, or how it is loaded on another machine
@@ -104,8 +100,10 @@ def serve(request: ServeRequest) -> Serving:
 
 
 def require_engines(deployment: Deployment) -> None:
-    """Check, before anything is loaded, that engines are installed, and take their arguments and the weights."""
+    """Check, before anything is loaded, that engines and trackers are there, and engines take what they are given."""
     settings, assumed = deployment.settings, deployment.assumed
+    for name in settings.run.track if assumed is None else ():
+        require(name, f"run.track = [{name!r}]")
     for role, on in deployment.on_vllm("reward", "reference", "teacher"):
         try:
             _check_scoring(role, on, deployment)

@@ -46,8 +46,6 @@ _ALONE: Final[Sequence[Changes]] = (
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A run that fits."""
-
     changes: Changes
     deployment: Deployment
     needs: Sequence[Expected]
@@ -55,24 +53,17 @@ class Fit:
 
 def fitted(deployment: Deployment) -> Deployment:
     """Check that the models fit, and choose the tokens of a micro-batch and the memory share of an engine."""
-    _require_memory(deployment)
+    faults = list[str]()
+    with routed(), suppress(ConfigError, ModelRefused):  # loading reports the error
+        faults = crowded(expected(deployment, None))
+    if faults:
+        raise ConfigError(f"{'; '.join(faults)}: {advice(deployment, None, {})}")
     load = deployment.load(deployment.settings.data.max_prompt_tokens)
     if deployment.trainer.micro_batch_tokens is None and deployment.devices.trainer[0].type != "cpu":
         logger.info("counting memory, for trainer.micro_batch_tokens")
-    with routed(), suppress(ConfigError, ModelError):  # loading reports the error
+    with routed(), suppress(ConfigError, ModelError):  # likewise
         deployment = with_micro_batches(deployment, replace(load, chunk=load.response))
     return with_share(deployment, load)
-
-
-def _require_memory(deployment: Deployment) -> None:
-    # Before anything is loaded: all weights, what training keeps, and a policy's states.
-    try:
-        with routed():
-            faults = crowded(expected(deployment, None))
-    except (ConfigError, ModelRefused):
-        return
-    if faults:
-        raise ConfigError(f"{'; '.join(faults)}: {advice(deployment, None, {})}")
 
 
 def first_fit(deployment: Deployment, tried: Iterable[Changes], load: Load | None, known: Known) -> Fit | None:

@@ -16,7 +16,7 @@ from oppo.algorithms.base import Roles
 from oppo.config.extensions import graph_of
 from oppo.config.sections import DataSection, EvalSection, RunSection, StepSection
 from oppo.config.settings import Settings
-from oppo.errors import CheckpointError, ConfigError, noted
+from oppo.errors import ConfigError, noted
 from oppo.evaluation import Evaluate, Evaluation
 from oppo.evaluation.evaluate import BEFORE, Progress
 from oppo.events import Prompt, StepReport
@@ -24,7 +24,7 @@ from oppo.graph import Graph, Run
 from oppo.models import ResumableTrainer, VariesSampling
 from oppo.placement.trainer import HostedTrainer
 from oppo.report.log import dump_batch
-from oppo.run.checkpoint import HELD_OUT, Provenance, State
+from oppo.run.checkpoint import HELD_OUT, Provenance
 from oppo.run.prompts import Supply, of_agents
 from oppo.stages import Generate, GroupRelative, InParts, Score, Siblings, Update
 
@@ -110,15 +110,6 @@ def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
 def kind_of(trainer: ResumableTrainer) -> str:
     # checkpoints record it, so that a run goes on with the trainer that began it
     return type(trainer.core if type(trainer) is HostedTrainer else trainer).__name__
-
-
-def require_trainer(state: State, trainer: ResumableTrainer) -> None:
-    was = state.get("trainer", kind_of(trainer))
-    if was != kind_of(trainer):
-        raise CheckpointError(
-            f"the run was trained by {was}, and would go on with {kind_of(trainer)}: a run with a graph of its own is "
-            "resumed by the program that began it, with oppo.resume(directory, graph=...)"
-        )
 
 
 def roles_of(assembly: Assembly, admission: Admission, chunks: ChunkSize, siblings: Siblings | None = None) -> Roles:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,8 +35,12 @@ from oppo.hf.loading import (
 )
 from oppo.hf.model_files import ADAPTER, RewardKind, holds_tokenizer, located, read_object, require_adapter, reward_kind
 from oppo.hf.model_parts import require_pieces
+from oppo.hf.processor import ImagePrompts, Processor
+from oppo.hf.servable import probe_images
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
+from oppo.hf.sight import pixels_of
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.images import ImageFiles
 from oppo.log import logger
 from oppo.models import Scorer
 from oppo.placement import Hosting
@@ -301,8 +305,6 @@ class ServedRewardModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardModels:
-    """Loads and serves the reward models of a run."""
-
     tokenizer: HfTokenizer
     load: RoleLoader
     prompt_column: str
@@ -415,3 +417,59 @@ class RewardModels:
 
     def _say(self, role: Role, words: str) -> None:
         logger.info(f"{role.key}: {role.source} {words}")
+
+
+def reader_of_images(deployment: Deployment, directory: Path) -> Callable[[Path], ImagePrompts] | str:
+    """Return what reads prompts with images, given the folder of relative paths; or why none are read."""
+    settings = deployment.settings
+    if settings.on_server or settings.starts_servers:
+        return "a server of vLLM is given text only here: have one engine of this machine decode"
+    if settings.environment.compact is not None:
+        return "behind a summary a prompt is text: leave environment.compact out"
+    if settings.teacher.privileged:
+        return "the prompt of teacher.column or teacher.template is text: leave [teacher] out"
+    if len(settings.devices["trainer"]) > 1 and settings.placement.shard:
+        return "a shard of a model has no whole tower: set placement.shard = false"
+    processor = Processor(settings.models.policy)
+    return lambda folder: ImagePrompts(processor, ImageFiles(directory, folder))
+
+
+def check_sight(
+    deployment: Deployment,
+    models: Mapping[str, Sequence[Loadable | None]],
+    rewards: Mapping[str, ServedRewardModel],
+    *,
+    reads_text: bool,
+) -> None:
+    """Check that every model of a run, by role, is shown images exactly, and the same pixels as the policy."""
+    for key, reward in rewards.items():
+        if reward.model is None:
+            raise ConfigError(
+                f"{key}: {nearby(reward.source)} reads text or is on vLLM, and prompts show images: name a function or "
+                "a reward model that reads images and the policy's tokens"
+            )
+    if on_vllm := [role.engine_key for role, _ in deployment.on_vllm("reference", "teacher")]:
+        raise ConfigError(
+            f"{on_vllm[0]} is on vLLM, which is given text only here, and prompts show images: leave it out"
+        )
+    if reads_text:
+        raise ConfigError("a teacher with another tokenizer reads text, and prompts show images: name another teacher")
+    (policy,) = models["policy"]
+    expected = _digest_of_pixels(policy)
+    for role, model in [(role, model) for role, loaded in models.items() for model in loaded if model is not None]:
+        try:
+            if _digest_of_pixels(model) != expected:
+                raise ConfigError(
+                    f"models.{role}: its image processor makes other pixels than the policy's: take a model with the "
+                    "same one"
+                )
+            if not isinstance(model, ModelRecipe):
+                probe_images(model)
+        except ModelRefused as error:
+            raise ModelRefused(f"models.{role}: {error}; prompts show images") from error
+
+
+def _digest_of_pixels(model: Loadable | None) -> str:
+    if isinstance(model, ModelRecipe):
+        return Processor(model.path).digest
+    return "" if model is None else pixels_of(model).digest

@@ -53,8 +53,7 @@ from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
 from oppo.run.fit import fitted
-from oppo.run.images import check_sight
-from oppo.run.loading import RewardModels, RoleLoader, ServedRewardModel, adapter_of, critic_source
+from oppo.run.loading import RewardModels, RoleLoader, ServedRewardModel, adapter_of, check_sight, critic_source
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
 from oppo.scorers import BehindPrompt, ByColumn, Lesson, Untaught, capabilities_of
 from oppo.turns import Environment
@@ -118,7 +117,7 @@ class Assembly:
         return tuple(filter(None, calls))
 
     def wired(self, trainer: ResumableTrainer, environment: Environment | None) -> Assembly:
-        return replace(self, trainer=trainer, environment=environment, saving=self.saving.of(trainer))
+        return replace(self, trainer=trainer, environment=environment, saving=replace(self.saving, trainer=trainer))
 
     def abort(self) -> None:
         """Kill processes whose calls may hang, so that trained weights can be saved; safe to call from any thread."""
@@ -549,6 +548,7 @@ def load_critic(
     return Critic(*load.critic(source), source)
 
 
+@dataclass(eq=False)
 class Saving:
     """Writes the trainer's models with the run's state and tokenizers beside them.
 
@@ -556,37 +556,31 @@ class Saving:
     for the trainer in an event loop of its own.
     """
 
-    def __init__(
-        self, trainer: ResumableTrainer, tokenizer: HfTokenizer, models: Sequence[str], thread: Thread
-    ) -> None:
-        self._trainer = trainer
-        self._tokenizer = tokenizer
-        self._models = models
-        self._thread = thread
-        self.is_saving = False
-
-    def of(self, trainer: ResumableTrainer) -> Saving:
-        return Saving(trainer, self._tokenizer, self._models, self._thread)
+    trainer: ResumableTrainer
+    tokenizer: HfTokenizer
+    models: Sequence[str]
+    thread: Thread
+    is_saving: bool = False
 
     async def checkpoint(self, checkpoints: Checkpoints, step: int, score: tuple[float, str], state: State) -> None:
         def write() -> None:
             with checkpoints.writing(step, *score) as path, quiet():
                 write_state(path, state)
-                anyio.run(self._trainer.write, path)
+                anyio.run(self.trainer.write, path)
                 self._write_tokenizers(path)
 
-        await self._thread.call("checkpoint", write)
+        await self.thread.call("checkpoint", write)
 
     async def save(self, directory: Path) -> None:
 
         def write() -> None:
             with whole(directory) as path, quiet():
-                anyio.run(self._trainer.save, path)
+                anyio.run(self.trainer.save, path)
                 self._write_tokenizers(path)
 
         self.is_saving = True
         try:
-            await self._thread.call("save", write)
+            await self.thread.call("save", write)
         except OSError as error:
             raise ModelError(
                 f"what was learned could not be saved in {directory}, and nothing half-written is left there: {error}"
@@ -595,6 +589,6 @@ class Saving:
             self.is_saving = False
 
     def _write_tokenizers(self, directory: Path) -> None:
-        for path in (directory / name for name in self._models if (directory / name).is_dir()):
+        for path in (directory / name for name in self.models if (directory / name).is_dir()):
             with writing(path):
-                self._tokenizer.save(path)
+                self.tokenizer.save(path)

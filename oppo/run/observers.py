@@ -18,7 +18,6 @@ from oppo.algorithms.group import GroupAlgorithm
 from oppo.config.sections import RunSection, Tracker as TrackerName
 from oppo.errors import HangError
 from oppo.graph import Run
-from oppo.libraries import require
 from oppo.liveness import Stall, StallLimits, Vitals, Watchdog
 from oppo.log import logger, routed
 from oppo.models import Detokenize
@@ -130,11 +129,6 @@ def watchdog_of(
 
 
 EVENTS: Final = "tensorboard"  # the folder of TensorBoard's event files, in the run directory
-
-
-def require_trackers(names: Sequence[TrackerName]) -> None:
-    for name in names:
-        require(name, f"run.track = [{name!r}]")
 
 
 @contextmanager

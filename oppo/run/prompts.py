@@ -20,11 +20,10 @@ from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.data.prompts import TEXT_ONLY, Begin, PrivilegedPrompt, ReadImages
 from oppo.durable import nearby
 from oppo.environments import verifiers
-from oppo.errors import ConfigError, DataError, RunComplete, counted, did_you_mean
+from oppo.errors import ConfigError, DataError, counted, did_you_mean
 from oppo.events import Prompt
 from oppo.log import logger
 from oppo.models import Sampling
-from oppo.report.records import ended
 from oppo.run.checkpoint import Provenance
 from oppo.scorers import SIBLING, BehindPrompt
 
@@ -39,7 +38,6 @@ UNSAID: Final = "rows that come one by one show images with data.images = true o
 P = TypeVar("P", bound="Iterable[Prompt] | AsyncIterable[Prompt]")
 
 Supply: TypeAlias = PromptStream | RowStream | AgentPrompts
-"""The prompts of a run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +51,6 @@ NOTHING: Final = ProgramRows()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Supplied:
-    """The prompts of a run."""
-
     stream: Supply
     held_out: Sequence[Prompt]
     steps: int  # run.steps, or as many as the prompts last for
@@ -188,14 +184,6 @@ def content_digest(prompts: Sequence[Prompt]) -> str:
         images = "".join(f" {image.sha256}" for image in prompt.images)
         content.update(f"{prompt.tokens.tolist()} {columns}{images}\n".encode())
     return content.hexdigest()
-
-
-def require_unfinished(directory: Path, lasts: int) -> None:
-    made = ended(directory)
-    if made is not None and lasts <= made:
-        raise RunComplete(
-            f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume"
-        )
 
 
 def steps_of(steps: int, data: DataSection, batch: int, prompts: Supply) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,19 +19,7 @@ from oppo.errors import ConfigError
 from oppo.log import routed
 from oppo.run.graph import admission_of
 from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated
-from oppo.simulate.costs import (
-    EngineSection,
-    Gpu,
-    LayoutSection,
-    LengthsSection,
-    ModelsSection,
-    Profile,
-    ScheduleSection,
-    System,
-    Transformer,
-    Workload,
-    WorkloadSection,
-)
+from oppo.simulate.costs import Profile, System, Workload
 from oppo.simulate.run import Schedule, ladder
 from oppo.simulate.study import Study, study
 
@@ -185,19 +173,6 @@ def _measured(steps: Sequence[MeasuredStep]) -> float | None:
     return median(warm) if warm else None
 
 
-KINDS = {
-    "workload": WorkloadSection,
-    "lengths": LengthsSection,
-    "models": ModelsSection,
-    "layout": LayoutSection,
-    "engine": EngineSection,
-    "schedule": ScheduleSection,
-    "gpus": Gpu,
-    "sizes": Transformer,
-}
-"""The class of each section, or of its tables."""
-
-
 PROFILE: Final[TypeAdapter[Profile]] = TypeAdapter(Annotated[Profile, Table()])
 
 
@@ -212,7 +187,9 @@ def profile_of(document: Mapping[str, object], folder: Path) -> Profile:
     try:
         profile = PROFILE.validate_python(document)
     except ValidationError as error:
-        keys = {name: declared(kind) for name, kind in KINDS.items()}
-        raise ConfigError(Faults(keys, list(KINDS), named=("gpus", "sizes")).describe(error)) from error
+        hints = get_type_hints(Profile)  # of a section its class, or a dict of tables
+        kinds = {each.name: (get_args(hints[each.name]) or [hints[each.name]])[-1] for each in fields(Profile)}
+        keys = {name: declared(kind) for name, kind in kinds.items()}
+        raise ConfigError(Faults(keys, list(keys), named=("gpus", "sizes")).describe(error)) from error
     profile.system()
     return profile

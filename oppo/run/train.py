@@ -23,7 +23,7 @@ from oppo.config.load import BY_DATA, load_settings, overridden, resolve
 from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
 from oppo.durable import nearby
-from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, behind, exits_told
+from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, RunComplete, behind, exits_told
 from oppo.evaluation import Evaluate, Evaluated
 from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Drop, StepReport
@@ -34,7 +34,7 @@ from oppo.log import logger
 from oppo.observe import Observer
 from oppo.placement.place import Closing
 from oppo.report import RunDirectory, RunLog
-from oppo.report.records import IMAGES, JOURNAL, Lock, Replay, read_replay, require_unused
+from oppo.report.records import IMAGES, JOURNAL, Lock, Replay, ended, read_replay, require_unused
 from oppo.run.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
@@ -56,12 +56,11 @@ from oppo.run.graph import (
     is_due,
     judged,
     kind_of,
-    require_trainer,
     show_progress,
     trainer_of,
     with_evaluations,
 )
-from oppo.run.observers import require_trackers, watching
+from oppo.run.observers import watching
 from oppo.run.prompts import (
     NOTHING,
     ProgramRows,
@@ -70,7 +69,6 @@ from oppo.run.prompts import (
     check_image_tokens,
     of_agents,
     require_room,
-    require_unfinished,
     steps_of,
     supplied,
 )
@@ -120,8 +118,12 @@ class PreparedRun(Closing):
             if self.assembly.served_apart:
                 await self._sync_weights()
             return
-        state = self.checkpoint.state()
-        require_trainer(state, self.assembly.trainer)
+        state, trainer = self.checkpoint.state(), kind_of(self.assembly.trainer)
+        if (was := state.get("trainer", trainer)) != trainer:
+            raise CheckpointError(
+                f"the run was trained by {was}, and would go on with {trainer}: a run with a graph of its own is "
+                "resumed by the program that began it, with oppo.resume(directory, graph=...)"
+            )
         try:
             running.load_state_dict(state["run"])
             self.prompts.load_state_dict(state["prompts"])
@@ -173,13 +175,12 @@ def prepare(
             require_unused(settings.run_directory)
         from oppo.run.deployment import Deployment  # noqa: PLC0415 - torch takes seconds to import
         from oppo.run.engines import require_engines  # noqa: PLC0415 - likewise
-        from oppo.run.images import reader_of_images  # noqa: PLC0415 - likewise
+        from oppo.run.loading import reader_of_images  # noqa: PLC0415 - likewise
         from oppo.run.models import assemble, policy_tokenizer  # noqa: PLC0415 - likewise
         from oppo.run.rewards import begin_of, environment_of  # noqa: PLC0415 - likewise
 
         deployment = Deployment.of(settings)
         require_engines(deployment)
-        require_trackers(chosen.track)
         tokenizer = policy_tokenizer(settings.models, settings.data, settings.environment)
         environment = environment_of(settings.environment, settings.agents, settings.data, settings.sampling, tokenizer)
         kept = Path(stack.enter_context(TemporaryDirectory())) if dry_run else settings.run_directory / IMAGES
@@ -195,7 +196,11 @@ def prepare(
             before = Provenance.restored(checkpoint.state())
             require_same(before.settings, settings, of="its checkpoint")
             require_continued(before, provenance, settings.files, accept_changed_code=accept_changed_code)
-            require_unfinished(settings.run_directory, supply.steps)
+            made = ended(settings.run_directory)
+            if made is not None and supply.steps <= made:
+                raise RunComplete(
+                    f"the run has made all of the {made} steps that its data lasts for: there is nothing to resume"
+                )
         done = 0 if checkpoint is None else checkpoint.step
         assembly = assemble(
             deployment.spanning(supply.steps),
@@ -338,7 +343,8 @@ async def make_steps(
         last = report
     if last is not None and chosen.checkpoint_every and not session.is_checkpointed(last.index):
         await session.keep(running, last, directory)  # the prompts ended earlier than could be known
-    empty.require_trained(directory.trained, session.steps)
+    if session.steps and not directory.trained:
+        raise NothingTrained(f"no rollout was trained in the {session.steps} steps of the run: {empty.in_all}")
 
 
 @asynccontextmanager
@@ -533,12 +539,12 @@ class EmptySteps:
     """Counts consecutive steps that train nothing."""
 
     limit: int
+    in_all: Reasons = field(default_factory=Reasons)
     _in_a_row: int = 0
     _since_trained: Reasons = field(default_factory=Reasons)
-    _in_all: Reasons = field(default_factory=Reasons)
 
     def after(self, report: StepReport) -> None:
-        self._in_all.add(report.dropped)
+        self.in_all.add(report.dropped)
         if report.trained:
             self._in_a_row, self._since_trained = 0, Reasons()
             return
@@ -549,7 +555,3 @@ class EmptySteps:
                 f"no rollout was trained in {self.limit} steps in a row ({self._since_trained}): look at these "
                 f"reasons; run.max_empty = {self.limit} is the limit, 0 sets none"
             )
-
-    def require_trained(self, trained: int, steps: int) -> None:
-        if steps and not trained:
-            raise NothingTrained(f"no rollout was trained in the {steps} steps of the run: {self._in_all}")

@@ -368,7 +368,6 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     """
     whole = await _trial(make, prompts)
     await whole.decode(limit=3)
-    expected = whole.tokens
     require(
         sorted(whole.reported) == sorted(p.rollout for p in prompts),
         "cut() was not called with every rollout that ended",
@@ -376,14 +375,14 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
     for limit in (1, 1_000_000):
         other = await _trial(make, prompts)
         await other.decode(limit)
-        require(other.tokens == expected, f"read({limit}) gives other tokens than read(3)")
+        require(other.tokens == whole.tokens, f"read({limit}) gives other tokens than read(3)")
     cancelled = await _trial(make, prompts)
     await cancelled.decode(limit=2, cancel_first=True)
-    require(cancelled.tokens == expected, "a cancelled read lost or doubled tokens")
-    await _check_cut(make, prompts, expected)
-    await _check_giving_up(make, prompts, expected)
+    require(cancelled.tokens == whole.tokens, "a cancelled read lost or doubled tokens")
+    await _check_cut(make, whole)
+    await _check_giving_up(make, whole)
     await _check_leaving(make, prompts)
-    await _check_joining(make, prompts, expected)
+    await _check_joining(make, whole)
     await _check_loading(make, prompts)
     if whole.policy.capabilities.resumes != "refused":
         await _check_resuming(make, whole)
@@ -391,8 +390,8 @@ async def check_policy(make: Make[Policy], prompts: Sequence[Prompt]) -> None:
         await check_turns(make, prompts, whole)
 
 
-async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]) -> None:
-    trial = await _trial(make, prompts)
+async def _check_cut(make: Make[Policy], whole: Trial) -> None:
+    trial = await _trial(make, whole.prompts)
     steps = 0
     while trial.live:
         trial.cut_at = len(trial.reported) + 1
@@ -400,11 +399,11 @@ async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: li
         await trial.decode(limit=4)
         steps += 1
         require(len(trial.reported) > before, "a decoding with live rollouts ended though nothing finished")
-        ended = {p.rollout for p, t in zip(prompts, trial.transcripts, strict=True) if t.ended}
+        ended = {p.rollout for p, t in zip(whole.prompts, trial.transcripts, strict=True) if t.ended}
         require(ended == set(trial.reported), f"ended: {sorted(ended)}, reported to cut(): {sorted(trial.reported)}")
     require(steps > 1, "every response ended in the same decode step: give prompts whose responses differ in length")
     require(
-        trial.tokens == expected or trial.policy.capabilities.defers != "with the same tokens",
+        trial.tokens == whole.tokens or trial.policy.capabilities.defers != "with the same tokens",
         "deferred and resumed rollouts have other tokens than uncut ones",
     )
     for transcript in trial.transcripts:
@@ -412,16 +411,14 @@ async def _check_cut(make: Make[Policy], prompts: Sequence[Prompt], expected: li
         require(bool(np.all(np.diff(versions) >= 0)), "the versions of a rollout decrease")
 
 
-async def _check_giving_up(
-    make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]
-) -> None:
-    trial = await _trial(make, prompts)
-    longest = max(range(len(prompts)), key=lambda k: len(expected[k]))
+async def _check_giving_up(make: Make[Policy], whole: Trial) -> None:
+    trial, expected = await _trial(make, whole.prompts), whole.tokens
+    longest = max(range(len(expected)), key=lambda k: len(expected[k]))
     with as_itself():
         async with trial.policy.decoding(trial.decodes, trial.cut):
             await trial.decodes[longest].read(1)
             async with anyio.create_task_group() as readers:
-                for k in set(range(len(prompts))) - {longest}:
+                for k in set(range(len(expected))) - {longest}:
                     readers.start_soon(trial.read, k, 3)
                 await trial.decodes[longest].aclose()
     trial.transcripts[longest].chunks, expected = [], [[] if k == longest else t for k, t in enumerate(expected)]
@@ -452,8 +449,8 @@ async def _check_resuming(make: Make[Policy], whole: Trial) -> None:
         )
 
 
-async def _check_joining(make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]) -> None:
-    trial = await _trial(make, prompts)
+async def _check_joining(make: Make[Policy], whole: Trial) -> None:
+    trial = await _trial(make, whole.prompts)
     first, *others = trial.decodes
     adds, refused = trial.policy.capabilities.adds_while_decoding, False
     with as_itself():
@@ -463,34 +460,30 @@ async def _check_joining(make: Make[Policy], prompts: Sequence[Prompt], expected
             except ProtocolError:
                 refused = True
             async with anyio.create_task_group() as readers:
-                for k in range(1 if refused else len(prompts)):
+                for k in range(1 if refused else len(whole.prompts)):
                     readers.start_soon(trial.read, k, 3)
     require(refused is not adds, f"adds_while_decoding is {adds}, but add() did {'not ' * refused}work")
     if adds:
-        require(trial.tokens == expected, "rollouts that joined others have other tokens")
-        await _check_joining_late(make, prompts, expected)
-        await _check_stopping(make, prompts, expected)
+        require(trial.tokens == whole.tokens, "rollouts that joined others have other tokens")
+        await _check_joining_late(make, whole)
+        await _check_stopping(make, whole)
 
 
-async def _check_stopping(
-    make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]
-) -> None:
-    trial = await _trial(make, prompts)
+async def _check_stopping(make: Make[Policy], whole: Trial) -> None:
+    trial = await _trial(make, whole.prompts)
     with as_itself():
         async with trial.policy.decoding(trial.decodes, trial.cut) as decoding:
             decoding.stop()
             async with anyio.create_task_group() as readers:
-                for k in range(len(prompts)):
+                for k in range(len(whole.prompts)):
                     readers.start_soon(trial.read, k, 3)
     require(any(each.state == "cut" for each in trial.transcripts), "stop() did not end decoding")
     await trial.decode(limit=3)
-    require(trial.tokens == expected, "rollouts that stop() has deferred have other tokens")
+    require(trial.tokens == whole.tokens, "rollouts that stop() has deferred have other tokens")
 
 
-async def _check_joining_late(
-    make: Make[Policy], prompts: Sequence[Prompt], expected: list[list[tuple[int, bool]]]
-) -> None:
-    trial = await _trial(make, prompts)
+async def _check_joining_late(make: Make[Policy], whole: Trial) -> None:
+    trial = await _trial(make, whole.prompts)
     trial.cut_at = 1
     with as_itself():
         async with trial.policy.decoding(trial.decodes[:1], trial.cut) as decoding:
@@ -501,7 +494,7 @@ async def _check_joining_late(
     require(late.state == "cut" and not late.tokens, "a rollout that joined after the cut was decoded")
     trial.cut_at = 1_000_000
     await trial.decode(limit=3)
-    require(trial.tokens == expected, "rollouts that joined after the cut have other tokens")
+    require(trial.tokens == whole.tokens, "rollouts that joined after the cut have other tokens")
 
 
 async def _check_loading(make: Make[Policy], prompts: Sequence[Prompt]) -> None:

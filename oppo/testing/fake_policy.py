@@ -20,7 +20,7 @@ import anyio.lowlevel
 import numpy as np
 from anyio.abc import TaskGroup
 
-from oppo.declared import validated
+from oppo.declared import NonNegative, validated
 from oppo.errors import ProtocolError, as_itself, running_loop
 from oppo.events import (
     NO_COLUMNS,
@@ -36,7 +36,7 @@ from oppo.events import (
 )
 from oppo.limits import UNLIMITED, TurnLimit
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Weights
-from oppo.testing.fakes import noises, require_seconds
+from oppo.testing.fakes import noises
 
 __all__ = ["FakeDecode", "FakePolicy", "Length", "StepSeconds"]
 
@@ -80,7 +80,7 @@ class FakePolicy:
     """
 
     length: Length = lambda prompt: 5 + prompt.admission % 7
-    seconds: float | StepSeconds = 0.01
+    seconds: NonNegative | StepSeconds = 0.01
     pace: Callable[[Prompt], float] | None = None
     cap: int = 1_000_000
     seed: int = 0
@@ -93,7 +93,6 @@ class FakePolicy:
     capabilities: Capabilities = field(default_factory=lambda: Capabilities(turns=True))
 
     def __post_init__(self) -> None:
-        require_seconds("seconds of FakePolicy", self.seconds)
         self._live: dict[FakeDecode, None] = {}  # an ordered set
         self._waiting: dict[FakeDecode, None] = {}
         self._cut: Cut | None = None

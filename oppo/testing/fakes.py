@@ -17,7 +17,7 @@ from typing import Generic, TypeAlias, TypeVar
 import anyio
 import numpy as np
 
-from oppo.declared import require_real, require_whole, validated
+from oppo.declared import NonNegative, require_whole, validated
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, ToolTokens
 from oppo.models import SyncedModel, Trained, TrainerCapabilities, Weights
@@ -51,7 +51,7 @@ class FakeScorer(Generic[T]):
     """
 
     value: Callable[[Finish, tuple[int, ...], int], T]
-    per_token: float | ReadSeconds = 0.0
+    per_token: NonNegative | ReadSeconds = 0.0
     per_call: float = 0.0
     answering: Callable[[Sequence[Finish]], float] | None = None
     version: int = 0
@@ -59,7 +59,6 @@ class FakeScorer(Generic[T]):
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        require_seconds(f"per_token of {type(self).__name__}", self.per_token)
         self.sessions = RolloutSessions(
             type(self).__name__, lambda prompt: Session(prompt.rollout, len(prompt.tokens), self.version)
         )
@@ -144,18 +143,14 @@ class FakeTrainer:
         parts: the parts of the coming batch.
     """
 
-    seconds: float | Callable[[Batch], float] = 0.0
+    seconds: NonNegative | Callable[[Batch], float] = 0.0
     nonfinite: Callable[[int], bool] = lambda rollout: False
     version: int = 0
     batches: list[Batch] = field(default_factory=list)
     syncing: float = 0.0
-    accumulating: float | Callable[[Batch], float] = 0.0
+    accumulating: NonNegative | Callable[[Batch], float] = 0.0
     committing: float = 0.0
     parts: list[Batch] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        require_seconds("seconds of FakeTrainer", self.seconds)
-        require_seconds("accumulating of FakeTrainer", self.accumulating)
 
     async def update(self, batch: Batch) -> Trained:
         self.parts.clear()
@@ -212,11 +207,6 @@ def noise(*key: int) -> float:
 def noises(key: Sequence[int], *columns: Sequence[int]) -> list[float]:
     prefix, form = zlib.crc32(struct.pack(f"<{len(key)}q", *key)), f"<{len(columns)}q"
     return [zlib.crc32(struct.pack(form, *each), prefix) / 2**32 for each in zip(*columns, strict=True)]
-
-
-def require_seconds(name: str, seconds: object) -> None:
-    if not callable(seconds):
-        require_real(name, seconds, 0.0)
 
 
 def fake_batch(

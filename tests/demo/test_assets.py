@@ -38,12 +38,13 @@ def test_progress_rises_to_one_in_words(assets: Assets, told: list[tuple[str, fl
 
 
 def test_the_models_load_and_have_the_shapes_the_facts_say(assets: Assets) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(assets.actor)
-    actor = AutoModelForCausalLM.from_pretrained(assets.actor)
+    tokenizer = AutoTokenizer.from_pretrained(assets.directory / "actor")
+    actor = AutoModelForCausalLM.from_pretrained(assets.directory / "actor")
     assert actor.num_parameters() == assets.facts.parameters["actor"]
     assert actor.config.eos_token_id == tokenizer.eos_token_id
     inputs = tokenizer("Review of the old hotel in Lima: The bed was lovely.", return_tensors="pt")
-    for directory, name in ((assets.reward, "reward"), (assets.critic, "critic")):
+    for name in ("reward", "critic"):
+        directory = assets.directory / name
         assert AutoTokenizer.from_pretrained(directory).get_vocab() == tokenizer.get_vocab()
         model = AutoModelForSequenceClassification.from_pretrained(directory)
         assert model.num_parameters() == assets.facts.parameters[name]
@@ -61,7 +62,7 @@ def test_the_policy_and_the_reward_model_have_learned(assets: Assets) -> None:
 def test_prompt_files_hold_disjoint_prompts(assets: Assets) -> None:
     training, held_out = (
         [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for path in (assets.prompts, assets.held_out)
+        for path in (assets.directory / "prompts.jsonl", assets.directory / "held_out.jsonl")
     )
     assert (len(training), len(held_out)) == (64, 64)
     for column in ("prompt", "adjective", "noun", "place"):

@@ -17,7 +17,7 @@ from oppo.config.load import load_settings
 from oppo.errors import DataError, OppoError
 from oppo.hf.model_files import SCALAR
 from oppo.run.deployment import Deployment
-from oppo.run.images import reader_of_images
+from oppo.run.loading import reader_of_images
 from oppo.run.prompts import Rows
 from oppo.run.train import prepare, resume, train
 from tests.kit.assets import TEMPLATE
