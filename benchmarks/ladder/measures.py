@@ -137,7 +137,19 @@ class Figures:
 
     def as_json(self) -> dict[str, object]:
         """Return the entry of a file of results; the verdict in words and numbers."""
-        return asdict(self) | {"verdict": None if self.verdict is None else self.verdict.as_json()}
+        figures, verdict = asdict(self), self.verdict
+        if verdict is not None:
+            figures["verdict"] = {
+                "bottleneck": verdict.largest,
+                "message": verdict.message,
+                "limit": verdict.limit,
+                "limits": dict(verdict.limits),
+                "next": verdict.next_schedule,
+                "shares": dict(verdict.shares),
+                "capped": verdict.capped,
+                "needed": verdict.needed,
+            }
+        return figures
 
 
 def speedup(mode: Rounds, other: Rounds) -> Spread:

@@ -168,18 +168,6 @@ class Bottleneck:
         limits = {schedule: known[name] for schedule, name in LIMITS.items()}
         return cls(seconds, shares, limits=limits, **{name: known[PREFIX + name] for name in NUMBERS})
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "bottleneck": self.largest,
-            "message": self.message,
-            "limit": self.limit,
-            "limits": dict(self.limits),
-            "next": self.next_schedule,
-            "shares": dict(self.shares),
-            "capped": self.capped,
-            "needed": self.needed,
-        }
-
 
 def bottleneck(seen: Observation) -> Bottleneck | None:
     """Return the bottleneck of a step; ``None`` if nothing was decoded, or in no time."""
