@@ -38,13 +38,21 @@ from oppo.models import Sampling
 AGREEMENT = 1e-4  # largest difference between logits of an actor and of its OwnHead, in units of the largest logit
 
 LOGITS_BYTES: Final = 256 << 20
-"""The most that logits take in float32; more are computed a chunk of tokens at a time.
+"""The most that logits take in float32; more are computed a chunk of tokens at a time."""
 
-Each chunk moves 18 bytes of each weight besides, each logit 34 (70 without Triton). Counted for 16,384 tokens, 151,936
-columns and a width of 896: 189 GB and 506 launches in chunks of 441 tokens, which these bytes hold; 135 GB and 242 in
-chunks of 1,024; 115 of 2,048; 105 of 4,096; 100 of 8,192. An update's peak of 36.9 GB grows by 1.1, 2.9, 7.1 and 15.8
-GB, and each byte that chunks are larger takes three to four. No card has timed what that gains.
+UPDATE_SHARE: Final = 8
+"""An update on a GPU has logits of a micro-batch's tokens over this at a time, if ``LOGITS_BYTES`` hold fewer.
+
+So chunks grow with the micro-batch, as that does with the memory of the card. A chunk moves 18 bytes of each weight, a
+logit 34 (70 without Triton). Counted for 16,384 tokens, 151,936 columns and a width of 896: 189 GB and 506 launches in
+chunks of 441 tokens, which ``LOGITS_BYTES`` hold; 135 GB and 242 in chunks of 1,024; 115 of 2,048; 105 of 4,096; 100 of
+8,192. An update's peak of 36.9 GB grows by 1.1, 2.9, 7.1 and 15.8 GB; with a critic as large as the actor,
+whose passes have more alive, it does not. No card has timed what that gains. Gradients of weights are sums over chunks
+in float32: their last bits depend on the micro-batch.
 """
+
+UPDATE_BYTES: Final = 1 << 30
+"""The most that logits take in such an update: 1,766 tokens of 151,936 columns."""
 
 CPU_LOGITS_BYTES: Final = 32 << 20
 """The same on a CPU, where a chunk that stays in its caches is faster: an update takes 0.7 to 1.05 of the time."""
@@ -123,16 +131,18 @@ class OwnHead:
         logits: Tensor = self._shell(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
-    @property
-    def chunk(self) -> int:
+    def chunk(self, micro_batch: int = 0) -> int:
         device = planned_device.get() or self._shell.device
-        most = min(LOGITS_BYTES, CPU_LOGITS_BYTES) if device.type == "cpu" else LOGITS_BYTES
-        return max(1, most // (4 * int(self._shell.config.get_text_config().vocab_size)))
+        token = 4 * int(self._shell.config.get_text_config().vocab_size)
+        if device.type == "cpu":
+            return max(1, min(LOGITS_BYTES, CPU_LOGITS_BYTES) // token)
+        return max(1, LOGITS_BYTES // token, min(UPDATE_BYTES // token, micro_batch // UPDATE_SHARE))
 
-    def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
+    def measured(self, hidden: Tensor, measure: Measure, micro_batch: int = 0) -> Mapping[Input, Tensor]:
         # The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients of weights
-        # are added up over chunks in float32.
-        chunks = [slice(at, min(at + self.chunk, len(hidden))) for at in range(0, len(hidden), self.chunk)]
+        # are added up over chunks in float32. `micro_batch`: the tokens that an update reads at once.
+        size = self.chunk(micro_batch)
+        chunks = [slice(at, min(at + size, len(hidden))) for at in range(0, len(hidden), size)]
 
         def of_chunk(hidden: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:
             return measure(self(hidden[None]).squeeze(0), at, again)  # a selected row has a gradient of all

@@ -30,7 +30,6 @@ from oppo.hf.memory import (
     ServedScorer,
     Trained,
     at_rest,
-    rows_of,
     same,
     served_critic,
     served_process_reward,
@@ -60,7 +59,10 @@ ALONE: Final = 0.92
 """The share that vLLM takes of a GPU by itself."""
 
 BESIDE: Final = 1.1
-"""Memory reserved for models beside an engine, as a multiple of their need: allocators keep free blocks."""
+"""Memory reserved for models beside an engine, and for larger micro-batches, as a multiple of their need.
+
+Allocators keep free blocks.
+"""
 
 LEAST_CACHE: Final = GIB
 """Bytes of a KV cache and of work space without which no engine starts."""
@@ -103,8 +105,8 @@ class Expected:
     def where(self) -> str:
         return f"{self.device} in the cluster" if self.remote else str(self.device)
 
-    def with_activations(self, times: int) -> Expected:
-        return replace(self, bytes=replace(self.bytes, activations=times * self.bytes.activations))
+    def with_activations(self, times: float) -> Expected:
+        return replace(self, bytes=replace(self.bytes, activations=int(times * self.bytes.activations)))
 
     def at_rest(self) -> Expected:
         return replace(self, bytes=replace(self.bytes, gradients=0, activations=0))
@@ -297,18 +299,19 @@ def _with_tokens(deployment: Deployment, count: int) -> Deployment:
 
 
 def planned(deployment: Deployment, load: Load | None, known: Known) -> tuple[int, list[Expected]]:
-    # Activations grow in proportion to them, at most.
+    # The most tokens that leave room. Each is counted: gradients of 16 bits and chunks of logits do not grow with them.
     given, on_cpu = deployment.trainer.micro_batch_tokens, deployment.devices.trainer[0].type == "cpu"
     tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS // 4)
-    needs = _needs(_with_tokens(deployment, tokens), load, known)
-    most = tokens
-    if not (given or on_cpu or load is None):
-        most = most_gpu_tokens(sum(each.numel() for each in Outlines(deployment, known).actor().parameters()))
+    needs, spread = _needs(_with_tokens(deployment, tokens), load, known), deployment.settings.placement.spread
+    if given or on_cpu or load is None or crowded(needs, deployment.assumed, spread=spread):
+        return tokens, needs
+    most = most_gpu_tokens(sum(each.numel() for each in Outlines(deployment, known).actor().parameters()))
     while most > tokens:
-        times, most = most // tokens, most // 2
-        larger = [need.with_activations(times) if is_of_training(need) else need for need in needs]
-        if not crowded(larger, deployment.assumed, spread=deployment.settings.placement.spread):
-            return times * tokens, larger
+        larger = _needs(_with_tokens(deployment, most), load, known)
+        reserved = [need.with_activations(BESIDE) if is_of_training(need) else need for need in larger]
+        if not crowded(reserved, deployment.assumed, spread=spread):
+            return most, larger
+        most //= 2
     return tokens, needs
 
 
@@ -353,8 +356,8 @@ def _trained(deployment: Deployment, made: Outlines, load: Load | None) -> Bytes
         with planned_on(device):
             return trained.under(load, sampling, trainer, loss)
 
-    rows = rows_of(load, trainer.micro_batch_tokens or CPU_TOKENS)
-    asked = rows, load.prompt, load.response, trainer.gradient_checkpointing, trainer.micro_batch_tokens
+    tokens = min(trainer.micro_batch_tokens or CPU_TOKENS, load.rollouts * (load.sequence - 1))
+    asked = tokens, load.rollouts, load.prompt, load.response, trainer.gradient_checkpointing
     key = "trainer", models, asked, device.type, trainer.optimizer, repr(loss), sampling.temperature
     return made.counted("trainer", key, count)
 

@@ -371,6 +371,7 @@ WORKS: Mapping[str, Callable[[], Counts]] = {
     "the harness": refused,
     "update of logits": of_logits,
     "update of logits, 8 at a time": partial(of_logits, tokens=8),
+    "update of logits, an eighth at a time": partial(of_logits, tokens=1),
     "update of logits, by Triton": partial(of_logits, SimpleNamespace(measured=Measured.once)),
 }
 """By name; each returns what it did, by phase."""

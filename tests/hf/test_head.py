@@ -14,6 +14,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,7 +28,7 @@ from transformers import (
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Finish, FloatArray, Prompt, Response
-from oppo.hf.head import OwnHead, require_own_head, widen_head
+from oppo.hf.head import UPDATE_BYTES, UPDATE_SHARE, OwnHead, require_own_head, widen_head
 from oppo.hf.loading import load_causal, load_scalar, outline
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import Load, longest_batch
@@ -47,6 +48,7 @@ from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import pack
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.weights import SharedModel, weights_digest
+from oppo.hf.without_data import planned_on
 from oppo.losses import ClippedLoss, Input, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Thread
@@ -210,6 +212,17 @@ async def test_decoder_reference_and_trainer_agree_better_than_logits_of_16_bits
     for one in ("reference", "trainer"):
         np.testing.assert_allclose(in_chunks[one], at_once[one], atol=1e-5)
         assert apart(at_once, one) < 0.8 * apart(narrow, one)
+
+
+@given(vocabulary=st.integers(2, 300_000), tokens=st.integers(1, 1 << 17))
+def test_chunks_of_logits_grow_with_a_micro_batch_on_a_gpu_alone(vocabulary: int, tokens: int) -> None:
+    head = OwnHead(tiny.causal())
+    head._shell.config.vocab_size = vocabulary
+    assert head.chunk(tokens) == head.chunk()
+    with planned_on(torch.device("cuda")):
+        least, most = head.chunk(), head.chunk(1 << 30)
+        assert head.chunk(tokens) == min(max(least, tokens // UPDATE_SHARE), most)
+        assert 4 * vocabulary * most <= UPDATE_BYTES
 
 
 def test_a_head_that_cannot_be_told_from_its_trunk_is_refused() -> None:

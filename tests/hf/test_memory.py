@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Chunk, IntArray, Prompt
-from oppo.hf.head import CPU_LOGITS_BYTES, OwnHead
+from oppo.hf.head import CPU_LOGITS_BYTES, LOGITS_BYTES
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import (
     Bytes,
@@ -280,7 +280,7 @@ def test_an_update_of_an_h100_is_predicted_within_a_twentieth(monkeypatch: pytes
     def made() -> ActorCritic:
         return ActorCritic(Qwen2ForCausalLM(config).bfloat16())
 
-    monkeypatch.setattr(OwnHead, "chunk", (256 << 20) // (4 * 151_936))  # as it was then
+    monkeypatch.setattr("oppo.hf.head.UPDATE_BYTES", LOGITS_BYTES)  # as it was then
     with planned_on(torch.device("cuda")):
         found = Trained(made).under(Load(32, 256, 768, 128), Sampling(max_new_tokens=768), chosen, ClippedLoss())
     results = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -33,7 +33,18 @@ from oppo.run.checkpoint import fingerprints, require_same
 from oppo.run.deployment import Deployment, places_of
 from oppo.run.engines import require_engines
 from oppo.run.fit import advice
-from oppo.run.memory import ALONE, Expected, by_device, crowded, engine_share, expected, with_micro_batches
+from oppo.run.memory import (
+    ALONE,
+    BESIDE,
+    Expected,
+    Known,
+    by_device,
+    crowded,
+    engine_share,
+    expected,
+    planned,
+    with_micro_batches,
+)
 from oppo.run.train import FINAL
 from oppo.simulate.costs import Hardware
 from oppo.vllm.arguments import placed, route_of
@@ -294,13 +305,19 @@ def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(fold
     assert micro_batch(folder, [], roomy) == 131072
     assert micro_batch(folder, ["trainer.micro_batch_tokens=512"], roomy) == 512
     assert micro_batch(folder, ["models.device=cpu"], roomy) == 2048
-    settings = load_settings(folder / "config.toml", ["trainer.micro_batch_tokens=4096"])
-    deployment = Deployment.of(settings, roomy)
-    needs = expected(deployment, deployment.load(64))
-    least = sum(each.bytes.total for each in needs)
-    once = sum(each.bytes.activations for each in needs if each.model == "trainer")
-    sizes = [micro_batch(folder, [], replace(roomy, bytes=least + times * once)) for times in (0, 1, 3, 6, 7, 30, 31)]
-    assert sizes == [4096, 8192, 16384, 16384, 32768, 65536, 131072]
+    known: Known = {}
+
+    def in_memory(size: int, *chosen: str) -> tuple[int, list[Expected]]:
+        settings = load_settings(folder / "config.toml", ["step.batch=4096", *chosen])
+        deployment = Deployment.of(settings, replace(roomy, bytes=size))
+        return planned(deployment, deployment.load(64), known)
+
+    for tokens in (4096 << times for times in range(1, 6)):
+        _, needs = in_memory(roomy.bytes, f"trainer.micro_batch_tokens={tokens}")
+        trained = sum(each.bytes.activations for each in needs if each.model == "trainer")
+        enough = sum(each.bytes.total for each in needs) + int((BESIDE - 1) * trained)
+        assert in_memory(enough) == (tokens, needs)
+        assert in_memory(enough - trained // 100)[0] == tokens // 2
 
 
 @pytest.mark.parametrize(("billions", "tokens"), [(0.1, 131072), (0.5, 65536), (1.5, 32768), (70, 32768)])
