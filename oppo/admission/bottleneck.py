@@ -106,21 +106,10 @@ class Bottleneck:
 
     @property
     def message(self) -> str:
-        if self.next_schedule is None:
-            faster = {"score": "faster scoring", "train": "a faster update"}.get(self.largest, "a faster decode step")
-            return (
-                f"{self._meaning()}: only {faster} would help; no schedule of as many rows is more than "
-                f"{self.limit:.1f} times as fast"
-            )
-        promise = self.limits[self.next_schedule]
-        more = self.limit >= WORTHWHILE * promise
-        together = f"; all schedules of as many rows together at most {self.limit:.1f} times" if more else ""
-        own = ", where decoding and training have hardware of their own" if self.next_schedule == "lookahead" else ""
-        return (
-            f"{self._meaning()}: {self._remedy(self.next_schedule)}, at most {promise:.1f} times as fast{own}{together}"
-        )
+        return f"{self.meaning}; {self.advice}"
 
-    def _meaning(self) -> str:
+    @property
+    def meaning(self) -> str:
         share = f"{self.shares[self.largest]:.0%}"
         match self.largest:
             case "decode":
@@ -140,6 +129,16 @@ class Bottleneck:
                 return f"{share} of the step waits for scores after decoding"
             case "train":
                 return f"the update takes {share} of the step"
+
+    @property
+    def advice(self) -> str:
+        if self.next_schedule is None:
+            faster = {"score": "faster scoring", "train": "a faster update"}.get(self.largest, "a faster decode step")
+            return f"only {faster} would help; no schedule makes it more than {self.limit:.1f} times as fast"
+        promise = self.limits[self.next_schedule]
+        own = " on hardware of its own" if self.next_schedule == "lookahead" else ""
+        more = f"; all schedules together: at most {self.limit:.1f} times" if self.limit >= WORTHWHILE * promise else ""
+        return f"{self._remedy(self.next_schedule)}: at most {promise:.1f} times as fast{own}{more}"
 
     def _remedy(self, schedule: Schedule) -> str:
         match schedule:

@@ -274,7 +274,7 @@ def _key(shown: Sequence[Excerpt]) -> tuple[list[tuple[str, str]], str]:
     steps = [step for each in shown for step in each.steps]
     roles = {span.role for each in shown for span in each.work}
     notes = {
-        "dashed: the cut": any(step.cut is not None for step in steps),
+        "dashed: the batch is complete (cut)": any(step.cut is not None for step in steps),
         "arrows: responses deferred to the next step": any(step.deferred for step in steps),
         "faint: work for other steps": any(span.step not in each.shown for each in shown for span in each.work),
     }

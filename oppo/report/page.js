@@ -77,8 +77,8 @@ function draw(plot) {
     modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--dim"), activecolor: colour("--ink") }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink") } },
     showlegend: chart.lines.length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 10.5 } },
-    xaxis: { ...grid, range: across, uirevision: view.changes, hoverformat: ",d", tickformat: ",d", unifiedhovertitle: { text: "step %{x:,d}" }, title: { text: "step", standoff: 4, font: { size: 10.5 } } },
-    yaxis: { ...grid, type: view.log ? "log" : "linear", uirevision: view.changes, autorange: !up, range: up, fixedrange: true, exponentformat: "power", nticks: 6, ...(counts(chart) && { dtick: 1 }) },
+    xaxis: { ...grid, range: across, ...(across[1] - across[0] < 6 && { dtick: 1 }), uirevision: view.changes, hoverformat: ",d", tickformat: ",d", unifiedhovertitle: { text: "step %{x:,d}" }, title: { text: "step", standoff: 4, font: { size: 10.5 } } },
+    yaxis: { ...grid, type: view.log ? "log" : "linear", uirevision: view.changes, automargin: true, autorange: !up, range: up, fixedrange: true, exponentformat: "power", nticks: 6, ...(counts(chart) && { dtick: 1 }) },
   };
   const options = { displaylogo: false, responsive: true, modeBarButtons: [["toImage"]] };
   const first = !drawn.has(plot);

@@ -30,7 +30,7 @@ from oppo.durable import put
 from oppo.errors import OppoError, counted
 from oppo.redact import printable
 from oppo.report.charts import COLOURS, Line, lines, timeline
-from oppo.report.metrics import CHARTS, MFU, Chart, hidden_fraction, metric, summary
+from oppo.report.metrics import CHARTS, MFU, Chart, column, hidden_fraction, metric, summary
 from oppo.report.recorded import LOG, TIMELINE, Recorded, differing, held_out, parameters, recorded
 from oppo.report.records import EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, Record
 
@@ -69,9 +69,8 @@ def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = ""
         style=STYLE,
         live=escape(live),
         head=_head(runs, names),
-        times=_times(runs, names),
+        times=_times(runs, names) + "".join(chain.from_iterable(starmap(_notes, several))),
         curves=_curves(charts, names, drawing=bool(library)) or "<p>No step was made.</p>",
-        notes="".join(chain.from_iterable(starmap(_notes, several))),
         about="".join(_about(run, name, folder) for run, name in several),
         samples="".join(chain.from_iterable(starmap(_samples, several))) or "<p>No sample was kept.</p>",
         data=json.dumps(known, separators=(",", ":")).replace("<", "\\u003c"),  # so that no text ends its element
@@ -125,15 +124,19 @@ def _lines(chart: Chart, run: Recorded, known: Mapping[str, None], number: int) 
     if "overlap/hidden_fraction" in chart.lines.values() and hidden_fraction(run.records) is None:
         return  # scoring of milliseconds
     for each in found.values():
-        wrong = each.name in MFU.values() and any((share or 0.0) > 1 for share in each.y)
+        wrong = each.name in MFU.values() and max(column(run.records, each.name), default=0.0) > 1
         distilled = each.name == "score" and "objective/teacher_kl" in known
-        zero = not any(each.y) and (distilled or each.name in _RARE or all(value is None for value in each.y))
-        if not wrong and not zero:
+        idle = 0.0 if distilled else _IDLE.get(each.name)
+        told = any(value is not None and (idle is None or abs(value - idle) > _ROUNDING) for value in each.y)
+        if told and not wrong:
             yield each
 
 
-# Not drawn if they are 0 all the time
-_RARE: Final = frozenset({"deferred", "dropped", "staleness/max", "staleness/mean", "mismatch/kl"})
+_ROUNDING: Final = 1e-6
+# What is not drawn if it is so in every step
+_IDLE: Final = {"mismatch/ess": 1.0} | dict.fromkeys(
+    ("deferred", "dropped", "staleness/max", "staleness/mean", "mismatch/kl", "mismatch/kl_current"), 0.0
+)
 
 
 def _line(run: Recorded, label: str, name: str, number: int) -> Line:
@@ -170,7 +173,7 @@ def _figure(number: int, chart: Chart, found: Sequence[Line], runs: Sequence[str
     if len(runs) > 1:
         parts = [(runs[each.run], each.label if len(names) > 1 else "") for each in found]
         found = [replace(each, label=": ".join(filter(None, part))) for each, part in zip(found, parts, strict=True)]
-    place = f'<div class="plot" data-chart="{number}"></div>'
+    place = f'<div class="plot" data-chart="{number}" role="img" aria-label="{escape(chart.title)}"></div>'
     shown = place if drawing else lines(chart.title, found, within=chart.within)
     heading = f"<h3>{escape(chart.title)}<small>{escape(unit + ', '.join(names))}</small></h3>"
     return f'<figure title="{escape(meaning)}"><figcaption>{heading}</figcaption>{shown}</figure>'
@@ -179,9 +182,11 @@ def _figure(number: int, chart: Chart, found: Sequence[Line], runs: Sequence[str
 def _head(runs: Sequence[Recorded], names: Sequence[str]) -> str:
     if len(runs) == 1:
         head = f'<h1>{escape(runs[0].name)}</h1>{_state(runs[0])}<p id="lead">{escape(printable(_lead(runs[0])))}</p>'
+        head += f'<p class="failed">{escape(runs[0].reason)}</p>' if runs[0].reason else ""
         return f"<header>{head}</header>{_problems(runs, names)}{_tiles(runs[0])}"
     rows = "".join(
-        f"<tr><th>{_swatch(k)}{escape(name)}</th><td>{_state(run)}</td><td>{escape(printable(_lead(run)))}</td></tr>"
+        f"<tr><th>{_swatch(k)}{escape(name)}</th><td>{_state(run)}</td>"
+        f'<td>{escape(printable(_lead(run)))} <span class="failed">{escape(run.reason)}</span></td></tr>'
         for k, (run, name) in enumerate(zip(runs, names, strict=True))
     )
     head = f'<header><h1>{len(runs)} runs</h1><p id="lead"></p></header>'
@@ -200,8 +205,12 @@ def _lead(run: Recorded) -> str:
     made, wanted = len(run.records), run.setting("run", "steps")
     of = f" of {wanted:,}" if isinstance(wanted, int) and wanted != made and run.state != "complete" else ""
     seconds = math.fsum(value for each in run.records if (value := each.get("seconds")))
+    policy = run.models().get("policy", "")
+    named = f"policy {Path(policy).name if Path(policy).is_absolute() else policy}" if policy else ""
     facts = [
         str(run.setting("step", "algorithm") or ""),
+        " of ".join(filter(None, (named, _size(policy)))),
+        _machine(run),
         f"{made:,}{of} steps in {_duration(seconds)}" if of else f"{counted(made, 'step')} in {_duration(seconds)}",
         f"began {str(run.begun.get('timestamp', ''))[:16].replace('T', ' ')} UTC" if run.begun else "",
     ]
@@ -231,8 +240,8 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
 
     def span(name: str, digits: int = 2, unit: str = "") -> str:
         first, last = (figures.get(name, {}).get(when) for when in ("first", "last"))
-        ends = [_number(each, f".{digits}f") for each in (first, last) if each is not None]
-        return " → ".join(ends) + unit if len(ends) > 1 else ""
+        ends = dict.fromkeys(_number(each, f".{digits}f") for each in (first, last) if each is not None)
+        return " → ".join(ends) + unit if ends else ""
 
     def one(name: str, statistic: str, form: str, unit: str = "") -> str:
         value = figures.get(name, {}).get(statistic)
@@ -241,27 +250,31 @@ def _figures(run: Recorded) -> dict[str, tuple[str, str]]:
     if "objective/teacher_kl" in figures and not any(figures.get("score", {}).values()):
         figures.pop("score", None)  # of a distillation without rewards
     interval = one("eval/score_ci95", "last", ".2f")
-    bound = together([found for each in run.records if (found := _bound(each))][-_WINDOW:])
-    rest = ", ".join(f"{name}: {one(name, 'total', ',')}" for name in ("deferred", "dropped"))
+    bound = _recent(run)
+    rest = ", ".join(f"{name} {one(name, 'total', ',')}" for name in ("deferred", "dropped"))
     shown = {
-        "Held-out score, first → last": (
+        "Held-out score": (
             span("eval/score") + (f" ±\N{NO-BREAK SPACE}{interval}" if interval else ""),
-            "eval/score" + (", with its 95% interval" if interval else ""),
+            "eval/score, first → last" + (", 95% interval" if interval else ""),
         ),
-        "Score, first → last steps": (span("score"), "score"),
-        "KL to the reference": (one("objective/kl", "last", ".2f", " nats"), "objective/kl, last steps"),
-        "KL to the teacher": (one("objective/teacher_kl", "last", ".2f", " nats"), "objective/teacher_kl, last steps"),
-        "Held-out response, first → last": (span("eval/response_length", 0, " tokens"), "eval/response_length"),
+        "Score of rollouts": (span("score"), "score, first → last steps"),
+        "KL to the reference": (one("objective/kl", "last", "z.2f", _NATS), "objective/kl, last steps"),
+        "KL to the teacher": (one("objective/teacher_kl", "last", "z.2f", _NATS), "objective/teacher_kl, last steps"),
+        "Held-out response": (span("eval/response_length", 0, " tokens"), "eval/response_length, first → last"),
         "Time of a step": (one("seconds", "median", ".3g", " s"), "seconds, median"),
         "Tokens a second": (one("throughput/tokens_per_s", "median", ",.0f"), "throughput/tokens_per_s, median"),
         "Scoring hidden": (one("overlap/hidden_fraction", "mean", ".0%"), "overlap/hidden_fraction"),
-        "The last steps wait for": (_WAITS[bound.largest] if bound else "", "bottleneck/*"),
+        "Bottleneck": (
+            f"{_PARTS[bound.largest]}, {bound.shares[bound.largest]:.0%}" if bound else "",
+            f"bottleneck/{bound.largest}, last steps" if bound else "",
+        ),
         "Rollouts trained": (one("trained", "total", ","), rest),
     }
     return {label: figure for label, figure in shown.items() if figure[0]}
 
 
-_WAITS: Final = {
+_NATS: Final = " nats a rollout"
+_PARTS: Final = {
     "decode": "decoding",
     "tail": "the long tail",
     "cap": "the length cap",
@@ -270,8 +283,9 @@ _WAITS: Final = {
 }
 
 
-def _bound(record: Mapping[str, float | None]) -> Bottleneck | None:
-    return Bottleneck.of_metrics(record, record.get("seconds") or 0.0)
+def _recent(run: Recorded) -> Bottleneck | None:
+    bounds = (Bottleneck.of_metrics(each, each.get("seconds") or 0.0) for each in run.records[-_WINDOW:])
+    return together([*filter(None, bounds)])
 
 
 def _tiles(run: Recorded) -> str:
@@ -309,21 +323,13 @@ def _times(runs: Sequence[Recorded], names: Sequence[str]) -> str:
 
 
 def _notes(run: Recorded, name: str) -> Iterator[str]:
-    found = [bound for each in run.records if (bound := _bound(each))]
-    latest = found[-_WINDOW:]
-    if (recent := together(latest)) is not None:
-        counts = Counter(each.largest for each in found).most_common()
-        steps = ", ".join(f"{part}-bound: {count / len(found):.0%} of the steps" for part, count in counts)
-        last = "The last step is" if len(latest) == 1 else f"The last {len(latest)} steps together are"
-        yield f"<h2>Bottleneck{f' of {escape(name)}' if name else ''}</h2><p>{escape(steps)}.</p>"
-        yield f"<p>{last} {recent.largest}-bound: {escape(recent.message)}.</p>"
-    shares = {kind: [*filter(None, (each.get(metric) for each in run.records))] for kind, metric in MFU.items()}
+    of = f" of {escape(name)}" if name else ""
+    if (recent := _recent(run)) is not None:
+        yield f"<p><b>Bottleneck{of}:</b> {escape(recent.meaning)}. <b>Advice:</b> {escape(recent.advice)}.</p>"
     # The peak of a CPU is measured when a run begins, beside any other load of the machine.
-    wrong = " and ".join(kind for kind, values in shares.items() if any(share > 1 for share in values))
-    why = f" for {wrong}, which were faster than the peak that was measured" if wrong else ""
-    if wrong or (run.records and not any(shares.values())):
-        of = f"{escape(name)}: " if name else ""
-        yield f"<p>{of}Model FLOPs utilisation: not drawn{why or ', since the peak of the device is not known'}.</p>"
+    wrong = " and ".join(kind for kind, name in MFU.items() if max(column(run.records, name), default=0) > 1)
+    if wrong:
+        yield f"<p>Utilisation{of} is not drawn for {wrong}: it was faster than the peak that was measured.</p>"
 
 
 def _samples(run: Recorded, name: str) -> Iterator[str]:
@@ -347,7 +353,7 @@ def _sample(sample: Record, name: str) -> str:
     head = "".join(f"<span>{escape(printable(each))}</span>" for each in told if each)
     return (
         f'<article class="sample" data-at="{at}" data-score="{"" if score is None else score}">'
-        f"<h3><b>{_number(score, '.3f')}</b>{head}</h3>"
+        f"<h3><b>score {_number(score, '.3f')}</b>{head}</h3>"
         f'<div class="said"><div>{_part(str(sample["prompt"]))}</div><div>{said}</div></div></article>'
     )
 
@@ -362,16 +368,26 @@ def _part(text: str, by: object = "policy") -> str:
 
 
 def _about(run: Recorded, name: str, folder: Path | None) -> str:
-    libraries, known = run.begun.get("libraries"), ("machine", "cores", "memory", "gpus", "python")
-    machine = {key: run.begun.get(key) for key in known} | (libraries if isinstance(libraries, dict) else {})
-    models = {role: (model, _size(model)) for role, model in run.models().items()}
+    libraries = run.begun.get("libraries")
+    versions = {"python": run.begun.get("python")} | (libraries if isinstance(libraries, dict) else {})
+    rows = {role: (model, _size(model)) for role, model in run.models().items()}
+    rows |= {"machine": (_machine(run), ""), "versions": (", ".join(f"{key} {it}" for key, it in versions.items()), "")}
     of = f" of {escape(name)}" if name else ""
     return (
-        f'<div class="columns"><div><h2>Models{of}</h2>{_rows(models)}</div>'
-        f"<div><h2>Machine and versions{of}</h2>{_rows({key: (str(it),) for key, it in machine.items() if it})}</div>"
-        f"</div><h2>Files{of}</h2><p>{_files(run.path, folder)}</p><details><summary>Settings{of}</summary>"
-        f"<pre>{escape(printable(run.config, kept=chr(10)))}</pre></details>"
+        f"<h2>Models, machine and files{of}</h2>{_rows(rows)}<p>{_files(run.path, folder)}</p>"
+        f"<details><summary>Settings{of}</summary><pre>{escape(printable(run.config, kept=chr(10)))}</pre></details>"
     )
+
+
+def _machine(run: Recorded) -> str:
+    cores, gpus = run.begun.get("cores"), run.begun.get("gpus")
+    facts = [
+        run.begun.get("machine"),
+        counted(cores, "core") if isinstance(cores, int) else "",
+        run.begun.get("memory"),
+        *(gpus if isinstance(gpus, list) else []),
+    ]
+    return ", ".join(str(each) for each in facts if each)
 
 
 def _rows(rows: Mapping[str, Sequence[str]], head: str = "") -> str:

@@ -225,7 +225,7 @@ class Panel(Observer):
             stages.add_row(Text(name, style="bold"), Text(self._place(stage.step)), Text(doing))
         recent = together(self._bottlenecks)
         parts: list[RenderableType] = [Text(head)]
-        parts += [Text(f"{recent.largest}-bound: {recent.message}")] if recent is not None else []
+        parts += [Text(f"{recent.meaning}\n{recent.advice}")] if recent is not None else []
         parts += [ProgressBar(total=self._steps, completed=self._done), self._pace(), *self._devices()]
         parts += [*self._held_out(), stages]
         parts += [Text(self._stall, style="yellow")] if self._stall is not None else []

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from oppo.durable import put, read_text
 from oppo.errors import ConfigError, one_line
-from oppo.redact import printable
+from oppo.redact import excerpt, on_one_line, printable
 from oppo.report.charts import Excerpt
 from oppo.report.metrics import Metrics, metrics_of
 from oppo.report.records import (
@@ -41,6 +41,7 @@ CONFIG: Final = "config.toml"
 LOG: Final = "log.jsonl"
 TIMELINE: Final = "timeline.json"
 _SHORTEST: Final = 1e-9  # seconds of a timeline
+_REASON: Final = 1_000  # characters
 SHOWN: Final = 500  # samples of training on a page, about
 
 
@@ -58,6 +59,7 @@ class Recorded:
     begun: Mapping[str, object]
     state: str
     problems: Sequence[str]
+    reason: str = ""  # why it failed
 
     @property
     def name(self) -> str:
@@ -103,7 +105,9 @@ def recorded(path: Path, *, over: bool = False) -> Recorded:
     log = files.read(LOG, lambda damaged: _events(read_text(path / LOG), damaged), needed=False)
     begun: Mapping[str, object] = next((each for each in reversed(log) if each["event"] == "begin"), {})
     state = _state(path, log, over=over)
-    return Recorded(path, records, evaluations, samples, excerpts, config, settings, begun, state, [*files.problems])
+    reason = _reason(log) if state == "failed" else ""
+    problems = [*files.problems]
+    return Recorded(path, records, evaluations, samples, excerpts, config, settings, begun, state, problems, reason)
 
 
 @dataclass
@@ -177,6 +181,12 @@ def _state(path: Path, log: Sequence[Record], *, over: bool) -> str:
         if not over and is_locked(path):
             return "running"
     return "complete" if ended(path) is not None else last or "ended early"
+
+
+def _reason(log: Sequence[Record]) -> str:
+    told = next((each.get("exception") for each in reversed(log) if each["event"] == "failed"), None)
+    error = told[0] if isinstance(told, list) and told and isinstance(told[0], dict) else {}
+    return on_one_line(excerpt(f"{error.get('exc_type', '')}: {error.get('exc_value', '')}", _REASON)) if error else ""
 
 
 def held_out(evaluations: Sequence[Record]) -> Iterator[Record]:

@@ -343,7 +343,7 @@ class RunDirectory(Observer):
 
     def _write_timeline(self, steps: Sequence[TimedStep]) -> None:
         if steps:
-            note_times(self.path, [Excerpt("the latest", steps, self._cores.others)])
+            note_times(self.path, [Excerpt("latest", steps, self._cores.others)])
 
     def _complete(self) -> None:
         self._sync()

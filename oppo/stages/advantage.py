@@ -574,9 +574,9 @@ def _by_reward(batch: Batch, groups: Sequence[NDArray[np.int64]]) -> FloatArray:
 
 
 def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
-    if not groups:
+    deviations = [float(scores.std(ddof=1, dtype=np.float64)) for scores in groups if len(scores) > 1]
+    if not deviations:
         return {}
-    deviations = [float(scores.std(ddof=min(1, len(scores) - 1), dtype=np.float64)) for scores in groups]
     return {
         "objective/group_std": float(np.mean(deviations)),
         "objective/frac_zero_std": float(np.mean([not deviation for deviation in deviations])),

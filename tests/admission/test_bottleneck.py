@@ -46,8 +46,8 @@ def test_a_step_with_empty_slots_is_bound_by_its_tail() -> None:
     assert judge(replace(STEP, tokens=199)).largest == "tail"
     assert judge(replace(STEP, tokens=200)).largest == "decode", "of equal parts the first counts"
     assert judge(replace(STEP, tokens=199)).message == (
-        "42% of the step is lost to slots left empty by the long tail: defer more stragglers, at most 2.0 times as "
-        "fast; all schedules of as many rows together at most 2.4 times"
+        "42% of the step is lost to slots left empty by the long tail; defer more stragglers: at most 2.0 times as "
+        "fast; all schedules together: at most 2.4 times"
     )
 
 
@@ -58,8 +58,8 @@ def test_a_step_of_equal_lengths_is_bound_by_decoding() -> None:
     streamed = judge(replace(STEP, tokens=400, seconds=10.2, scoring=(), rest_seconds=0.2))
     assert streamed.next_schedule is None
     assert streamed.message == (
-        "98% of the step is decoding with every slot taken: only a faster decode step would help; no schedule of as "
-        "many rows is more than 1.0 times as fast"
+        "98% of the step is decoding with every slot taken; only a faster decode step would help; no schedule makes "
+        "it more than 1.0 times as fast"
     )
 
 
@@ -68,8 +68,8 @@ def test_a_tail_that_reaches_the_cap_within_a_step_is_one_of_the_cap() -> None:
     assert capped.largest == "cap"
     assert capped.shares["tail"] == 0
     assert capped.needed == 3
-    assert "1 of 4 run into the length cap: defer more stragglers: fewer than reach the cap gain" in capped.message
-    assert "about 3 are needed, at most 2.0 times as fast" in capped.message
+    assert "1 of 4 run into the length cap; defer more stragglers: fewer than reach the cap gain" in capped.message
+    assert "about 3 are needed: at most 2.0 times as fast" in capped.message
 
 
 def test_a_scorer_busier_than_decoding_sets_its_pace() -> None:
@@ -86,7 +86,7 @@ def test_scores_that_come_after_decoding_are_to_be_streamed() -> None:
     held = judge(replace(STEP, seconds=20.0, scoring=(Scoring("reward", 0.0, 9.0),)))
     assert held.largest == "score"
     assert held.message.startswith(
-        "45% of the step waits for scores after decoding: score responses while they are decoded, at most 1.8 times"
+        "45% of the step waits for scores after decoding; score responses while they are decoded: at most 1.8 times"
     ), "without any staleness"
     assert held.limits == pytest.approx({"stream": 20 / 11, "defer": 20 / 10, "lookahead": 20 / 10})
     assert held.limit == pytest.approx(20 / 9)
@@ -96,8 +96,8 @@ def test_an_update_of_half_the_step_is_to_be_overlapped_with_decoding() -> None:
     found = judge(replace(STEP, seconds=27.4, rest_seconds=17.0, scoring=()))
     assert found.limits["defer"] == pytest.approx(27.4 / 22)
     assert found.message == (
-        "the update takes 62% of the step: decode during the update (one more step of lookahead, or streamed "
-        "updates), at most 1.6 times as fast, where decoding and training have hardware of their own"
+        "the update takes 62% of the step; decode during the update (one more step of lookahead, or streamed "
+        "updates): at most 1.6 times as fast on hardware of its own"
     )
 
 
@@ -136,7 +136,7 @@ def test_the_limit_holds_for_the_schedule_that_the_verdict_names() -> None:
     assert after is not None
     assert (after.largest, after.next_schedule) == ("decode", None)
     assert after.limit == pytest.approx(1.0)
-    assert "no schedule of as many rows is more than 1.0 times as fast" in after.message
+    assert "no schedule makes it more than 1.0 times as fast" in after.message
 
 
 @pytest.mark.parametrize("nothing", [replace(STEP, decode_seconds=0.0), replace(STEP, decode_steps=0)])
@@ -177,7 +177,7 @@ def test_with_steps_in_flight_the_longest_phase_sets_the_pace() -> None:
     trained = judge(replace(AHEAD, seconds=20.0, rest_seconds=20.0))
     assert trained.shares == pytest.approx(shares(train=1.0))
     assert trained.limit == 1.0
-    assert trained.message.startswith("the update takes 100% of the step: only a faster update would help; no sched")
+    assert trained.message.startswith("the update takes 100% of the step; only a faster update would help; no sched")
     scored = judge(replace(AHEAD, seconds=15.0, scoring=(Scoring("reward", 9.0, 6.0),)))
     assert scored.shares == pytest.approx(shares(score=1.0))
     assert scored.message.startswith("the slowest scorer is busy for 1.5 times as long as decoding, 100% of the step")

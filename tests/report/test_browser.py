@@ -187,6 +187,22 @@ def test_hover_shows_values_and_a_zoom_moves_every_x_axis(page: Page, tmp_path: 
     assert page.evaluate("view.range") is None
 
 
+@pytest.mark.parametrize("steps", [1, 3, 60])
+def test_a_page_fits_a_phone_and_each_chart_has_a_name_and_whole_steps(page: Page, tmp_path: Path, steps: int) -> None:
+    runs = [recorded(made(tmp_path / f"a_run_of_a_long_name_{each}", steps, 3)) for each in "ab"]
+    page.set_viewport_size({"width": 360, "height": 800})
+    for written in (write_report(runs[:1]), write_report(runs)):
+        page.goto(written.as_uri())
+        page.locator(".plot").first.scroll_into_view_if_needed()
+        page.wait_for_selector(".js-plotly-plot .scatterlayer")
+        wide = "[...document.querySelectorAll('body *')].filter((each) => each.getBoundingClientRect().right > 360.5"
+        wide += " && !each.closest('svg, figure, .scroll, pre')).map((each) => each.outerHTML.slice(0, 300))"
+        assert page.evaluate(wide) == []
+        assert page.get_by_role("img", name="Score", exact=True).count() == 1
+        ticks = page.locator(".js-plotly-plot").first.locator(".xtick").all_text_contents()
+        assert len({*ticks}) == len(ticks) > 0
+
+
 def test_lines_are_smoothed_and_drawn_on_a_log_scale(page: Page, tmp_path: Path) -> None:
     opened(page, made(tmp_path / "run", 100, 4))
     drawn = (
@@ -209,7 +225,7 @@ def test_the_search_finds_samples_and_orders_them(page: Page, tmp_path: Path) ->
     assert page.locator(".sample:visible").count() == 11
     page.locator("#order").select_option("best")
     first = "[...document.querySelectorAll('.sample')].find((each) => each.offsetParent)"
-    until(page, f"{first}.innerText.startsWith('6.556')")
+    until(page, f"{first}.innerText.startsWith('score 6.556')")
     page.locator("#find").fill("")
     assert page.locator(".sample:visible").count() == 60
     assert page.locator(".sample .tool").first.text_content() == "tool 59"

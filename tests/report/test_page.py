@@ -18,7 +18,7 @@ from oppo.observe import Span
 from oppo.report import RunDirectory
 from oppo.report.charts import COLOURS, Excerpt
 from oppo.report.metrics import CHARTS, METRICS, Chart, Metrics, metric, records_of
-from oppo.report.page import drawn, page, write_report
+from oppo.report.page import STYLE, drawn, page, write_report
 from oppo.report.recorded import Recorded, differing, note_times, parameters, recorded
 from oppo.report.records import Record
 from oppo.report.trace import TimedStep
@@ -58,7 +58,7 @@ def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -
             directory.on_span(Span("step", str(number), 2.0 * number, 2.0 * number + 2, number, kind="step"))
             play_one(directory)
     html = html_of(directory.path)
-    assert html.index("the latest: 2 steps in 4.00 s") < html.index("Does it learn?")
+    assert html.index("latest: 2 steps in 4.00 s") < html.index("Does it learn?")
     assert "policy: 1.000 s for step 2, from 2.000 s on" in html
     assert "1 response deferred" in html
     assert html.count("<svg") == 7
@@ -74,7 +74,7 @@ def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(path:
     write_report([recorded(path)])
     assert "another: 1 step in 2.00 s; other processes took 40% of the cores" in html_of(path)
     curves = before.partition('class="curves">')[2].partition("<h2>Samples")[0]
-    assert curves.partition("Files")[0] in html_of(path)
+    assert curves.partition("Models, machine and files")[0] in html_of(path)
 
 
 @given(gap=st.floats(0.0, 0.009), count=st.integers(1, 400), start=st.floats(-1e6, 1e6))
@@ -118,7 +118,7 @@ def test_scoring_of_milliseconds_is_not_said_to_be_hidden(tmp_path: Path, scorin
     assert ("Scoring hidden behind" in html) == ("75%" in html) == (hidden is not None)
 
 
-def test_a_utilisation_above_the_peak_is_not_drawn_and_one_that_is_not_known_is_said_so(tmp_path: Path) -> None:
+def test_a_utilisation_above_the_peak_is_not_drawn_and_said_so(tmp_path: Path) -> None:
     records: list[Metrics] = [
         {"step": 0, "seconds": 2.0, "perf/mfu/decode": 0.1, "perf/mfu/update": share} for share in (0.9, 1.3)
     ]
@@ -126,8 +126,7 @@ def test_a_utilisation_above_the_peak_is_not_drawn_and_one_that_is_not_known_is_
         run = run_of(tmp_path, found)
         (lines,) = (each for chart, each in drawn([run]) if chart.title == "Model FLOPs utilisation")
         assert [line.label for line in lines] == names
-        assert ("not drawn for update, which were faster than the peak" in page([run])) == (len(names) == 1)
-    assert "peak of the device is not known" in page([run_of(tmp_path, [{"step": 0}])])
+        assert ("not drawn for update: it was faster than the peak" in page([run])) == (len(names) == 1)
 
 
 def test_the_page_spells_out_the_control_characters_of_texts(tmp_path: Path) -> None:
@@ -186,9 +185,9 @@ def test_a_distillation_shows_its_distance_to_the_teacher_and_a_score_only_with_
     run = run_of(tmp_path, [{"step": 0, "score": score, "objective/teacher_kl": 2.5}])
     assert [chart.title for chart, _ in drawn([run])] == [*(["Score"] if shown else []), "KL to the teacher"]
     html = page([run])
-    assert "<b>2.50 nats</b>" in html
-    assert ("Score, first → last steps" in html) == shown
-    assert "Score, first" in page([run_of(tmp_path, [{"step": 0, "score": 0.0}])]), "of a reward never given"
+    assert "<b>2.50 nats a rollout</b>" in html
+    assert ("Score of rollouts" in html) == shown
+    assert "Score of rollouts" in page([run_of(tmp_path, [{"step": 0, "score": 0.0}])]), "of a reward never given"
 
 
 def test_a_held_out_metric_is_drawn_where_its_chart_is_and_not_as_one_of_ones_own(tmp_path: Path) -> None:
@@ -344,6 +343,76 @@ def test_how_a_run_ended_is_shown(path: Path) -> None:
         assert recorded(directory.path, over=True).state == "ended early"
         directory.conclude()
     assert recorded(directory.path).state == "complete"
+
+
+def test_a_run_that_failed_says_why_and_any_other_does_not(path: Path) -> None:
+    log, why = path / "log.jsonl", {"exc_type": "RewardFailure", "exc_value": "it said <no>\nand\x1b[31m"}
+    failed = {"event": "failed", "exception": [why, {"exc_type": "ValueError", "exc_value": "behind it"}]}
+    log.write_text(json.dumps(failed) + "\n")
+    run = recorded(path)
+    for html in (page([run]), page([run, replace(run, reason="")])):
+        assert "RewardFailure: it said &lt;no&gt;" in html
+        assert "behind it" not in html
+        assert "\x1b" not in html
+    log.write_text("".join(json.dumps(each) + "\n" for each in (failed, {"event": "begin"}, {"event": "end"})))
+    assert recorded(path).reason == ""
+    unknown: list[object] = [None, 3, [], [3], {}]
+    for told in unknown:
+        log.write_text(json.dumps({"event": "failed", "exception": told}) + "\n")
+        assert (recorded(path).state, recorded(path).reason) == ("failed", "")
+
+
+def test_a_page_begins_with_what_was_trained_where(tmp_path: Path) -> None:
+    model = tmp_path / "my-actor"
+    tiny.causal().save_pretrained(model)
+    begun = {"machine": "Linux x86_64", "cores": 2, "memory": "24 GiB", "gpus": ["8 x NVIDIA H100"]}
+    settings = {"models": {"policy": str(model)}, "step": {"algorithm": "ppo"}}
+    run = replace(run_of(tmp_path, [{"step": 0}]), settings=settings, begun=begun)
+    lead = page([run]).partition('id="lead">')[2].partition("</p>")[0]
+    assert lead.startswith(
+        f"ppo · policy my-actor of {parameters(str(model)):,} parameters · Linux x86_64, 2 cores, 24"
+    )
+    assert "8 x NVIDIA H100 · 1 step in" in lead
+    hub = replace(run, settings={"models": {"policy": "owner/name"}})
+    assert "policy owner/name · " in page([hub])
+    assert lead in page([run, hub])
+
+
+def test_what_bounds_a_step_has_one_share_of_one_whole(tmp_path: Path) -> None:
+    bound = {f"bottleneck/{name}": 0.0 for name in ("tail", "cap", "score", "scoring", "capped", "finished")}
+    bound |= {"bottleneck/decode": 0.49, "bottleneck/train": 0.51}
+    bound |= {f"bottleneck/limit{name}": 1.9 for name in ("", "_stream", "_defer", "_lookahead")}
+    html = page([run_of(tmp_path, [{"step": step, "seconds": 1.0, **bound} for step in range(9)])])
+    shown = html.partition("<body")[2].partition('id="view"')[0]
+    assert {*re.findall(r"\d+%", shown)} == {"51%"}
+    assert "<b>the update, 51%</b>" in shown
+    assert "the update takes 51% of the step." in shown
+
+
+def test_what_is_as_without_deferral_in_every_step_is_not_drawn(tmp_path: Path) -> None:
+    still: Metrics = {"deferred": 0, "staleness/max": 0, "mismatch/kl": 0.0, "mismatch/kl_current": 1e-13}
+    records: list[Metrics] = [{"step": step, **still, "mismatch/ess": 1 - 1e-9, "score": 0.0} for step in range(3)]
+    assert [chart.title for chart, _ in drawn([run_of(tmp_path, records)])] == ["Score"]
+    for name in ("deferred", "staleness/max", "mismatch/kl", "mismatch/kl_current", "mismatch/ess"):
+        run = run_of(tmp_path, [*records[:2], {**records[2], name: 2}])
+        assert name in {line.name for _, lines in drawn([run]) for line in lines}
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of WCAG 2.2, of ``#rgb`` or ``#rrggbb``."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * each for each in colour[1:])
+    parts = (int(digits[k : k + 2], 16) / 255 for k in (0, 2, 4))
+    linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_text_stands_out_from_what_is_behind_it_in_both_themes() -> None:
+    light, dark = (dict(re.findall(r"--(\w+):(#\w+)", each)) for each in re.findall(r":root\{(.*?)\}", STYLE))
+    for theme in (light, light | dark):
+        for behind in ("paper", "card", "wash"):
+            for text in ("ink", "dim", "mark", "good", "bad"):
+                low, high = sorted((luminance(theme[behind]), luminance(theme[text])))
+                assert (high + 0.05) / (low + 0.05) >= 4.5, (theme[behind], theme[text])
 
 
 def test_names_that_no_file_can_hold_are_spelt_out(tmp_path: Path) -> None:

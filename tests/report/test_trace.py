@@ -79,7 +79,7 @@ def test_a_cut_is_a_dashed_line_and_what_it_defers_an_arrow_to_the_next_step() -
     assert words(picture).count("cut") == 2
     assert [each for each in words(picture) if "deferred" in each or "carried" in each] == [
         "2 responses deferred",
-        "dashed: the cut; arrows: responses deferred to the next step",
+        "dashed: the batch is complete (cut); arrows: responses deferred to the next step",
     ]
     (head,) = (path.get("d", "") for path in ET.fromstring(picture).iter(f"{SVG}path"))
     assert head.startswith(f"M{ACROSS / 2:.1f} ")
@@ -95,7 +95,7 @@ def test_an_evaluation_is_drawn_in_a_colour_of_its_own_that_the_legend_names() -
     assert key & set(words(timeline([both]))) == key
     assert key & set(words(timeline([Excerpt("plain", [plain])]))) == key - {"evaluate"}
     assert not [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill-opacity")]
-    assert words(timeline([both]))[-1] == "dashed: the cut"
+    assert words(timeline([both]))[-1] == "dashed: the batch is complete (cut)"
     assert work_of(both.work)["policy"] == {"work": [1, 4.0]}, "an evaluation is no work of the step"
 
 

@@ -117,6 +117,15 @@ def test_the_metrics_say_how_many_groups_teach_nothing() -> None:
     assert firsts(batch)[:3] == [0, 0, 0]
 
 
+def test_rollouts_without_others_to_compare_with_are_no_groups_that_teach_nothing() -> None:
+    stage = GroupRelative("batch_standardised", credit="turns")
+    alone, mixed = stage.batch([row(0, 1.0), row(3, 2.0)]), stage.batch([row(0, 1.0), row(3, 2.0), row(4, 4.0)])
+    assert len(alone) == 2
+    assert not {"objective/group_std", "objective/frac_zero_std"} & {*alone.metrics}
+    assert mixed.metrics["objective/frac_zero_std"] == 0
+    assert mixed.metrics["objective/group_std"] == pytest.approx(2**0.5)
+
+
 def test_a_group_whose_scores_tie_is_counted_whatever_its_kl_is() -> None:
     rows = [row(k, score, reference=-1.0 - k) for k, score in enumerate([1, 1, 1, 3, 1, 2])]
     batch = GroupRelative("leave_one_out", kl=0.1).batch(rows)
