@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -384,10 +385,10 @@ def _models_of_trl(draft: Draft) -> None:
             draft.put("environment.max_turns", most, "max_tool_calling_iterations")
     named = ["reward_model_path", "<reward>", "reward_model_name_or_path", "reward_funcs"]
     given = [value if isinstance(value, list) else [value] for value in map(draft.given.get, named)]
-    rewards = [each for value in given for each in value if each is not None]
-    weights = draft.take("reward_weights", [])
-    draft.rewards(rewards[:1] if draft.kind == "ppo" else rewards, *named, weights=weights)
-    if len(rewards) < 2 and draft.value("algorithm.scale_scores") == "each_reward":
+    *models, functions = ([each for each in value if each is not None] for value in given)
+    rewards = list(chain.from_iterable(models))[: 1 if draft.kind == "ppo" else None]
+    draft.rewards(rewards, *named, functions=functions, weights=draft.take("reward_weights", []))
+    if len(rewards) + len(functions) < 2 and draft.value("algorithm.scale_scores") == "each_reward":
         draft.put("algorithm.scale_scores", "group", "multi_objective_aggregation")
 
 

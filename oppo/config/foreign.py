@@ -605,10 +605,14 @@ class Draft:
         if epochs % 1:
             self.lose("data.epochs counts whole passes: rounded up, so give run.steps", f"{name} = {epochs}")
 
-    def rewards(self, rewards: Sequence[object], *names: str, weights: Sequence[object] = ()) -> None:
+    def rewards(
+        self, models: Sequence[object], *names: str, functions: Sequence[object] = (), weights: Sequence[object] = ()
+    ) -> None:
+        rewards = [*models, *functions]
         for number, reward in enumerate(rewards):
             source, key = str(reward), f"rewards.{number}"
-            code = isinstance(reward, Function | Computed) or ("/" not in source and not source.startswith((".", "~")))
+            named = number >= len(models) and "/" not in source and not source.startswith((".", "~"))
+            code = named or isinstance(reward, Function | Computed)
             last = source.rpartition(".")[2] if code else PurePosixPath(source).name
             if code:
                 told = f"move {source} into a file: it gets completions as text, and the columns that it names"

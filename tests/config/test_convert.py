@@ -126,6 +126,17 @@ def test_files_and_models_are_what_the_program_names_by_its_configuration(files:
     assert lost(converted) == {"num_processes"}
 
 
+@pytest.mark.parametrize("name", ["reward", "reward.v2", "./reward", "owner/reward"])
+def test_a_reward_model_is_no_function_whatever_its_directory_is_called(name: str, tmp_path: Path) -> None:
+    script = PPO_SCRIPT.replace("{files}", '"rows.jsonl"').replace("./reward", name)
+    shell = f"python -m openrlhf.cli.train_ppo_ray --pretrain sft --reward_pretrain {name} --prompt_data rows.jsonl\n"
+    for file, text in (("ppo.py", script), ("ppo.sh", shell)):
+        (tmp_path / file).write_text(text)
+        converted = convert(tmp_path / file)
+        assert converted.document["rewards"][0]["source"] == name
+        assert "rewards.0.source" not in converted.blank
+
+
 def test_a_value_that_a_setting_does_not_take_is_lost_with_what_it_takes() -> None:
     converted = convert(FOREIGN / "trl_grpo.yaml")
     assert converted.document["algorithm"]["surrogate"] == "sapo"
