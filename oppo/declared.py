@@ -104,8 +104,12 @@ class Declared:
     resume: Resume
 
 
+def declared(record: type) -> Mapping[str, Declared]:
+    return _declared(record)
+
+
 @cache
-def declared(record: Any) -> Mapping[str, Declared]:
+def _declared(record: Any) -> Mapping[str, Declared]:
     kinds, found = get_type_hints(record, include_extras=True), {}
     for each in (each for each in fields(record) if each.init):
         default = each.default if each.default_factory is MISSING else each.default_factory()

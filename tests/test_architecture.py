@@ -99,7 +99,7 @@ BUDGETS = {
     "hf": 13_246,
     "liveness": 606,
     "losses": 1_065,
-    "oppo": 6_513,
+    "oppo": 6_517,
     "placement": 3_679,
     "report": 3_207,
     "rewards": 1_793,
