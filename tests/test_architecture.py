@@ -101,7 +101,7 @@ BUDGETS = {
     "losses": 1_065,
     "oppo": 6_517,
     "placement": 3_679,
-    "report": 3_207,
+    "report": 3_226,
     "rewards": 1_793,
     "run": 5_688,
     "simulate": 2_519,

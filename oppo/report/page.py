@@ -38,6 +38,8 @@ STYLE, SCRIPT, _PAGE = (Path(__file__).with_suffix(f".{kind}").read_text("utf-8"
 PAGE: Final = Template(_PAGE)
 
 _WINDOW: Final = 8  # steps in the latest bottleneck
+_ENDS_OF_RUN: Final = 10  # steps at the beginning and at the end of a run, whose means are compared
+_RISE: Final = 0.3  # of a share of responses, beyond that of chance in small batches
 _MOST: Final = 2_000  # blocks of steps that a line resolves
 _OWN: Final = 40  # charts of metrics that a trainer or a reward adds
 _LONGEST: Final = 8_000  # characters of a text
@@ -322,10 +324,27 @@ def _times(runs: Sequence[Recorded], names: Sequence[str]) -> str:
     return f'<h2>When each model worked</h2><figure class="timeline">{picture}</figure>' if picture else ""
 
 
+def cut_off(run: Recorded) -> str:
+    shares = column(run.records, "response_length/capped")
+    first, last = (math.fsum(each) / _ENDS_OF_RUN for each in (shares[:_ENDS_OF_RUN], shares[-_ENDS_OF_RUN:]))
+    named = {key: run.setting("algorithm", key) for key in ("missing_eos_penalty", "mask_truncated")}
+    helps = [f"algorithm.{key}" for key, value in named.items() if value is not None]
+    heeded = [*named.values(), run.setting("algorithm", "bootstrap_truncated")]
+    heeded.append(run.setting("step", "algorithm") == "dapo" and run.setting("algorithm", "long_buffer") != 0)
+    if len(shares) < 2 * _ENDS_OF_RUN or last < 0.5 or last - first < _RISE or any(heeded) or not helps:
+        return ""
+    return (
+        f"The share of responses that end at the length cap grew from {first:.0%} to {last:.0%}, and they are scored "
+        f"as others are: {' or '.join(helps)} keeps the policy from learning that."
+    )
+
+
 def _notes(run: Recorded, name: str) -> Iterator[str]:
     of = f" of {escape(name)}" if name else ""
     if (recent := _recent(run)) is not None:
         yield f"<p><b>Bottleneck{of}:</b> {escape(recent.meaning)}. <b>Advice:</b> {escape(recent.advice)}.</p>"
+    if told := cut_off(run):
+        yield f"<p><b>Length cap{of}:</b> {escape(told)}</p>"
     # The peak of a CPU is measured when a run begins, beside any other load of the machine.
     wrong = " and ".join(kind for kind, name in MFU.items() if max(column(run.records, name), default=0) > 1)
     if wrong:

@@ -18,7 +18,7 @@ from oppo.observe import Span
 from oppo.report import RunDirectory
 from oppo.report.charts import COLOURS, Excerpt
 from oppo.report.metrics import CHARTS, METRICS, Chart, Metrics, metric, records_of
-from oppo.report.page import STYLE, drawn, page, write_report
+from oppo.report.page import STYLE, cut_off, drawn, page, write_report
 from oppo.report.recorded import Recorded, differing, note_times, parameters, recorded
 from oppo.report.records import Record
 from oppo.report.trace import TimedStep
@@ -64,6 +64,41 @@ def test_the_page_opens_with_the_latest_two_steps_as_they_were(tmp_path: Path) -
     assert html.count("<svg") == 7
     assert main(["report", str(directory.path)]) == DONE
     assert html_of(directory.path) == html, "all of it is in the files"
+
+
+PPO: dict[str, object] = {"missing_eos_penalty": 0.0, "mask_truncated": False, "bootstrap_truncated": False}
+
+
+def capped(shares: Sequence[float], algorithm: dict[str, object], name: str = "ppo") -> Recorded:
+    records = [{"step": step, "response_length/capped": share} for step, share in enumerate(shares)]
+    return replace(run_of(Path("x"), records), settings={"step": {"algorithm": name}, "algorithm": algorithm})
+
+
+def test_the_page_says_that_ever_more_responses_are_cut(tmp_path: Path) -> None:
+    run = replace(capped([0.1] * 10 + [0.9] * 10, PPO), path=tmp_path)
+    assert "grew from 10% to 90%" in page([run])
+
+
+SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=60)
+
+
+@given(shares=SHARES, constant=st.floats(0, 1))
+def test_a_share_of_cut_responses_that_stays_or_falls_is_no_matter(shares: list[float], constant: float) -> None:
+    for calm in (sorted(shares, reverse=True), [constant] * 60):
+        assert not cut_off(capped(calm, PPO))
+
+
+@given(shares=st.lists(st.floats(0, 1), min_size=20, max_size=60), first=st.floats(0, 0.5))
+def test_a_share_of_cut_responses_that_grows_to_most_of_a_batch_is_told_with_what_helps(
+    shares: list[float], first: float
+) -> None:
+    grown = [first] * 10 + shares + [first + 0.35 if first > 0.2 else 0.6] * 10
+    assert "algorithm.missing_eos_penalty or algorithm.mask_truncated" in cut_off(capped(grown, PPO))
+    assert cut_off(capped(grown, {"mask_truncated": False}, "distill"))
+    for key, value in (("missing_eos_penalty", 0.5), ("mask_truncated", True), ("bootstrap_truncated", True)):
+        assert not cut_off(capped(grown, {**PPO, key: value}))
+    assert not cut_off(capped(grown, {**PPO}, "dapo")), "which punishes long responses"
+    assert cut_off(capped(grown, {**PPO, "long_buffer": 0}, "dapo"))
 
 
 def test_a_page_can_be_written_again_with_other_steps_and_the_same_records(path: Path) -> None:
