@@ -15,7 +15,7 @@ from oppo.config.load import SEEDED
 from oppo.config.scorers import REWARD_KINDS, ScorerSection
 from oppo.config.settings import keys_of
 from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
-from oppo.run.simulation import KINDS as PROFILE_SECTIONS
+from oppo.run.simulation import profile_sections
 from oppo.simulate.costs import ENGINES, GPUS, MODELS
 
 PAGE = Path(__file__).with_name("settings.md")
@@ -364,7 +364,7 @@ def _profiles() -> Iterator[str]:
     yield PROFILE.rstrip()
     for what, names in (("GPUs", GPUS), ("models", MODELS), ("engines", ENGINES)):
         yield f"- {what}: {', '.join(f'`{name}`' for name in names)}"
-    for name, kind in PROFILE_SECTIONS.items():
+    for name, kind in profile_sections().items():
         title = f"{name}.NAME" if name in {"gpus", "sizes"} else name
         yield f"\n### `[{title}]` of a profile\n\n| key | values | default | what it is |\n|---|---|---|---|"
         for key, declared in declared_of(kind).items():

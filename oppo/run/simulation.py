@@ -173,6 +173,11 @@ def _measured(steps: Sequence[MeasuredStep]) -> float | None:
     return median(warm) if warm else None
 
 
+def profile_sections() -> dict[str, type]:
+    hints = get_type_hints(Profile)  # of a section its class, or a dict of tables
+    return {each.name: (get_args(hints[each.name]) or [hints[each.name]])[-1] for each in fields(Profile)}
+
+
 PROFILE: Final[TypeAdapter[Profile]] = TypeAdapter(Annotated[Profile, Table()])
 
 
@@ -187,9 +192,7 @@ def profile_of(document: Mapping[str, object], folder: Path) -> Profile:
     try:
         profile = PROFILE.validate_python(document)
     except ValidationError as error:
-        hints = get_type_hints(Profile)  # of a section its class, or a dict of tables
-        kinds = {each.name: (get_args(hints[each.name]) or [hints[each.name]])[-1] for each in fields(Profile)}
-        keys = {name: declared(kind) for name, kind in kinds.items()}
+        keys = {name: declared(kind) for name, kind in profile_sections().items()}
         raise ConfigError(Faults(keys, list(keys), named=("gpus", "sizes")).describe(error)) from error
     profile.system()
     return profile
