@@ -98,14 +98,6 @@ def test_the_policy_learns_to_call_the_calculator() -> None:
     assert np.mean(scores[-5:]) > 0.8
 
 
-by_turns = import_module("examples.11_turns")
-
-
-def test_credit_by_turn_learns_sooner_than_by_response() -> None:
-    whole, turns = (sum(anyio.run(by_turns.train, credit, 16)[6:]) for credit in ("response", "turns"))
-    assert turns > 1.2 * whole
-
-
 torchrl = import_module("examples.08_torchrl")
 
 

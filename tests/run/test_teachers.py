@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tomllib
 from pathlib import Path
 from statistics import mean
@@ -10,7 +9,6 @@ from statistics import mean
 import pytest
 import tomli_w
 
-from examples.self_teacher import make_model
 from oppo.config.load import load_settings
 from oppo.errors import ConfigError
 from oppo.run.train import prepare, train
@@ -66,13 +64,3 @@ def test_what_the_teacher_cannot_read_is_refused_before_the_first_step(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(load_settings(folder / "config.toml", [*DISTILL, *settings]), dry_run=True)
-
-
-def test_the_example_learns_answers_that_only_its_teacher_is_shown(tmp_path: Path) -> None:
-    folder = tmp_path / "example"
-    shutil.copytree(Path(make_model.__file__).parent, folder)
-    make_model.main(folder)
-    train(folder / "config.toml", [f"run.directory={folder}", "run.panel=off"])
-    scores = [step["objective/scores"] for step in read_lines(folder / "self-teacher" / "metrics.jsonl")]
-    assert mean(scores[:2]) < 0.3
-    assert mean(scores[-5:]) > 0.8
