@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -132,6 +133,22 @@ def test_muon_trains_the_matrices_of_layers_and_adamw_the_rest(made: Path, tools
         moved = moved[moved > 0]
         as_far = (moved > 0.8 * moved.max()).float().mean()  # AdamW's first update moves all as far, by its rate
         assert (as_far < 0.1) == (weights.ndim == 2 and ".layers." in name), name
+
+
+@pytest.mark.timeout(900)
+def test_an_agent_trains_the_same_over_three_apis_within_its_limits(folder: Path) -> None:
+    rows, told = read_lines(folder / "made" / "agent.jsonl"), list[tuple[object, bytes]]()
+    for api in ("chat completions", "responses", "messages"):
+        (folder / "own.jsonl").write_text("\n".join(json.dumps(row) for row in rows if row["api"] == api))
+        apart(folder / "agent.toml", "run.steps=1", "run.deterministic=true", "step.batch=4", "data.prompts=own.jsonl")
+        path = folder / "runs" / "agent"
+        samples = read_lines(path / "samples.jsonl")
+        told.append((samples, (path / "checkpoints" / "final" / "actor" / "model.safetensors").read_bytes()))
+        shutil.rmtree(path)
+    assert told[0] == told[1] == told[2]
+    parts = [part for sample in samples for part in sample.get("parts", ())]
+    assert {"by": "tool", "text": ""} in parts  # the mark that ends its thinking, which no policy said
+    assert all(len(part["text"]) < 6 for part in parts if part["by"] == "policy")
 
 
 @pytest.mark.parametrize(
