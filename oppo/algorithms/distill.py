@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 from oppo.admission import Admission
 from oppo.admission.chunking import ChunkSize
 from oppo.algorithms.base import Clipped, Roles
-from oppo.algorithms.ppo import ppo
+from oppo.algorithms.ppo import ppo, streamed
 from oppo.declared import Positive, PositiveCount, changed, setting
 from oppo.errors import ConfigError
 from oppo.events import Drop, FloatArray, StepReport
@@ -101,23 +101,6 @@ class Distill(Clipped):
         return self.samples
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        """Return the graph of a step.
-
-        Raises:
-            ConfigError: there is no teacher.
-        """
         if roles.teacher is None:
             raise ConfigError("a distillation learns from the log-probs of a teacher, and got none: give one")
-        return distill(
-            policy=roles.policy,
-            teacher=roles.teacher,
-            trainer=roles.trainer,
-            admission=roles.admission,
-            reward=roles.reward,
-            advantage=Distillation(self.distill_advantage, self.mask_truncated),
-            reference=roles.reference,
-            proximal=roles.proximal,
-            chunks=roles.chunks,
-            siblings=roles.siblings,
-            samples=self.samples,
-        )
+        return streamed("ppo", roles, Distillation(self.distill_advantage, self.mask_truncated), self.samples)

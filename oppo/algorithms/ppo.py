@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from oppo.admission import Admission
@@ -170,6 +170,20 @@ class _Discounted(ClippedAlgorithm):
     def responses(self) -> int:
         return self.samples
 
+    def advantage(self) -> GAE:
+        return GAE(
+            gamma=self.gamma,
+            kl=self.reward_kl,
+            kl_estimator=self.kl_estimator,
+            shaping=self.shaping,
+            mask_truncated=self.mask_truncated,
+            distill=self.distill_advantage,
+            over=self.over,
+        )
+
+    def graph(self, roles: Roles) -> Graph[StepReport]:
+        return streamed("ppo", roles, self.advantage(), self.samples)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PPO(_Discounted):
@@ -205,26 +219,19 @@ class PPO(_Discounted):
         self.advantage()  # which refuses settings that contradict each other
 
     def advantage(self) -> GAE:
-        return GAE(
-            gamma=self.gamma,
+        return replace(
+            super().advantage(),
             lam=self.lam,
             lam_value=self.lam_value,
             lam_alpha=self.lam_alpha,
-            kl=self.reward_kl,
-            kl_estimator=self.kl_estimator,
-            shaping=self.shaping,
             whiten_rewards=self.whiten_rewards,
             bootstrap_truncated=self.bootstrap_truncated,
-            mask_truncated=self.mask_truncated,
-            distill=self.distill_advantage,
-            over=self.over,
         )
 
     def graph(self, roles: Roles) -> Graph[StepReport]:
-        """Return the graph of a step."""
         if roles.critic is None:
             raise ConfigError("PPO estimates advantages from the values of a critic, and got none: give one")
-        return streamed("ppo", roles, self.advantage(), self.samples)
+        return super().graph(roles)
 
     def loss(self) -> PPOLoss:
         from oppo.losses import PPOLoss  # noqa: PLC0415 - torch takes seconds to import
@@ -239,15 +246,3 @@ class PPO(_Discounted):
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePP(_Discounted):
     """REINFORCE++: PPO without a critic; the returns of a batch, KL penalty included, are whitened."""
-
-    def graph(self, roles: Roles) -> Graph[StepReport]:
-        advantage = GAE(
-            gamma=self.gamma,
-            kl=self.reward_kl,
-            kl_estimator=self.kl_estimator,
-            shaping=self.shaping,
-            mask_truncated=self.mask_truncated,
-            distill=self.distill_advantage,
-            over=self.over,
-        )
-        return streamed("ppo", roles, advantage, self.samples)

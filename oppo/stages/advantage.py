@@ -1,8 +1,7 @@
-"""Advantages: the objective of a batch, GAE, comparison within groups, and groups that go to the trainer early."""
+"""Advantages: the objective of a batch, GAE, comparison within groups or with the mean of a role, distillation."""
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,10 +11,9 @@ from typing import Any, Literal, SupportsFloat, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from oppo.declared import Fraction, NonNegative, Positive, require_whole, validated
+from oppo.declared import Fraction, NonNegative, Positive, validated
 from oppo.errors import ConfigError, ProtocolError
-from oppo.events import Batch, BoolArray, Defer, Drop, FloatArray, Prompt, RolloutEvent, Scored
-from oppo.graph import Receiver, Sender
+from oppo.events import Batch, BoolArray, Defer, Drop, FloatArray, Prompt
 from oppo.returns import (
     AdaptiveKL,
     Credit,
@@ -34,8 +32,7 @@ from oppo.returns import (
     whiten,
     zero_filled,
 )
-from oppo.scorers import Lesson
-from oppo.stages.batch import LARGEST, NONFINITE, BatchPart, BatchStage, ScoredRollout, ScoredRollouts, flat
+from oppo.stages.batch import LARGEST, NONFINITE, BatchStage, ScoredRollout, flat
 from oppo.stages.generate import Generate
 
 KLControl: TypeAlias = FixedKL | AdaptiveKL
@@ -585,6 +582,51 @@ def _spread(groups: Sequence[FloatArray]) -> Mapping[str, float]:
 
 @dataclass(eq=False)
 @validated(ConfigError)
+class RoleBaseline(GroupRelative):
+    """Compares each return with the running mean of its role, in place of the others of its group.
+
+    ``A = R - b``, then ``b = decay b + (1 - decay) R``, from 0 on, with a ``b`` for each role, in the order of
+    rollouts, whenever they ended (role-conditioned advantage estimation: Liu et al. 2025, arXiv 2506.24119). A response
+    alone in its group is trained too, and ``advantage`` has no effect.
+
+    Attributes:
+        decay: of the mean, in [0, 1].
+        baselines: the mean of each role so far, without a role ``""``; a checkpoint holds them.
+    """
+
+    decay: Fraction = field(default=0.95, kw_only=True)
+    baselines: dict[str, float] = field(default_factory=dict, init=False)
+
+    def unfit(self, batch: Batch) -> Sequence[Drop]:
+        return AdaptiveObjective.unfit(self, batch)
+
+    def estimated(self, batch: Batch) -> Batch:
+        found = super().estimated(batch)
+        means = {f"objective/baseline/{role}": mean for role, mean in sorted(self.baselines.items()) if role}
+        return replace(found, metrics={**found.metrics, **means})
+
+    def _relative(
+        self, batch: Batch, earned: Mapping[int, FloatArray], groups: Sequence[NDArray[np.int64]]
+    ) -> Mapping[int, FloatArray]:
+        del groups
+        relative, prompts = dict[int, FloatArray](), [response.prompt for response in batch.responses]
+        for row in sorted(earned, key=lambda row: prompts[row].first):
+            role, total = prompts[row].role, float(earned[row].sum(dtype=np.float64))
+            baseline = self.baselines.get(role, 0.0)
+            relative[row] = np.full(len(earned[row]), total - baseline, np.float32)
+            self.baselines[role] = self.decay * baseline + (1.0 - self.decay) * total
+        return relative
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {**super().state_dict(), "baselines": dict(self.baselines)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.baselines = dict(state["baselines"])
+
+
+@dataclass(eq=False)
+@validated(ConfigError)
 class Distillation(AdaptiveObjective):
     """Joins the results of the scorers; a teacher alone makes the advantages, and the scores are measured.
 
@@ -609,88 +651,3 @@ class Distillation(AdaptiveObjective):
         """Return the batch with advantages of 0, to which the teacher's are added, and the metrics of the scores."""
         advantages = np.zeros(len(batch.tokens), np.float32)
         return replace(batch, advantages=advantages, metrics=self.objective(batch).metrics(batch))
-
-
-@dataclass(eq=False)
-class InParts:
-    """Sends each group of a step as a :class:`~oppo.stages.batch.BatchPart` once all of its responses are scored.
-
-    The trainer accumulates its gradient while others are still being written. The step's batch follows, as the
-    estimator makes it, and holds the same rows. Parts come in an order that depends on timing, and so does the sum of
-    their gradients, by rounding.
-
-    Attributes:
-        estimator: compares the responses of a group.
-        samples: responses to each prompt.
-
-    Raises:
-        ConfigError: the advantages of a group depend on the rest of the batch: the estimator is another one, scores are
-            normalised by the moments of all, or the KL coefficient adapts.
-    """
-
-    estimator: GroupRelative
-    samples: int
-
-    def __post_init__(self) -> None:
-        require_whole("samples", self.samples, 2, error=ConfigError)
-        if not isinstance(self.estimator, GroupRelative):
-            raise ConfigError(
-                f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be "
-                "trained before: expected a GroupRelative, as in RLOO, GRPO and Dr. GRPO"
-            )
-        if self.estimator.advantage in {"batch_standardised", "each_reward"} or hasattr(self.estimator, "baselines"):
-            raise ConfigError("scores compared over the batch cannot come in parts: compare them in a group")
-        if self.estimator.shaping.norm:
-            raise ConfigError("scores normalised by the moments of all cannot come in parts: leave norm out")
-        if not isinstance(self.estimator.control, FixedKL):
-            raise ConfigError("a KL coefficient that adapts to each batch cannot come in parts: give a number")
-
-    async def run(
-        self,
-        rollout: Receiver[RolloutEvent],
-        score: Receiver[Scored[float] | Drop],
-        /,
-        *,
-        out: Sender[Batch | BatchPart],
-        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
-        value: Receiver[Scored[FloatArray] | Drop] | None = None,
-        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
-        teacher: Receiver[Scored[Lesson] | Drop] | None = None,
-    ) -> None:
-        """Send groups as they are complete, then the step's batch; send nothing without a rollout."""
-        groups = defaultdict[int, list[ScoredRollout]](list)
-
-        async def send_complete(each: ScoredRollout) -> None:
-            # A group with branches waits for the batch: a rollout of which a part was accumulated would begin anew.
-            members = groups[each.group]
-            members.append(each)
-            branched = any(member.finish.response.prompt.branch for member in members)
-            if len(members) == self.samples and not branched and (part := self._early(members)).sampled.any():
-                await out.send(BatchPart(part))
-
-        scored = await ScoredRollouts.of(
-            rollout,
-            score,
-            each=send_complete,
-            reference=reference,
-            values=value,
-            proximal=proximal,
-            teacher=teacher,
-        )
-        if scored:
-            await out.send(self.estimator.batch(scored.rollouts, scored.dropped, scored.deferred))
-
-    def _early(self, members: Sequence[ScoredRollout]) -> Batch:
-        return copy.copy(self.estimator).batch(sorted(members, key=lambda each: each.rollout))
-
-    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return the faults that the estimator finds."""
-        return self.estimator.faults(stages, named)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the estimator."""
-        return self.estimator.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
-        self.estimator.load_state_dict(state)

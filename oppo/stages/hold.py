@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from oppo.declared import require_whole
 from oppo.errors import ConfigError, GraphError
-from oppo.events import Drop, Finish, RolloutEvent, Scored, StepReport, merge_chunks
+from oppo.events import Batch, Drop, Finish, FloatArray, RolloutEvent, Scored, StepReport, merge_chunks
 from oppo.graph import Graph, Receiver, Sender, join
 from oppo.graph.topology import Node
-from oppo.scorers import SIBLING, BehindPrompt
-from oppo.stages.batch import finished_rollout
+from oppo.returns import FixedKL
+from oppo.scorers import SIBLING, BehindPrompt, Lesson
+from oppo.stages.advantage import GroupRelative
+from oppo.stages.batch import BatchPart, ScoredRollout, ScoredRollouts, finished_rollout
 from oppo.stages.generate import Generate
 from oppo.stages.score import Score
 
@@ -132,3 +135,88 @@ class Siblings:
                 replace(finish, response=replace(finish.response, prompt=shown)),
             ):
                 await out.send(event)
+
+
+@dataclass(eq=False)
+class InParts:
+    """Sends each group of a step as a :class:`~oppo.stages.batch.BatchPart` once all of its responses are scored.
+
+    The trainer accumulates its gradient while others are still being written. The step's batch follows, as the
+    estimator makes it, and holds the same rows. Parts come in an order that depends on timing, and so does the sum of
+    their gradients, by rounding.
+
+    Attributes:
+        estimator: compares the responses of a group.
+        samples: responses to each prompt.
+
+    Raises:
+        ConfigError: the advantages of a group depend on the rest of the batch: the estimator is another one, scores are
+            normalised by the moments of all, or the KL coefficient adapts.
+    """
+
+    estimator: GroupRelative
+    samples: int
+
+    def __post_init__(self) -> None:
+        require_whole("samples", self.samples, 2, error=ConfigError)
+        if not isinstance(self.estimator, GroupRelative):
+            raise ConfigError(
+                f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be "
+                "trained before: expected a GroupRelative, as in RLOO, GRPO and Dr. GRPO"
+            )
+        if self.estimator.advantage in {"batch_standardised", "each_reward"} or hasattr(self.estimator, "baselines"):
+            raise ConfigError("scores compared over the batch cannot come in parts: compare them in a group")
+        if self.estimator.shaping.norm:
+            raise ConfigError("scores normalised by the moments of all cannot come in parts: leave norm out")
+        if not isinstance(self.estimator.control, FixedKL):
+            raise ConfigError("a KL coefficient that adapts to each batch cannot come in parts: give a number")
+
+    async def run(
+        self,
+        rollout: Receiver[RolloutEvent],
+        score: Receiver[Scored[float] | Drop],
+        /,
+        *,
+        out: Sender[Batch | BatchPart],
+        reference: Receiver[Scored[FloatArray] | Drop] | None = None,
+        value: Receiver[Scored[FloatArray] | Drop] | None = None,
+        proximal: Receiver[Scored[FloatArray] | Drop] | None = None,
+        teacher: Receiver[Scored[Lesson] | Drop] | None = None,
+    ) -> None:
+        """Send groups as they are complete, then the step's batch; send nothing without a rollout."""
+        groups = defaultdict[int, list[ScoredRollout]](list)
+
+        async def send_complete(each: ScoredRollout) -> None:
+            # A group with branches waits for the batch: a rollout of which a part was accumulated would begin anew.
+            members = groups[each.group]
+            members.append(each)
+            branched = any(member.finish.response.prompt.branch for member in members)
+            if len(members) == self.samples and not branched and (part := self._early(members)).sampled.any():
+                await out.send(BatchPart(part))
+
+        scored = await ScoredRollouts.of(
+            rollout,
+            score,
+            each=send_complete,
+            reference=reference,
+            values=value,
+            proximal=proximal,
+            teacher=teacher,
+        )
+        if scored:
+            await out.send(self.estimator.batch(scored.rollouts, scored.dropped, scored.deferred))
+
+    def _early(self, members: Sequence[ScoredRollout]) -> Batch:
+        return copy.copy(self.estimator).batch(sorted(members, key=lambda each: each.rollout))
+
+    def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
+        """Return the faults that the estimator finds."""
+        return self.estimator.faults(stages, named)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state of the estimator."""
+        return self.estimator.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        self.estimator.load_state_dict(state)
