@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 from oppo.log import logger
+
+T = TypeVar("T")
 
 now: Callable[[], float] = time.monotonic
 """Seconds on the clock used off the event loop: monotonic, shared by all processes of a machine."""
@@ -68,12 +70,16 @@ def work_context() -> WorkContext:
 
 
 @contextmanager
-def working_for(context: WorkContext) -> Iterator[None]:
-    token = _CONTEXT.set(context)
+def set_to(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _CONTEXT.reset(token)
+        variable.reset(token)
+
+
+def working_for(context: WorkContext) -> AbstractContextManager[None]:
+    return set_to(_CONTEXT, context)
 
 
 SpanListener: TypeAlias = Callable[[Span], None]

@@ -34,7 +34,7 @@ from oppo.errors import ConfigError
 from oppo.events import StepReport
 from oppo.graph import Run
 from oppo.hf.devices import DeviceThread, free, use_cores
-from oppo.hf.memory import Load, ServedPolicy, Trained, longest_batch, served_critic, served_reference, served_reward
+from oppo.hf.memory import Load, ServedPolicy, Trained, longest_batch, served_critic, served_reference
 from oppo.hf.serve.decoder import Counters
 from oppo.hf.serve.policy import PREFILL_TOKENS, HfPolicy
 from oppo.hf.train.actor_critic import ActorCritic
@@ -104,7 +104,7 @@ def fitted(workload: BenchWorkload, deferring: bool, device: torch.device, room:
             "reference": served_reference(actor).under(load),
         }
         if workload.reward == "model":
-            needs["reward"] = served_reward(reward).under(load)
+            needs["reward"] = served_critic(reward).under(load)
         if "critic" in workload.roles:
             needs["critic"] = served_critic(critic).under(load)
         for tokens in MICRO_BATCHES:

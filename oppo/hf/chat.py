@@ -42,8 +42,6 @@ _ANSWERED: Final[ChatMessage] = {"role": "assistant", "content": _SAID}
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A turn as a message."""
-
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, groupby, zip_longest
+from itertools import chain, groupby, zip_longest
 from operator import itemgetter
 from typing import Any, Final, Generic, Self, TypeAlias, TypeVar, cast
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oppo.errors import ConfigError, ModelRefused
-from oppo.events import Batch, Chunk, FloatArray, IntArray, Prompt, Response
+from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response
 from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
 from oppo.hf.kv.reader import Incremental, WholeRows
@@ -36,7 +36,6 @@ from oppo.hf.serve.sampling import Drawing
 from oppo.hf.serve.scorers import (
     ProcessRewardWorker,
     ReferenceWorker,
-    RewardWorker,
     ScorerInput,
     ScorerWorker,
     ValueWorker,
@@ -49,6 +48,7 @@ from oppo.hf.without_data import LiveBytes, without_data
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
+from oppo.stages.batch import ScoredRollout, ScoredRollouts
 from oppo.training import TrainerSettings
 
 T = TypeVar("T")
@@ -275,10 +275,6 @@ def served_reference(
     return ServedScorer(make, lambda model: ReferenceWorker(_attending(model), False, Sampling()), adapt)
 
 
-def served_reward(make: Callable[[], PreTrainedModel]) -> ServedScorer[float]:
-    return ServedScorer(make, lambda model: RewardWorker(_scoring(model), False))
-
-
 def served_process_reward(make: Callable[[], PreTrainedModel]) -> ServedScorer[Any]:
     return ServedScorer(make, lambda model: ProcessRewardWorker(_scoring(model), False, (), 0, 0.0))
 
@@ -331,7 +327,6 @@ class Trained(Generic[ModuleT]):
 
 
 def rows_of(load: Load, budget: int) -> int:
-    """Return the rows of a micro-batch of that many tokens at most."""
     return min(load.rollouts, max(1, budget // (load.sequence - 1)))
 
 
@@ -415,34 +410,14 @@ class _Visits:
 
 
 def longest_batch(rows: int, load: Load, *, critic: bool) -> Batch:
-    tokens = rows * load.response
-    zeros = np.zeros(tokens, np.float32)
-    responses = tuple(
-        Response(
-            Prompt(row, row, np.zeros(load.prompt, np.int32), group=row // 2),
-            np.zeros(load.response, np.int32),
-            np.zeros(load.response, np.float32),
-            np.zeros(load.response, np.int32),
-            np.ones(load.response, np.bool_),
-        )
-        for row in range(rows)
-    )
-    return Batch(
-        responses=responses,
-        reasons=tuple("length" for _ in responses),
-        scores=np.zeros(rows, np.float32),
-        offsets=np.array([0, *accumulate([load.response] * rows)]),
-        tokens=np.zeros(tokens, np.int32),
-        versions=np.zeros(tokens, np.int32),
-        sampled=np.ones(tokens, np.bool_),
-        logprobs=zeros,
-        proximal=zeros,
-        reference=zeros,
-        values=zeros if critic else None,
-        rewards=zeros,
-        advantages=zeros,
-        returns=zeros if critic else None,
-    )
+    ids, zeros = np.zeros(load.response, np.int32), np.zeros(load.response, np.float32)
+    values, rollouts = zeros if critic else None, list[ScoredRollout]()
+    for row in range(rows):
+        prompt = Prompt(row, row, np.zeros(load.prompt, np.int32), group=row // 2)
+        response = Response.of(prompt, [Chunk(row, 0, ids, zeros, ids)])
+        rollouts.append(ScoredRollout(Finish(row, response, "length"), zeros, 0.0, values, zeros))
+    batch, each = ScoredRollouts(rollouts).batch(), np.zeros(rows * load.response, np.float32)
+    return replace(batch, rewards=each, advantages=each, returns=each if critic else None)
 
 
 def _bare(make: Callable[[], ModuleT]) -> ModuleT:

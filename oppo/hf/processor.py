@@ -85,7 +85,6 @@ class Processor:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of what makes pixels of an image."""
         made = {"kind": type(self.inner).__name__, **self.inner.image_processor.to_dict()}
         return hashlib.sha256(json.dumps(made, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -99,7 +98,6 @@ class Processor:
         return {name: torch.as_tensor(value) for name, value in found.items() if name not in OF_TEXT}
 
     def expansion(self, picture: Any, name: str) -> str:
-        """Return the text that stands for a picture."""
         found = self._processed([picture], name, return_text_replacement_offsets=True)
         return str(found["text_replacement_offsets"][0][0]["replacement"])
 

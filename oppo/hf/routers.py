@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, cast
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.events import Batch, RoutedExperts
 from oppo.hf.model_parts import FAILURES, backbone, has_experts
+from oppo.observe import set_to
 
 
 def routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
@@ -136,22 +137,14 @@ def record_routers(model: PreTrainedModel) -> None:
 def recorded_routes() -> Iterator[list[Route]]:
     """Record the answers of all routers in the passes that this context makes; at its end they are by layer."""
     found = list[Route]()
-    token = _routes.set(found)
-    try:
+    with set_to(_routes, found):
         yield found
-    finally:
-        _routes.reset(token)
-        found.sort(key=lambda route: route.layer)
+    found.sort(key=lambda route: route.layer)
 
 
-@contextmanager
-def replaying(experts: Tensor | None) -> Iterator[None]:
+def replaying(experts: Tensor | None) -> AbstractContextManager[None]:
     """Let routers take these experts, int64 [layers, N, k], in passes of this context; -1 or ``None``: their own."""
-    token = _replayed.set(experts)
-    try:
-        yield
-    finally:
-        _replayed.reset(token)
+    return set_to(_replayed, experts)
 
 
 def replayed() -> Tensor | None:

@@ -42,8 +42,6 @@ def let_see(model: PreTrainedModel, processor: Processor) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """What a prompt shows to one model."""
-
     length: int  # of the prompt, in tokens
     pads: NDArray[np.int64]  # [k], the positions of its image tokens, ascending
     images: NDArray[np.int64]  # [k], the number of the image of each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Final, TypeAlias, cast
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from oppo.hf.devices import CPU
 from oppo.hf.head import planned_device
+from oppo.observe import set_to
 
 _aten = torch.ops.aten
 _GROUPED = _aten._grouped_mm.default  # noqa: SLF001 - an operator's name
@@ -200,13 +201,8 @@ def _listed(tensor: Tensor) -> Any:
     return np.ones(tensor.shape, np.int64).tolist() if tensor.is_meta else _list_of(tensor)
 
 
-@contextmanager
-def planned_on(device: torch.device) -> Iterator[None]:
-    token = planned_device.set(device)
-    try:
-        yield
-    finally:
-        planned_device.reset(token)
+def planned_on(device: torch.device) -> AbstractContextManager[None]:
+    return set_to(planned_device, device)
 
 
 @contextmanager

@@ -210,13 +210,10 @@ class InParts:
         return copy.copy(self.estimator).batch(sorted(members, key=lambda each: each.rollout))
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
-        """Return the faults that the estimator finds."""
         return self.estimator.faults(stages, named)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the estimator."""
         return self.estimator.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         self.estimator.load_state_dict(state)

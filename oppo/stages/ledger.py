@@ -66,8 +66,6 @@ class Unit:
 
 @dataclass(slots=True)
 class Ledger:
-    """The units in flight of one run."""
-
     admission: Admission
     goes_on: Callable[[Prompt], bool] = lambda _: False  # an agent may begin further rollouts; any thread
     deferred: list[Unit] = field(default_factory=list)  # to the next step, oldest first

@@ -380,7 +380,6 @@ class ServerSettings:
 
     @staticmethod
     def check_options(*, keeps_kv: bool, routed_experts: bool) -> None:
-        """Raise ``ConfigError`` where a policy is to do what a server cannot."""
         if keeps_kv:
             raise ConfigError(
                 "kv_on_sync = 'keep' has rollouts go on over a weight sync, and a vLLM server says only at the end of "
@@ -396,7 +395,6 @@ class ServerSettings:
 
 
 def address_of(url: str) -> str:
-    """Return the URL of a server, without a slash at its end."""
     parts = split_url(url, "a vLLM server")
     if parts.username or parts.password or parts.query:
         raise ConfigError(

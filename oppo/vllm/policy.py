@@ -424,8 +424,6 @@ class VllmPolicy:
 
 
 class VllmSampling:
-    """A :class:`VllmPolicy` that draws in another way."""
-
     def __init__(self, policy: VllmPolicy, sampling: Sampling, stopping: StopCriteria) -> None:
         self._policy = policy
         self._sampling = sampling

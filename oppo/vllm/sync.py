@@ -257,7 +257,6 @@ class FileSender:
 
 @asynccontextmanager
 async def in_time(deadline: float, version: str) -> AsyncIterator[None]:
-    """Give the body, which has the engine load weights, some seconds."""
     try:
         with anyio.fail_after(deadline):
             yield

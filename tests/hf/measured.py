@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from oppo.events import Chunk, Prompt
 from oppo.hf.lora import add_lora
-from oppo.hf.memory import Bytes, Load, ServedPolicy, Trained, longest_batch, served_reference, served_reward
+from oppo.hf.memory import Bytes, Load, ServedPolicy, Trained, longest_batch, served_critic, served_reference
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
@@ -126,7 +126,7 @@ def estimate(role: str, load: Load) -> Bytes:
     if role == "reference":
         return served_reference(partial(causal, small=False)).under(load)
     if role == "reward":
-        return served_reward(partial(scalar, small=False)).under(load)
+        return served_critic(partial(scalar, small=False)).under(load)
     loss = ClippedLoss() if role == "grpo" else PPOLoss()
     return Trained(partial(trained, role, small=False)).under(load, SAMPLING, settings(role), loss)
 

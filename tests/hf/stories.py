@@ -22,7 +22,7 @@ from oppo.algorithms.ppo import ppo
 from oppo.events import Chunk, Prompt, StepReport, Support, TokenColumns
 from oppo.graph import Graph
 from oppo.hf.devices import use_cores
-from oppo.hf.serve.noise import gumbel
+from oppo.hf.serve.noise import keys_at, noise_of, table_on
 from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.hf.serve.sampling import draw
 from oppo.hf.serve.scorers import ProximalLogprobs, ReferenceLogprobs, RewardModel, ValueModel
@@ -34,6 +34,12 @@ from tests.kit.responses import read_chunk
 
 SAMPLING = Sampling(max_new_tokens=32, stop=(2, 3, 4, 5), seed=11)
 """Random tiny models stop after about 20 tokens with it."""
+
+
+def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocabulary: int) -> Tensor:
+    """Standard Gumbel noise, float32 [n, vocabulary], that depends only on the arguments of its row."""
+    keys = keys_at(seed, torch.stack((admission, sample, position), -1))
+    return noise_of(keys, torch.arange(vocabulary, device=keys.device), table_on(keys.device))
 
 
 def prompts(count: int, *, longest: int = 40, first: int = 0) -> list[Prompt]:

@@ -16,7 +16,6 @@ from oppo.events import Prompt, StepReport
 from oppo.hf import DeviceThread, HfTrainer, probe
 from oppo.hf.head import kernels_on, widen_head
 from oppo.hf.kv.reader import Incremental
-from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.sampling import Drawing, draw
 from oppo.hf.weights import weights_digest
 from oppo.losses import SupportIndex, token_logprobs
@@ -24,7 +23,7 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
-from tests.hf.stories import graph_of
+from tests.hf.stories import graph_of, gumbel
 from tests.kit.workplace import furnish, records, run
 
 pytestmark = pytest.mark.gpu

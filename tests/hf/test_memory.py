@@ -32,7 +32,6 @@ from oppo.hf.memory import (
     longest_batch,
     served_critic,
     served_reference,
-    served_reward,
 )
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput, ScorerWorker, ValueWorker
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
@@ -111,8 +110,7 @@ def test_more_rollouts_longer_ones_and_more_logits_need_more() -> None:
     assert total(replace(LOAD, rollouts=12)) > usual
     assert total(replace(LOAD, response=80)) > usual
     assert total(LOAD, replace(SAMPLING, temperature=0.0)) < usual
-    assert served_reward(tiny.scalar).under(LOAD).total < served_reference(tiny.causal).under(LOAD).total
-    assert served_critic(tiny.scalar).under(LOAD).weights == served_reward(tiny.scalar).under(LOAD).weights
+    assert served_critic(tiny.scalar).under(LOAD).total < served_reference(tiny.causal).under(LOAD).total
 
 
 @pytest.mark.parametrize(
@@ -231,7 +229,7 @@ def test_no_tensor_of_an_update_has_a_number_for_each_token_and_id(kind: str, mo
     ("worker_of", "of", "make"),
     [
         (lambda model: ReferenceWorker(model, False, Sampling()), served_reference, partial(tiny.causal, "llama")),
-        (lambda model: RewardWorker(model, False), served_reward, partial(tiny.scalar, "llama")),
+        (lambda model: RewardWorker(model, False), served_critic, partial(tiny.scalar, "llama")),
         (lambda model: ValueWorker(model, False), served_critic, partial(tiny.scalar, "llama")),
     ],
 )

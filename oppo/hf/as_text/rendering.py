@@ -63,7 +63,6 @@ class Rendering:
                 return None
 
     def closing(self) -> str:
-        """Return the text after a response."""
         return self.whole("hello", _MARK).text.rpartition(_MARK)[2]
 
     def _chat(self, prompt: PromptText, response: str) -> Rendered:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
@@ -43,6 +43,7 @@ from transformers.masking_utils import sdpa_mask
 from oppo.errors import ModelRefused
 from oppo.hf.head import AGREEMENT
 from oppo.hf.model_parts import FAILURES, backbone, takes
+from oppo.observe import set_to
 
 AttentionKind: TypeAlias = Literal["segmented", "padded", "eager"]
 
@@ -275,14 +276,9 @@ class Packed:
         return self._starts
 
 
-@contextmanager
-def rows_apart(packed: Packed | None) -> Iterator[None]:
+def rows_apart(packed: Packed | None) -> AbstractContextManager[None]:
     """Let the tokens of a pass, whose mask is :func:`packed_mask`, attend to their own row only."""
-    token = _packed.set(packed)
-    try:
-        yield
-    finally:
-        _packed.reset(token)
+    return set_to(_packed, packed)
 
 
 def packed_rows() -> Packed | None:

@@ -146,8 +146,6 @@ class StateSlots(Slots):
 
 
 class _Lent(dict[int, Tensor | None]):
-    """States that are copied layer by layer, when a layer reads them."""
-
     def __init__(self, lend: Callable[[int], Tensor | None]) -> None:
         super().__init__()
         self._lend = lend

@@ -67,12 +67,6 @@ def table_on(device: torch.device) -> Tensor:
     return torch.from_numpy(quantiles()).to(device)
 
 
-def gumbel(seed: int, admission: Tensor, sample: Tensor, position: Tensor, vocabulary: int) -> Tensor:
-    """Return standard Gumbel noise, float32 [n, vocabulary], that depends only on the arguments of its row."""
-    keys = keys_at(seed, torch.stack((admission, sample, position), -1))
-    return noise_of(keys, torch.arange(vocabulary, device=keys.device), table_on(keys.device))
-
-
 def keys_at(seed: int, places: Tensor) -> Tensor:
     """Return, of places int64 [n, 3], the halves of the keys of their noise, and the positions: int32 [n, 3]."""
     # Of the seed the low 64 bits count.
@@ -95,7 +89,7 @@ def noise_of(keys: Tensor, ids: Tensor, table: Tensor) -> Tensor:
 
 
 class Noise:
-    """Returns keys of tokens, or their noise, bit for bit as :func:`gumbel`, made for several positions ahead."""
+    """Returns keys of tokens, or their noise, made for several positions ahead."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.table = table_on(device)

@@ -76,8 +76,6 @@ def matrices(models: Sequence[PreTrainedModel]) -> Iterator[nn.Parameter]:
 
 
 class Muon(torch.optim.Muon):
-    """torch's, also of sharded matrices."""
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # untyped
         for group in self.param_groups:

@@ -20,13 +20,13 @@ from torch import Tensor
 from oppo.errors import ModelError, ProtocolError
 from oppo.events import Prompt
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Signals
-from oppo.hf.serve.noise import AHEAD, Noise, gumbel
+from oppo.hf.serve.noise import AHEAD, Noise
 from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.hf.serve.sampling import draw
 from oppo.models import Sampling, Weights
 from oppo.rollout_buffer import DecodeStep
 from tests.hf import tiny
-from tests.hf.stories import Serving, Story, allowed, assert_close, prompts, serving, told
+from tests.hf.stories import Serving, Story, allowed, assert_close, gumbel, prompts, serving, told
 
 PORTION = 32
 HUGE = 300

@@ -25,7 +25,6 @@ from oppo.algorithms.group import grpo
 from oppo.errors import ModelError, ModelLost
 from oppo.events import Batch, Chunk, ChunkState, Prompt, Response
 from oppo.hf.serve.decoder import Decoder
-from oppo.hf.serve.noise import gumbel
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.sampling import draw
 from oppo.hf.train.trainer import HfTrainer
@@ -38,7 +37,18 @@ from oppo.training import TrainerSettings
 from oppo.turns import SLACK, StopCriteria, turn_so_far
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, reference, serving, told
+from tests.hf.stories import (
+    SAMPLING,
+    Serving,
+    Story,
+    assert_close,
+    full_logprobs,
+    gumbel,
+    prompts,
+    reference,
+    serving,
+    told,
+)
 from tests.kit.dialogues import ANSWER, dialogue, turns_answered
 
 
