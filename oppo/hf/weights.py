@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
 from typing import Generic, TypeVar, cast
@@ -62,37 +62,23 @@ def changing(weights: Mapping[str, T]) -> Mapping[str, T]:
     return {name: each for name, each in weights.items() if ".lora_" in name} or weights
 
 
-class SentWeights(Bulk, Mapping[str, object]):
+class SentWeights(Bulk, dict[str, object]):
     """Weights that may be sent: pickled, their bytes can be taken out of band, so that nothing copies them."""
 
     # Unpickled, they are on the CPU and read-only: they may lie in memory that others read too. Those of a GPU cross to
     # a process of this machine as handles (CUDA IPC): unpickled, once for each pickle, they are the same memory.
 
-    def __init__(self, tensors: Mapping[str, object]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> object:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
     @property
     def lasts(self) -> bool:
-        return not any(isinstance(value, Tensor) and value.is_cuda for value in self._tensors.values())
+        return not any(isinstance(value, Tensor) and value.is_cuda for value in self.values())
 
     def portable(self) -> SentWeights:
-        return SentWeights(
-            {name: value.cpu() if isinstance(value, Tensor) else value for name, value in self._tensors.items()}
-        )
+        return SentWeights({name: each.cpu() if isinstance(each, Tensor) else each for name, each in self.items()})
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, tuple[object, ...]]:
         del protocol  # of at least 5, see oppo.placement.child
-        tensors = {name: value for name, value in self._tensors.items() if isinstance(value, Tensor)}
-        others = {name: value for name, value in self._tensors.items() if name not in tensors}
+        tensors = {name: value for name, value in self.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in self.items() if name not in tensors}
         if not self.lasts:
             return _opened, ({name: reduce_tensor(tensor.detach()) for name, tensor in tensors.items()}, others)
         return _received, (

@@ -15,7 +15,7 @@ from torch.nn.functional import logsigmoid
 from oppo.declared import Fraction, Limit, NonNegative, Positive, validated
 from oppo.errors import ConfigError
 from oppo.losses.base import OF_A_CRITIC, Divisor, Input, Inputs, Loss, LossValue, Unit, means
-from oppo.losses.terms import PolicyTerm, divergences, kl_losses, policy_losses, surrogate_losses, value_loss
+from oppo.losses.terms import PolicyTerm, divergences, kl_losses, policy_losses, value_loss
 from oppo.returns import ImportanceCorrection, KLEstimator
 from oppo.training import CLIP, Aggregation, Surrogate, SurrogateKind
 
@@ -271,21 +271,17 @@ class SequenceLoss(ClippedLoss):
     def policy_term(self, inputs: Inputs, weights: Tensor | None) -> tuple[PolicyTerm, Tensor]:
         """Return the surrogate of the responses, and the tokens of the responses that it clips, bool [T]."""
         difference = inputs.row_means(inputs["logprobs"] - inputs[self.correction.ratio_base])
-        weight = torch.ones_like(difference) if weights is None else inputs.row_means(weights)
-        difference = torch.where(weight > 0, difference, torch.zeros_like(difference))
-        ratio = difference.exp()
-        advantages = inputs.row_means(inputs["advantages"])
-        each, beyond = surrogate_losses(Surrogate.of(self), difference, torch.zeros_like(difference), advantages)
-        losses = weight * each
-        loss = inputs.mean(losses[inputs.rows], self.aggregation)
-        with torch.no_grad():
-            term = PolicyTerm(
-                loss,
-                approxkl=inputs.row_mean(0.5 * difference.square()),
-                clipfrac=inputs.row_mean(beyond.to(ratio.dtype)),
-                ratio=inputs.row_mean(ratio),
-            )
-            return term, inputs.mask & beyond[inputs.rows]
+        each = policy_losses(
+            difference,
+            torch.zeros_like(difference),
+            inputs.row_means(inputs["advantages"]),
+            torch.ones_like(difference, dtype=torch.bool),
+            Surrogate.of(self),
+            weights=None if weights is None else inputs.row_means(weights),
+        )
+        loss = inputs.mean(each.loss[inputs.rows], self.aggregation)
+        metrics = [inputs.row_mean(x.to(difference.dtype)) for x in (each.approxkl, each.clipped, each.ratio)]
+        return PolicyTerm(loss, *metrics), inputs.mask & each.clipped[inputs.rows]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ LIKELY: Final = 20
 
 
 def columns_of(template: str) -> frozenset[str]:
+    """Return the columns of the data that a template names."""
     try:
         names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError as error:

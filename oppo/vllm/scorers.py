@@ -16,11 +16,12 @@ import math
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -30,7 +31,7 @@ import numpy as np
 from oppo.errors import ConfigError, ModelLost, ModelRefused, RewardError, as_itself, shortened
 from oppo.events import Chunk, Finish, FloatArray, IntArray, Prompt, ToolTokens
 from oppo.libraries import require
-from oppo.models import Sampling, SamplingSettings
+from oppo.models import Sampling, SamplingSettings, Shared
 from oppo.observe import Reporter
 from oppo.returns import TopLogprobs
 from oppo.scorers import RolloutSession, RolloutSessions
@@ -104,7 +105,7 @@ Asks: TypeAlias = Callable[[Sequence[Asked]], Awaitable[list[tuple[A, int | None
 """Returns each answer, and how many tokens of its request were not computed, if that is known."""
 
 
-class VllmScorer(ABC, Generic[T, A]):
+class VllmScorer(Shared, Generic[T, A]):
     """Reads each rollout while it grows, and returns its value at the end. No other scorer uses its engine.
 
     Nothing is computed twice while the cache has room for the open rollouts; ``tokens`` counts what was.
@@ -172,16 +173,9 @@ class VllmScorer(ABC, Generic[T, A]):
             session.read = end
             session.answers.append(answer)
 
-    async def __aenter__(self) -> Self:
+    async def _open(self, stack: AsyncExitStack) -> None:
         if isinstance(self.engine, ScoringServer):
-            await self.engine.service.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if isinstance(self.engine, ScoringServer):
-            await self.engine.service.__aexit__(kind, error, tb)
+            await stack.enter_async_context(self.engine.service)
 
 
 class ScoringServer(ABC):
