@@ -255,7 +255,7 @@ def test_the_wheel_is_enough_for_a_project_that_tests_its_pipeline(environment: 
 def test_the_demo_needs_no_extra(tmp_path: Path) -> None:
     code, said = python(BASE, "-m", "oppo", "demo", "--short", folder=tmp_path)
     assert code == 0, said
-    assert "times as fast" in said
+    assert "does not measure what overlap gains" in said
 
 
 @pytest.mark.parametrize("platform", ["aarch64-apple-darwin", "aarch64-manylinux_2_28", "x86_64-manylinux_2_28"])
