@@ -90,7 +90,7 @@ BUDGETS = {
     "admission": 1_297,
     "agents": 2_556,
     "algorithms": 1_030,
-    "config": 4_218,
+    "config": 4_212,
     "data": 1_119,
     "demo": 1_397,
     "environments": 1_456,

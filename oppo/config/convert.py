@@ -322,12 +322,11 @@ def _batch_of_ppo(draft: Draft, batch: int, passes: int) -> int:
     draft.put("trainer.minibatches", steps, "num_mini_batches")
     if (most := draft.whole("max_steps", -1)) > 0:
         draft.lose("TRL's PPO does not read it", f"max_steps = {most}")
-    epochs = draft.number("num_train_epochs", 3.0)
     if total := draft.whole("total_episodes", 0):
         draft.put("run.steps", math.ceil(total / batch), "total_episodes")
         draft.put("data.drop_last", value=True, note="TRL leaves out what fills no batch")
     else:
-        draft.epochs(epochs, "num_train_epochs")
+        draft.epochs(draft.number("num_train_epochs", 3.0), "num_train_epochs")
     return 1
 
 

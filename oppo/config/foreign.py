@@ -441,12 +441,7 @@ NEEDS: Final[Sequence[tuple[str | tuple[str, ...], str, Callable[[object], bool]
     ("teacher.threshold", "teacher.template", lambda at: "{sibling}" in str(at), "no {sibling} in teacher.template"),
     ("algorithm.kl_horizon", "algorithm.kl_target", bool, "with algorithm.kl_target"),
     (ADAPTED, "algorithm.kl", bool, "there is no KL penalty to adapt"),
-    (
-        ADAPTED,
-        "algorithm.kl_in",
-        lambda at: at != "loss",
-        "a KL penalty is adapted in the reward (see algorithm.kl_in)",
-    ),
+    (ADAPTED, "algorithm.kl_in", lambda at: at != "loss", "a KL penalty in the loss is not adapted"),
 )
 """Settings by how they begin, the other setting on which their effect depends, and the reason where there is none."""
 

@@ -70,7 +70,7 @@ PPO: dict[str, object] = {"missing_eos_penalty": 0.0, "mask_truncated": False, "
 
 
 def capped(shares: Sequence[float], algorithm: dict[str, object], name: str = "ppo") -> Recorded:
-    records = [{"step": step, "response_length/capped": share} for step, share in enumerate(shares)]
+    records: list[Metrics] = [{"step": step, "response_length/capped": share} for step, share in enumerate(shares)]
     return replace(run_of(Path("x"), records), settings={"step": {"algorithm": name}, "algorithm": algorithm})
 
 
