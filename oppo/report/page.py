@@ -192,7 +192,7 @@ def _head(runs: Sequence[Recorded], names: Sequence[str]) -> str:
         for k, (run, name) in enumerate(zip(runs, names, strict=True))
     )
     head = f'<header><h1>{len(runs)} runs</h1><p id="lead"></p></header>'
-    return f"{head}{_problems(runs, names)}<table>{rows}</table>{_compared(runs, names)}"
+    return f'{head}{_problems(runs, names)}<table class="runs">{rows}</table>{_compared(runs, names)}'
 
 
 def _swatch(number: int) -> str:
