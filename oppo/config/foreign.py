@@ -48,7 +48,7 @@ def foreign_fields() -> Mapping[str, Rows]:
 
 
 def said(given: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields without those whose value turns off what is off where they are absent."""
+    """Return the fields without those whose value switches off what is off where they are absent."""
     off = _tables()["off"]
     return {name: each for name, each in given.items() if name not in off or each is True or each != off[name]}
 

@@ -308,7 +308,11 @@ def planned(deployment: Deployment, load: Load | None, known: Known) -> tuple[in
     most = most_gpu_tokens(sum(each.numel() for each in Outlines(deployment, known).actor().parameters()))
     while most > tokens:
         larger = _needs(_with_tokens(deployment, most), load, known)
-        reserved = [need.with_activations(BESIDE) if is_of_training(need) else need for need in larger]
+        # An engine takes what others leave, so its cache is the one that it has beside the smallest.
+        reserved = [
+            now.with_activations(BESIDE) if is_of_training(now) else before
+            for before, now in zip(needs, larger, strict=True)
+        ]
         if not crowded(reserved, deployment.assumed, spread=spread):
             return most, larger
         most //= 2
@@ -591,10 +595,13 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, sprea
         listed = ", ".join(map(str, models))
         if memory is not None and total > memory[0]:
             messages.append(f"{device} has {decimal(memory[0])} free, and its models need {decimal(total)} ({listed})")
-        elif memory is not None and any(model.share == 0 for model in models):
-            messages.append(
-                f"{device} has {decimal(memory[0])} free, of which its models leave an engine none ({listed})"
-            )
+        elif memory is not None:
+            messages += [
+                f"{device} has {decimal(memory[0])} free, of which an engine has {decimal(taken)} where its weights and "
+                f"the smallest cache are {decimal(model.bytes.total)} ({listed})"
+                for model in models
+                if model.share is not None and (taken := int(model.share * memory[1])) < model.bytes.total
+            ]
     return messages if assumed is None else [*messages, *_crowded_cluster(needs, assumed, spread=spread)]
 
 

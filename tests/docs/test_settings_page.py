@@ -12,7 +12,7 @@ from oppo.config.load import resolve
 from oppo.declared import declared
 from oppo.demo.assets import Assets, Facts
 from oppo.demo.run import FULL, SHORT, DemoPlan, settings_of
-from oppo.run.simulation import KINDS
+from oppo.run.simulation import profile_sections
 
 
 def keys() -> list[str]:
@@ -31,7 +31,7 @@ def test_every_key_says_what_it_does() -> None:
     settings, _, profile = page().partition("## Profiles")
     for part, columns, named in (
         (settings, 6, [key.partition(".")[2] for key in keys()]),
-        (profile, 4, [key for kind in KINDS.values() for key in declared(kind)]),
+        (profile, 4, [key for kind in profile_sections().values() for key in declared(kind)]),
     ):
         rows = [line.strip("| ").split(" | ") for line in part.splitlines() if re.match(r"\| `\w", line)]
         assert [row[0] for row in rows] == [f"`{key}`" for key in named]

@@ -320,6 +320,27 @@ def test_a_micro_batch_has_as_many_tokens_as_the_memory_of_its_device_holds(fold
         assert in_memory(enough - trained // 100)[0] == tokens // 2
 
 
+def test_micro_batches_take_no_room_of_an_engine_which_is_given_what_was_counted(folder: Path) -> None:
+    known, settings = Known(), load_settings(folder / "config.toml", ["models.engine=vllm", "step.batch=4096"])
+
+    def in_memory(size: int, tokens: int | None = None) -> tuple[int, list[Expected]]:
+        deployment = Deployment.of(settings, replace(Hardware.assumed("1xH100-80GB"), bytes=size))
+        if tokens:
+            deployment = replace(deployment, trainer=replace(deployment.trainer, micro_batch_tokens=tokens))
+        return planned(deployment, deployment.load(64), known)
+
+    for size in (3 << 30, 6 << 30, 12 << 30, 80 << 30):
+        tokens, needs = in_memory(size)
+        policy, before = (
+            next(need for need in found if need.model == "policy") for found in (needs, in_memory(size, 4096)[1])
+        )
+        others = sum(need.bytes.total for need in needs if need.model != "policy")
+        assert policy.share is not None
+        refused = crowded(needs, replace(Hardware.assumed("1xH100-80GB"), bytes=size))
+        assert bool(refused) is (policy.share * size < policy.bytes.total - 1), "it is given as much as was counted"
+        assert tokens == 4096 or before.bytes.total + others <= size
+
+
 @pytest.mark.parametrize(("billions", "tokens"), [(0.1, 131072), (0.5, 65536), (1.5, 32768), (70, 32768)])
 def test_a_small_model_s_micro_batches_may_be_larger(billions: float, tokens: int) -> None:
     assert most_gpu_tokens(int(billions * 1e9)) == tokens
@@ -780,7 +801,7 @@ def test_the_engine_of_a_reward_is_counted_on_its_gpus_and_a_server_is_not(folde
     assert shared["policy"].share == pytest.approx((80 - 1.1 * 24) / 80, abs=0.05), "what that one leaves"
     assert not crowded([*shared.values()], Hardware.assumed("1xH100-80GB"))
     (fault,) = crowded([*engine(folder, "rewards.0.engine=vllm").values()], Hardware.assumed("1xH100-80GB"))
-    assert "of which its models leave an engine none" in fault
+    assert "of which an engine has 0 bytes where its weights and the smallest cache are" in fault
     assert "reward 73" in fault
     small = engine(folder, "rewards.0.engine=vllm", "rewards.0.vllm.kv_cache_memory_bytes=5000000")
     assert small["reward"].bytes.keys_values == 5_000_000
