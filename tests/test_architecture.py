@@ -103,7 +103,7 @@ BUDGETS = {
     "placement": 3_679,
     "report": 3_226,
     "rewards": 1_793,
-    "run": 5_691,
+    "run": 5_698,
     "simulate": 2_519,
     "stages": 4_092,
     "testing": 2_503,

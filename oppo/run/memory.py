@@ -597,8 +597,8 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, sprea
             messages.append(f"{device} has {decimal(memory[0])} free, and its models need {decimal(total)} ({listed})")
         elif memory is not None:
             messages += [
-                f"{device} has {decimal(memory[0])} free, of which an engine has {decimal(taken)} where its weights and "
-                f"the smallest cache are {decimal(model.bytes.total)} ({listed})"
+                f"{device} has {decimal(memory[0])} free, of which an engine has {decimal(taken)} where its weights "
+                f"and the smallest cache are {decimal(model.bytes.total)} ({listed})"
                 for model in models
                 if model.share is not None and (taken := int(model.share * memory[1])) < model.bytes.total
             ]

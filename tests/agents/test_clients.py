@@ -164,8 +164,8 @@ async def test_a_client_that_is_impatient_over_http_is_told_the_sample_that_it_h
             return float(reply.choices[0].message.content == "Hm.")
 
     agents = Agents(run if kind == "async" else in_thread, tokenizer(), timeout=60)
-    noted = agents._server._noted
-    agents._server._noted = lambda *told: (noted(*told), again.set())[0]  # type: ignore[func-returns-value]
+    noted = agents._server.noted
+    agents._server.noted = lambda *told: (noted(*told), again.set())[0]  # type: ignore[func-returns-value]
     async with agents:
         agents.single = ""
         rollout = Rollout(agents, await anext(agents.prompts(rows(5))))

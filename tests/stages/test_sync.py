@@ -307,7 +307,6 @@ class Journal(FakeTrainer):
     """A trainer that takes a second to sync, and notes both ends of it."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.seen: list[tuple[str, float]] = []
 
     async def sync_weights(self, *synced: SyncedModel) -> None:
