@@ -72,13 +72,12 @@ class Ranked(Team):
         for name in _LAUNCHER & os.environ.keys():
             del os.environ[name]
         self.rank, self.size, self.device = rank, size, device
-        self._had = [0.0] * size
         if not dist.is_initialized():  # by another trainer of these processes
             _meet(rank, size, meeting, "nccl" if device.type == "cuda" else "gloo")
         self.mesh: DeviceMesh = init_device_mesh(device.type, (size,))
 
     def share(self, costs: Sequence[float]) -> Sequence[int | None]:
-        return deal(costs, self._had, self.rank)
+        return deal(costs, self.size, self.rank)
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.to(self.device, copy=True)
@@ -148,17 +147,18 @@ def _meet(rank: int, size: int, meeting: str, backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
-def deal(costs: Sequence[float], had: list[float], rank: int) -> list[int | None]:
+def deal(costs: Sequence[float], size: int, rank: int) -> list[int | None]:
     """Return the parts of a rank, one for each round; ``None`` for a round in which there is none left for it.
 
-    A round has a part of similar cost for each rank, since sharded weights are gathered layer by layer in step. Within
-    a round the most expensive part goes to the rank that has had the least; ``had`` is added to.
+    A round has a part of similar cost for each of ``size`` ranks, since sharded weights are gathered layer by layer in
+    step. Within a round the most expensive part goes to the rank that has had the least.
 
     Example:
-        >>> [deal([5, 9, 1], [0, 0], rank) for rank in (0, 1)]
+        >>> [deal([5, 9, 1], 2, rank) for rank in (0, 1)]
         [[1, None], [0, 2]]
     """
-    costliest, size = sorted(range(len(costs)), key=lambda part: -costs[part]), len(had)
+    # Nothing is known of earlier work, which a resumed run has not done: sums round by which rank has which parts.
+    costliest, had = sorted(range(len(costs)), key=lambda part: -costs[part]), [0.0] * size
     mine: list[int | None] = []
     for start in range(0, len(costliest), size):
         dealt: list[int | None] = [None] * size
