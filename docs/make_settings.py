@@ -432,7 +432,9 @@ def _kinds(annotation: object) -> list[str]:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner, *rules = arguments
-        named = [f'`"{choice}"`' for rule in rules if isinstance(rule, OneOf) for choice in rule.choices]
+        known = [rule for rule in rules if isinstance(rule, OneOf)]
+        named = [f'`"{choice}"`' for rule in known for choice in rule.choices if choice]
+        named += [f"`{form}`" for rule in known if rule.form.startswith("file.py") for form in rule.form.split(" or ")]
         every = [rule for each in rules for rule in (each.metadata if isinstance(each, FieldInfo) else [each])]
         return named or [" ".join([" or ".join(_kinds(inner)), *_limits(every)])]
     if origin is Literal:

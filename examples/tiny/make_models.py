@@ -1,6 +1,6 @@
 """Makes what the settings files beside it train, in seconds: two tiny models and the prompts, in the folder ``made``.
 
-``blank`` has random weights. ``reader`` has read texts of three kinds. It repeats the digit before a question mark. It
+``blank`` has random weights. ``reader`` has read texts of five kinds. It repeats the digit before a question mark. It
 calls the tool that it is shown, and reads what is behind a summary; its own summaries are mostly wrong. It thinks for
 some digits before it repeats one, mostly another than it was asked for.
 """

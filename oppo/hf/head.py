@@ -41,7 +41,7 @@ LOGITS_BYTES: Final = 256 << 20
 """The most that logits take in float32; more are computed a chunk of tokens at a time."""
 
 UPDATE_SHARE: Final = 8
-"""An update on a GPU has logits of a micro-batch's tokens over this at a time, if ``LOGITS_BYTES`` hold fewer.
+"""An update on a GPU has logits of a micro-batch's response tokens over this at a time, if ``LOGITS_BYTES`` hold fewer.
 
 So chunks grow with the micro-batch, as that does with the memory of the card. A chunk moves 18 bytes of each weight, a
 logit 34 (70 without Triton). Counted for 16,384 tokens, 151,936 columns and a width of 896: 189 GB and 506 launches in
@@ -131,17 +131,17 @@ class OwnHead:
         logits: Tensor = self._shell(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
-    def chunk(self, micro_batch: int = 0) -> int:
+    def chunk(self, updated: int = 0) -> int:
         device = planned_device.get() or self._shell.device
         token = 4 * int(self._shell.config.get_text_config().vocab_size)
         if device.type == "cpu":
             return max(1, min(LOGITS_BYTES, CPU_LOGITS_BYTES) // token)
-        return max(1, LOGITS_BYTES // token, min(UPDATE_BYTES // token, micro_batch // UPDATE_SHARE))
+        return max(1, LOGITS_BYTES // token, min(UPDATE_BYTES // token, -(-updated // UPDATE_SHARE)))
 
-    def measured(self, hidden: Tensor, measure: Measure, micro_batch: int = 0) -> Mapping[Input, Tensor]:
+    def measured(self, hidden: Tensor, measure: Measure) -> Mapping[Input, Tensor]:
         # The logits of one chunk are alive at a time, and are computed again in the backward pass. Gradients of weights
-        # are added up over chunks in float32. `micro_batch`: the tokens that an update reads at once.
-        size = self.chunk(micro_batch)
+        # are added up over chunks in float32.
+        size = self.chunk(len(hidden) if torch.is_grad_enabled() else 0)
         chunks = [slice(at, min(at + size, len(hidden))) for at in range(0, len(hidden), size)]
 
         def of_chunk(hidden: Tensor, at: slice, again: bool) -> Mapping[Input, Tensor]:

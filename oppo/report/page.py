@@ -211,7 +211,7 @@ def _lead(run: Recorded) -> str:
     named = f"policy {Path(policy).name if Path(policy).is_absolute() else policy}" if policy else ""
     facts = [
         str(run.setting("step", "algorithm") or ""),
-        " of ".join(filter(None, (named, _size(policy)))),
+        " of ".join(filter(None, (named, policy and _size(policy)))),
         _machine(run),
         f"{made:,}{of} steps in {_duration(seconds)}" if of else f"{counted(made, 'step')} in {_duration(seconds)}",
         f"began {str(run.begun.get('timestamp', ''))[:16].replace('T', ' ')} UTC" if run.begun else "",
@@ -334,7 +334,7 @@ def cut_off(run: Recorded) -> str:
     if len(shares) < 2 * _ENDS_OF_RUN or last < 0.5 or last - first < _RISE or any(heeded) or not helps:
         return ""
     return (
-        f"The share of responses that end at the length cap grew from {first:.0%} to {last:.0%}, and they are scored "
+        f"The share of responses that end at the length cap grew from {first:.0%} to {last:.0%}, and they are trained "
         f"as others are: {' or '.join(helps)} keeps the policy from learning that."
     )
 
@@ -390,7 +390,8 @@ def _about(run: Recorded, name: str, folder: Path | None) -> str:
     libraries = run.begun.get("libraries")
     versions = {"python": run.begun.get("python")} | (libraries if isinstance(libraries, dict) else {})
     rows = {role: (model, _size(model)) for role, model in run.models().items()}
-    rows |= {"machine": (_machine(run), ""), "versions": (", ".join(f"{key} {it}" for key, it in versions.items()), "")}
+    rows |= {"machine": (_machine(run), ""), "versions": (", ".join(f"{key} {it}" for key, it in versions.items() if it), "")}
+    rows = {name: texts for name, texts in rows.items() if any(texts)}
     of = f" of {escape(name)}" if name else ""
     return (
         f"<h2>Models, machine and files{of}</h2>{_rows(rows)}<p>{_files(run.path, folder)}</p>"

@@ -56,7 +56,7 @@ def apart(file: Path, *settings: str) -> None:
     """Run in a process of its own, with which the clients of its agents end."""
     few = [f"run.directory={file.parent / 'runs'}", "run.panel=off", "run.checkpoint_every=0", *settings]
     command = [sys.executable, "-m", "oppo", "train", str(file), *(f"--set={each}" for each in few)]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=200)
 
 
 def scores(path: Path) -> list[float]:
@@ -116,8 +116,8 @@ def test_a_summary_is_trained_and_begins_the_next_segment(tools: tuple[Path, Bat
         tool_says = [decode(piece.tokens) for piece in first.pieces() if isinstance(piece, ToolTokens)]
         said = decode(first.tokens).partition("?summary?")[2]
         assert tool_says[0].endswith("?summary?")
-        assert first.sampled[-len(said.removesuffix(".")) :].all()
         if (summary := said.removesuffix(".")).isdigit():
+            assert first.sampled[-len(summary) :].all()
             assert decode(second.prompt.tokens) == f"{asked}summary{summary}?"
             summaries += 1
     assert summaries > len(segments) / 4
@@ -135,7 +135,7 @@ def test_muon_trains_the_matrices_of_layers_and_adamw_the_rest(made: Path, tools
         assert (as_far < 0.1) == (weights.ndim == 2 and ".layers." in name), name
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_an_agent_trains_the_same_over_three_apis_within_its_limits(folder: Path) -> None:
     rows, told = read_lines(folder / "made" / "agent.jsonl"), list[tuple[object, bytes]]()
     for api in ("chat completions", "responses", "messages"):
@@ -148,7 +148,8 @@ def test_an_agent_trains_the_same_over_three_apis_within_its_limits(folder: Path
     assert told[0] == told[1] == told[2]
     parts = [part for sample in samples for part in sample.get("parts", ())]
     assert {"by": "tool", "text": ""} in parts  # the mark that ends its thinking, which no policy said
-    assert all(len(part["text"]) < 6 for part in parts if part["by"] == "policy")
+    tokenizer = make_models.make_tokenizer(make_models.WORDS, make_models.MARKS)
+    assert max(len(tokenizer.encode(part["text"])) for part in parts if part["by"] == "policy") <= 6
 
 
 @pytest.mark.parametrize(

@@ -215,13 +215,14 @@ async def test_decoder_reference_and_trainer_agree_better_than_logits_of_16_bits
 
 
 @given(vocabulary=st.integers(2, 300_000), tokens=st.integers(1, 1 << 17))
-def test_chunks_of_logits_grow_with_a_micro_batch_on_a_gpu_alone(vocabulary: int, tokens: int) -> None:
+def test_chunks_of_logits_grow_with_an_update_on_a_gpu_alone(vocabulary: int, tokens: int) -> None:
     head = OwnHead(tiny.causal())
     head._shell.config.vocab_size = vocabulary
     assert head.chunk(tokens) == head.chunk()
     with planned_on(torch.device("cuda")):
         least, most = head.chunk(), head.chunk(1 << 30)
-        assert head.chunk(tokens) == min(max(least, tokens // UPDATE_SHARE), most)
+        assert head.chunk(tokens) == min(max(least, -(-tokens // UPDATE_SHARE)), most)
+        assert head.chunk(tokens) < max(tokens, least + 1), "logits that take more are computed again"
         assert 4 * vocabulary * most <= UPDATE_BYTES
 
 

@@ -179,7 +179,7 @@ class ActorCritic(nn.Module):
                 measured = measure(logits(), slice(0, len(batch.tokens)), False)
             else:
                 hidden = read(self.actor)
-                measured = self._own_head.measured(hidden, measure, batch.ids.numel())
+                measured = self._own_head.measured(hidden, measure)
         if self.critic is None:
             return measured, None
         if not self._one_trunk:
