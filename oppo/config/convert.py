@@ -189,7 +189,11 @@ def _teacher_of_sdpo(draft: Draft, each: int) -> None:
     solution = _filled(draft, "solution_template", successful_previous_attempt="{sibling}") if shown or not fed else ""
     feedback = _filled(draft, "feedback_template", feedback_raw="{privileged_context}") if fed else ""
     told = {"solution": solution, "feedback": "" if solution and alone else feedback}
-    draft.put("teacher.template", _filled(draft, "reprompt_template", prompt="{prompt}", **told), *templates())
+    prompt = _filled(draft, "reprompt_template", prompt="{prompt}", **told)
+    draft.put("teacher.template", prompt, *templates())
+    for name, text in ((f"{part}_template", text) for part, text in told.items()):
+        if draft.take(name, own := templates()[name]) != own and (not text or text not in prompt):
+            draft.lose("no part of what the teacher is shown", name)
     if solution and "{sibling}" not in draft.value("teacher.template"):
         draft.lose("without {solution} a response is taught whether another one passed or not", "reprompt_template")
 

@@ -388,9 +388,10 @@ def _part(text: str, by: object = "policy") -> str:
 
 def _about(run: Recorded, name: str, folder: Path | None) -> str:
     libraries = run.begun.get("libraries")
-    versions = {"python": run.begun.get("python")} | (libraries if isinstance(libraries, dict) else {})
+    known = {"python": run.begun.get("python")} | (libraries if isinstance(libraries, dict) else {})
+    versions = ", ".join(f"{key} {it}" for key, it in known.items() if it)
     rows = {role: (model, _size(model)) for role, model in run.models().items()}
-    rows |= {"machine": (_machine(run), ""), "versions": (", ".join(f"{key} {it}" for key, it in versions.items() if it), "")}
+    rows |= {"machine": (_machine(run), ""), "versions": (versions, "")}
     rows = {name: texts for name, texts in rows.items() if any(texts)}
     of = f" of {escape(name)}" if name else ""
     return (

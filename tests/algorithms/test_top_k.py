@@ -131,7 +131,7 @@ def test_it_is_0_at_the_teacher_itself_and_finite_where_nothing_is_left_or_possi
 async def test_a_streamed_teacher_lists_what_one_forward_pass_does(
     name: str, deterministic: bool, thread: Thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OwnHead, "chunk", 7)
+    monkeypatch.setattr(OwnHead, "chunk", lambda self, updated=0: 7)
     model, made = tiny.causal(name), responses()
     given = {"sampling": SAMPLING, "place": thread, "deterministic": deterministic}
     values = await stream(TeacherLogprobs(model, top_k=5, **given), made, seed=1)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_an_update_is_the_same_in_micro_batches_and_in_chunks_of_logits(
     before = torch.cat([each.detach().flatten() for each in tiny.causal(seed=1).parameters()])
     after = torch.cat([each.detach().flatten() for each in whole.core.actor.parameters()])
     for chunk, tokens in ((4, None), (1000, 40), (5, 40)):
-        monkeypatch.setattr(OwnHead, "chunk", chunk)
+        monkeypatch.setattr(OwnHead, "chunk", lambda self, updated=0, size=chunk: size)
         parts, found = learned(thread, batch, loss, micro_batch_tokens=tokens)
         assert found["loss/distill_avg"] == pytest.approx(measured["loss/distill_avg"], rel=1e-5)
         assert found["train/grad_norm"] == pytest.approx(measured["train/grad_norm"], rel=1e-4)
