@@ -40,7 +40,7 @@ def of(kind: Kind, given: dict[str, object], folder: Path) -> Converted:
 
 
 @pytest.mark.parametrize(
-    ("kind", "set_something"), [("ppo", 33), ("grpo", 35), ("rloo", 34), ("sdpo", 35), ("verl", 45), ("openrlhf", 40)]
+    ("kind", "set_something"), [("ppo", 33), ("grpo", 35), ("rloo", 34), ("sdpo", 34), ("verl", 45), ("openrlhf", 40)]
 )
 def test_no_field_of_theirs_falls_silently(kind: Kind, set_something: int, tmp_path: Path) -> None:
     plain, ends, silent = of(kind, {}, tmp_path), Counter[str](), list[str]()
