@@ -29,7 +29,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy --num-workers auto
 
-# Random schedules in all; fewer are quicker: make test-deep SCHEDULES=2000
+# More random examples, drawn anew where `make test` has the same each time; fewer are quicker: make test-deep SCHEDULES=2000
 SCHEDULES ?= 10000
 test-deep: $(STAMP)
 	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not browser and not gpu and not gym and not ray and not triton and not vllm and not wheel" --timeout=1800 --durations=15 $(DEEP_TESTS)

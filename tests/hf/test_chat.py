@@ -505,13 +505,13 @@ def test_what_transformers_reads_otherwise_it_loses_by_its_own_rules(name: str, 
 def lost(case: Case, key: str) -> bool:
     """Return whether transformers cannot read an argument.
 
-    It reads ``type``, ``anyOf`` and ``oneOf`` of a schema, strips texts, takes 0 and 1 for truth values, -2.0 and the
-    text 007 for an integer, and writes a large number without an exponent.
+    It reads ``type``, ``anyOf`` and ``oneOf`` of a schema, strips texts, takes 0 and 1 for truth values, -2.0 and texts
+    of numbers for what a schema allows beside them, and writes a large number without an exponent.
     """
     schema, value = case.tool["function"]["parameters"]["properties"][key], case.arguments[key]
     unread = {"allOf", "const", "enum", "$ref"}.intersection(schema) or not schema or "boolean" in json.dumps(schema)
-    whole = str(value) in ("-2.0", "1e5", "007") and "integer" in json.dumps(schema)
-    return bool(unread) or whole or value == 1e300 or (isinstance(value, str) and value != value.strip())
+    number = str(value) in ("-2.0", "1e5", "007") and any(kind in json.dumps(schema) for kind in ("integer", "number"))
+    return bool(unread) or number or value == 1e300 or (isinstance(value, str) and value != value.strip())
 
 
 def test_a_schema_that_is_none_is_refused() -> None:
