@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, TypeVarTuple, runtime_checkable
 
 import anyio
 
@@ -267,48 +267,28 @@ A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
 O = TypeVar("O")  # noqa: E741 - O for output
-A_contra = TypeVar("A_contra", contravariant=True)
-B_contra = TypeVar("B_contra", contravariant=True)
-C_contra = TypeVar("C_contra", contravariant=True)
+Inputs = TypeVarTuple("Inputs")
 O_co = TypeVar("O_co", covariant=True)
 R_contra = TypeVar("R_contra", contravariant=True)
 
 
-class _Plain1(Protocol[A_contra, O_co]):
-    async def run(self, a: Receiver[A_contra], /, *, out: Sender[O_co]) -> None: ...
+class _Plain(Protocol[*Inputs, O_co]):
+    async def run(self, *inputs: *Inputs, out: Sender[O_co]) -> None: ...
 
 
-class _Stepped1(Protocol[A_contra, O_co]):
-    async def run(self, a: Receiver[A_contra], /, *, out: Sender[O_co], step: Step) -> None: ...
+class _Stepped(Protocol[*Inputs, O_co]):
+    async def run(self, *inputs: *Inputs, out: Sender[O_co], step: Step) -> None: ...
 
 
-class _Plain2(Protocol[A_contra, B_contra, O_co]):
-    async def run(self, a: Receiver[A_contra], b: Receiver[B_contra], /, *, out: Sender[O_co]) -> None: ...
-
-
-class _Stepped2(Protocol[A_contra, B_contra, O_co]):
-    async def run(self, a: Receiver[A_contra], b: Receiver[B_contra], /, *, out: Sender[O_co], step: Step) -> None: ...
-
-
-class _Plain3(Protocol[A_contra, B_contra, C_contra, O_co]):
-    async def run(
-        self, a: Receiver[A_contra], b: Receiver[B_contra], c: Receiver[C_contra], /, *, out: Sender[O_co]
-    ) -> None: ...
-
-
-class _Stepped3(Protocol[A_contra, B_contra, C_contra, O_co]):
-    async def run(
-        self, a: Receiver[A_contra], b: Receiver[B_contra], c: Receiver[C_contra], /, *, out: Sender[O_co], step: Step
-    ) -> None: ...
-
-
-Stage1: TypeAlias = _Plain1[A, O] | _Stepped1[A, O]
+Stage1: TypeAlias = _Plain[Receiver[A], O] | _Stepped[Receiver[A], O]
 """A stage of one input."""
 
-Stage2: TypeAlias = _Plain2[A, B, O] | _Stepped2[A, B, O]
+Stage2: TypeAlias = _Plain[Receiver[A], Receiver[B], O] | _Stepped[Receiver[A], Receiver[B], O]
 """A stage of two inputs, read through :func:`oppo.graph.join`."""
 
-Stage3: TypeAlias = _Plain3[A, B, C, O] | _Stepped3[A, B, C, O]
+Stage3: TypeAlias = (
+    _Plain[Receiver[A], Receiver[B], Receiver[C], O] | _Stepped[Receiver[A], Receiver[B], Receiver[C], O]
+)
 """A stage of three inputs, read through :func:`oppo.graph.join`."""
 
 
