@@ -34,11 +34,11 @@ from oppo.errors import (
     RunComplete,
     exits_told,
 )
+from oppo.liveness.signals import Stopped, stoppable
 from oppo.log import routed
 from oppo.redact import harmless
 from oppo.report.panel import displays
 from oppo.report.records import ended
-from oppo.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from oppo.config.settings import Settings

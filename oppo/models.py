@@ -145,7 +145,11 @@ class Weights:
 
 @runtime_checkable
 class SyncedModel(Protocol):
-    """A served model whose weights follow the trainer's."""
+    """A served model whose weights follow the trainer's.
+
+    What else it can do is known by its members: :class:`ServesByReference`, :class:`CopiesWeights`,
+    :class:`BorrowsWeights`. One that stands for another has that as ``stands_for``.
+    """
 
     @property
     def version(self) -> int:
@@ -153,6 +157,36 @@ class SyncedModel(Protocol):
 
     async def load(self, weights: Weights) -> None:
         """Serve these weights from the next call on; on failure, go on serving the old ones."""
+
+
+@runtime_checkable
+class ServesByReference(Protocol):
+    """A synced model that may serve the very tensors that are trained, so that an update changes its weights."""
+
+    def serves(self, weights: Weights) -> bool:
+        """Return whether a tensor of ``weights`` is one that it serves."""
+
+    def tensors(self) -> frozenset[int]:
+        """Return the addresses of the tensors that new weights change; another model may serve the very same."""
+
+
+@runtime_checkable
+class CopiesWeights(Protocol):
+    """A synced model that can copy weights which it will serve later, when the trainer's own have changed."""
+
+    async def copied(self, weights: Weights) -> Weights:
+        """Return a copy of the weights that it serves of these, in memory of its own."""
+
+
+@runtime_checkable
+class BorrowsWeights(Protocol):
+    """A synced model that may go on to read the trainer's own tensors when it has loaded them."""
+
+    async def settled(self) -> None:
+        """Wait until it reads none of the trainer's tensors; it reads none until the next load, so they may change."""
+
+    async def starved(self) -> None:
+        """Return once it serves nothing until the next load, so that waiting for its output would never end."""
 
 
 class Decode(Protocol):
@@ -344,7 +378,7 @@ class TrainerCapabilities:
 
     Attributes:
         accumulates: it can take a batch in parts; it is a :class:`StreamingTrainer`.
-        trains_by_reference: it may train the very tensors that a synced model serves, as a :class:`TrainsByReference`.
+        trains_by_reference: it may train the very tensors that a synced model serves, as a :class:`SyncsByReference`.
     """
 
     accumulates: bool = False
@@ -394,13 +428,6 @@ class StreamingTrainer(Trainer, Protocol):
         """
 
 
-class TrainsByReference(Trainer, Protocol):
-    """A trainer with the capability ``trains_by_reference``."""
-
-    def shares_weights(self, model: SyncedModel) -> bool:
-        """Return whether an update changes what ``model`` serves before it is synced."""
-
-
 class ResumableTrainer(Trainer, Protocol):
     """A trainer that can be checkpointed, restored and watched."""
 
@@ -423,6 +450,64 @@ class ResumableTrainer(Trainer, Protocol):
 
     async def restore(self, directory: Path) -> None:
         """Restore the state that ``directory`` holds; synced models get it with the next :meth:`sync_weights`."""
+
+
+def model_behind(model: SyncedModel) -> SyncedModel:
+    """Return the model to which a synced model passes weights on as its ``stands_for``; mostly itself."""
+    behind: SyncedModel = getattr(model, "stands_for", model)
+    return behind
+
+
+def name_of(model: SyncedModel) -> str:
+    """Return the name of a synced model's class, or of the one it stands for."""
+    return type(model_behind(model)).__name__
+
+
+def share_tensors(one: SyncedModel, other: SyncedModel) -> bool:
+    """Return whether two models serve a tensor together, so that they get new weights together."""
+    return (
+        isinstance(one, ServesByReference)
+        and isinstance(other, ServesByReference)
+        and bool(one.tensors() & other.tensors())
+    )
+
+
+class SyncsByReference(ABC):
+    """The part of a trainer that gives its weights by reference."""
+
+    @property
+    def capabilities(self) -> TrainerCapabilities:
+        """It may train the very tensors that a synced model serves."""
+        return TrainerCapabilities(trains_by_reference=True)
+
+    @abstractmethod
+    def weights(self) -> Weights:
+        """Return the current weights by reference; never called during an update."""
+
+    async def sync_weights(self, *synced: SyncedModel) -> None:
+        """Give the current weights to each synced model with :func:`sync`; never half cancelled."""
+        with anyio.CancelScope(shield=True):
+            await sync(self.weights(), synced)
+        await anyio.lowlevel.checkpoint_if_cancelled()
+
+    def shares_weights(self, model: SyncedModel) -> bool:
+        """Return whether an update changes what ``model`` serves before it is synced."""
+        return isinstance(model, ServesByReference) and model.serves(self.weights())
+
+
+async def sync(weights: Weights, synced: Sequence[SyncedModel]) -> None:
+    """Give ``weights`` to each synced model, one after the other.
+
+    A failure is final: the old weights no longer exist, and a model may share the storage of the new ones. A note says
+    the version of each; the run ends, and resumes from a checkpoint.
+    """
+    for model in synced:
+        try:
+            await model.load(weights)
+        except Exception as error:
+            held = ", ".join(f"{name_of(one)} has version {one.version}" for one in synced)
+            error.add_note(f"while syncing version {weights.version}: {held}; do not go on from here")
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

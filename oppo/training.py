@@ -27,9 +27,8 @@ from oppo.declared import (
 )
 from oppo.errors import ConfigError, ModelError, in_toml
 from oppo.events import Batch
-from oppo.models import Trained, Weights
+from oppo.models import SyncsByReference, Trained, Weights
 from oppo.placement import Thread
-from oppo.weight_sync import SyncsByReference
 
 LearningRateSchedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
 Aggregation: TypeAlias = Literal["tokens", "responses", "constant", "response_sums"]

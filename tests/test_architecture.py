@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "libraries", "declared", "durable", "images", "log", "redact", "signals", "limits"}),
+    frozenset({"errors", "libraries", "declared", "durable", "images", "log", "redact", "limits"}),
     frozenset({"events", "observe", "scheduling"}),
     frozenset(
         {
@@ -29,7 +29,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "scorers",
             "training",
             "turns",
-            "weight_sync",
         }
     ),
     frozenset({"graph"}),
@@ -95,26 +94,26 @@ BUDGETS = {
     "demo": 1_397,
     "environments": 1_456,
     "evaluation": 531,
-    "graph": 2_171,
+    "graph": 2_151,
     "hf": 13_175,
-    "liveness": 606,
+    "liveness": 724,
     "losses": 1_061,
-    "oppo": 6_523,
-    "placement": 3_679,
+    "oppo": 6_386,
+    "placement": 3_678,
     "report": 3_228,
     "rewards": 1_793,
     "run": 5_698,
     "simulate": 2_519,
-    "stages": 4_092,
-    "testing": 2_503,
+    "stages": 4_104,
+    "testing": 2_501,
     "vllm": 4_302,
 }
 """Lines of each package and, as ``oppo``, of the modules beside them. They fall; another pays for a raise."""
 
 RATCHETS = {
-    "modules": 207,  # passes without data; drafts of settings, apart from the reading of files of other trainers
-    "files in the root": 23,  # the images of a prompt, which events, data and models know
-    "protocols": 49,
+    "modules": 206,  # passes without data; drafts of settings, apart from the reading of files of other trainers
+    "files in the root": 21,  # the images of a prompt, which events, data and models know
+    "protocols": 44,
     "functions that only require": 58,
     "functions given all settings": 22,
     "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn

@@ -16,8 +16,8 @@ import anyio.lowlevel
 import pytest
 
 from oppo.errors import RewardError, contained, exits_told
+from oppo.liveness.signals import SIGNALS, Stopped, interruptible, stoppable
 from oppo.observe import Observer, Span
-from oppo.signals import SIGNALS, Stopped, interruptible, stoppable
 from oppo.testing import prompts, run_virtual
 from tests.kit.pipelines import Pipeline, Setting
 

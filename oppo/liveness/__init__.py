@@ -1,4 +1,4 @@
-"""Liveness of a run: a heartbeat on its event loop, and a watchdog that ends it when it hangs."""
+"""Liveness of a run: a heartbeat on its event loop, a watchdog that ends it when it hangs, and signals that end it."""
 
 from __future__ import annotations
 

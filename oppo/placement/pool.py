@@ -37,12 +37,12 @@ from oppo.models import (
     ReportsProgress,
     Resumes,
     Sampling,
+    ServesByReference,
     Weights,
     require_count,
 )
 from oppo.placement.pool_members import Member, Members, PooledDecode, Round, Start, is_refusal
 from oppo.turns import MultiTurnPolicy
-from oppo.weight_sync import ServesByReference
 
 RESCUE: Final = 5.0
 """Seconds in which a lost member should stop to decode, and those in which tokens that it has handed over are read."""

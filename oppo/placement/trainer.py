@@ -18,10 +18,9 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from oppo.errors import ModelLost
 from oppo.events import Batch
-from oppo.models import ResumableTrainer, Trained, Weights
+from oppo.models import ResumableTrainer, SyncsByReference, Trained, Weights
 from oppo.placement.place import Hosting, Make
 from oppo.placement.shared_memory import Counts
-from oppo.weight_sync import SyncsByReference
 
 
 class TrainerCounts(Counts):

@@ -29,6 +29,7 @@ from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Drop, StepReport
 from oppo.graph import Graph, Run
 from oppo.liveness import Heartbeat
+from oppo.liveness.signals import Interrupt, Stopped, interruptible
 from oppo.liveness.watchdog import GAP
 from oppo.log import logger
 from oppo.observe import Observer
@@ -72,7 +73,6 @@ from oppo.run.prompts import (
     steps_of,
     supplied,
 )
-from oppo.signals import Interrupt, Stopped, interruptible
 from oppo.stages import Generate, Update
 
 if TYPE_CHECKING:

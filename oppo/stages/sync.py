@@ -22,8 +22,20 @@ import anyio
 
 from oppo.errors import ConfigError, ProtocolError, as_itself, noted
 from oppo.graph import Step
-from oppo.models import Capabilities, SyncedModel, Trainer, TrainerCapabilities, TrainsByReference, Weights
-from oppo.weight_sync import BorrowsWeights, CopiesWeights, ServesByReference, model_behind, name_of, share_tensors
+from oppo.models import (
+    BorrowsWeights,
+    Capabilities,
+    CopiesWeights,
+    ServesByReference,
+    SyncedModel,
+    SyncsByReference,
+    Trainer,
+    TrainerCapabilities,
+    Weights,
+    model_behind,
+    name_of,
+    share_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +184,7 @@ class WeightSync:
     def require_own_weights(self, when: str, otherwise: str) -> None:
         if not TrainerCapabilities.of(self._trainer).trains_by_reference:
             return
-        trainer = cast("TrainsByReference", self._trainer)
+        trainer = cast("SyncsByReference", self._trainer)
         if shared := [name_of(each) for each in self._synced if trainer.shares_weights(each)]:
             raise ConfigError(
                 f"{when} {', '.join(shared)} works while {type(trainer).__name__} trains, and they have tensors in "

@@ -37,13 +37,13 @@ from oppo.models import (
     Trained,
     Trainer,
     TrainerCapabilities,
+    name_of,
     require_model,
 )
 from oppo.stages.batch import NONFINITE, BatchPart, Ended
 from oppo.stages.generate import Generate
 from oppo.stages.metrics import ACCUMULATE, LengthBias, observation, run_metrics, step_metrics, utilisation
 from oppo.stages.sync import WeightSync
-from oppo.weight_sync import name_of
 
 LEFT_OUT = "left out of the loss"  # reason of a drop for a response of the batch without a token in the loss mask
 

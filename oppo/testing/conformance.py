@@ -20,7 +20,7 @@ from oppo.errors import ProtocolError, as_itself, shown
 from oppo.events import Batch, Chunk, Finish, IntArray, Prompt, Response, StepReport, Support, ToolTokens
 from oppo.graph import Stateful
 from oppo.limits import TurnLimit
-from oppo.models import Capabilities, Decode, Policy, Scorer, SyncedModel, Trainer, Weights
+from oppo.models import Capabilities, Decode, Policy, Scorer, SyncedModel, Trainer, Weights, name_of
 from oppo.stages import Generate
 from oppo.stages.generate import require_chunk
 from oppo.stages.in_flight import require_turns
@@ -28,7 +28,6 @@ from oppo.testing.fake_policy import FakePolicy
 from oppo.testing.fakes import FakeCritic, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts as made_prompts
 from oppo.testing.recorder import Recorder
 from oppo.turns import TurnDecode
-from oppo.weight_sync import name_of
 
 T = TypeVar("T")
 Make: TypeAlias = Callable[[], Awaitable[T]]

@@ -20,11 +20,10 @@ import numpy as np
 from oppo.declared import NonNegative, require_whole, validated
 from oppo.errors import ConfigError, ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, ToolTokens
-from oppo.models import SyncedModel, Trained, TrainerCapabilities, Weights
+from oppo.models import SyncedModel, Trained, TrainerCapabilities, Weights, sync
 from oppo.scorers import RolloutSession, RolloutSessions
 from oppo.stages.advantage import GAE
 from oppo.stages.batch import ScoredRollout
-from oppo.weight_sync import sync
 
 T = TypeVar("T")
 

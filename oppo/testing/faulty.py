@@ -47,6 +47,7 @@ from oppo.events import Batch, Chunk, Drop, Finish, IntArray, Prompt, Response, 
 from oppo.limits import TurnLimit
 from oppo.models import (
     Capabilities,
+    CopiesWeights,
     Cut,
     Decode,
     Decoding,
@@ -64,7 +65,6 @@ from oppo.models import (
 from oppo.stages.in_flight import require_turns
 from oppo.testing.virtual_time import VirtualTimeLoop
 from oppo.turns import Answer, Environment, Turn, TurnDecode
-from oppo.weight_sync import CopiesWeights
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

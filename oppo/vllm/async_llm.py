@@ -17,9 +17,9 @@ import torch
 
 from oppo.errors import ConfigError, ModelError, one_line, shortened
 from oppo.images import ImageRef
+from oppo.liveness.signals import SIGNALS
 from oppo.log import logger, with_route
 from oppo.observe import now
-from oppo.signals import SIGNALS
 from oppo.vllm.arguments import check_arguments, computes_on_cpu, engine_arguments, lora_arguments, route_of
 from oppo.vllm.engine import Collector, Engine, NewTokens, ServedWeights, WeightSender
 from oppo.vllm.pictures import Pictures

@@ -18,7 +18,7 @@ from oppo.data import PromptStream
 from oppo.errors import ModelError
 from oppo.events import Batch, Chunk, Drop, Prompt, Response, StepReport
 from oppo.graph import Graph, Run
-from oppo.models import Scorer, SyncedModel, Trained
+from oppo.models import Scorer, SyncedModel, Trained, name_of
 from oppo.rewards import FunctionReward, OnFailure
 from oppo.stages import Generate, Score, Update
 from oppo.testing import (
@@ -35,7 +35,6 @@ from oppo.testing import (
 from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import Call, FaultKind, Method
 from oppo.turns import Answer
-from oppo.weight_sync import name_of
 from tests.kit.pipelines import Pipeline, Setting, Tap
 
 Spoilt: TypeAlias = Literal["nan", "count", "shape", "none", "empty", "version", "order", "token", "stranger"]

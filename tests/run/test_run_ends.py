@@ -23,13 +23,13 @@ from oppo import train
 from oppo.cli import DONE, FAILED, INTERRUPTED, UNUSABLE
 from oppo.config.load import load_settings
 from oppo.hf.lora import merged
+from oppo.liveness.signals import Stopped
 from oppo.log import logger
 from oppo.observe import Observer, Span
 from oppo.report.trackers import TensorBoard
 from oppo.run.checkpoint import CHECKPOINTS
 from oppo.run.observers import EVENTS
 from oppo.run.train import FINAL, prepare, run
-from oppo.signals import Stopped
 from tests.kit.forked import Program
 from tests.kit.workplace import furnish, oppo, records, resume, start
 from tests.report.tracked import board, history, logs, texts, trackio_history

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from oppo.errors import ConfigError
 from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Scored, ToolTokens
 from oppo.graph import Graph, Step
-from oppo.models import Capabilities, Loads, SyncedModel, Trained, Weights
+from oppo.models import Capabilities, Loads, ServesByReference, SyncedModel, Trained, Weights, sync
 from oppo.stages import Score, Update, synced_models
 from oppo.stages.sync import WeightSync
 from oppo.testing import FakeCritic, FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
-from oppo.weight_sync import ServesByReference, sync
 from tests.kit.pipelines import Pipeline, Setting, settings
 from tests.kit.virtual import virtually
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from oppo.errors import ConfigError, ModelError, ModelLost
+from oppo.liveness.signals import SIGNALS, Stopped, stoppable
 from oppo.models import Weights
-from oppo.signals import SIGNALS, Stopped, stoppable
 from oppo.vllm import plugin
 from oppo.vllm.arguments import (
     OF_LOGPROBS,

@@ -25,7 +25,7 @@ from oppo.errors import ConfigError, ModelLost
 from oppo.evaluation import Evaluate, Evaluated, Evaluation
 from oppo.events import Batch, Prompt, RoutedExperts, StepReport
 from oppo.hf.weights import SentWeights
-from oppo.models import Sampling, SyncedModel, Trained, Weights
+from oppo.models import Sampling, SyncedModel, Trained, Weights, sync
 from oppo.placement import PolicyPool, Process
 from oppo.run.deployment import Deployment
 from oppo.run.engines import require_engines
@@ -37,7 +37,6 @@ from oppo.vllm import VllmPolicy, VllmServer
 from oppo.vllm.arguments import engine_arguments
 from oppo.vllm.processes import ServerProcess
 from oppo.vllm.sync import HostedFiles
-from oppo.weight_sync import sync
 from tests.kit.dialogues import ANSWER, Dialogue, Seconds, at_once, dialogue, turns_answered
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.responses import read_chunk
