@@ -10,7 +10,6 @@ import pytest
 from oppo.errors import GraphError
 from oppo.graph import GraphBuilder, Receiver, Sender, Stream
 from oppo.graph.topology import Ports
-from oppo.testing.virtual_time import run_virtual
 from tests.graph.stages import Collect, Diary, Relay, Take, line
 
 if TYPE_CHECKING:
@@ -246,23 +245,3 @@ def test_a_graph_is_drawn_for_mermaid() -> None:
         "    relay --> collect",
         "    collect --> result([result])",
     ]
-
-
-def test_the_example_of_the_builder_runs() -> None:
-    class Double:
-        async def run(self, numbers: Receiver[int], *, out: Sender[int]) -> None:
-            async for number in numbers:
-                await out.send(2 * number)
-
-    class Sum:
-        async def run(self, numbers: Receiver[int], *, out: Sender[int]) -> None:
-            await out.send(sum([number async for number in numbers]))
-
-    g = GraphBuilder[int]("example")
-    graph = g.build(g.add("sum", Sum(), g.add("double", Double(), g.prompts)))
-
-    async def main() -> int | None:
-        async with graph.open([1, 2, 3]) as run:
-            return await run.step()
-
-    assert run_virtual(main) == 12

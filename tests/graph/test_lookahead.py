@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from oppo.errors import DeadlockError, GraphError
 from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Step
 from oppo.testing import run_virtual
-from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Take, line
+from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Stuck, Take, line
 from tests.kit.virtual import virtually
 
 Seconds = Callable[[int], float]
@@ -126,7 +126,7 @@ def test_an_error_ends_the_steps_behind_it_and_leaves_nothing() -> None:
     diary = Diary()
     g = GraphBuilder[int]("failing")
     taken = g.add("diary", diary, g.add("take", Take(), g.prompts))
-    graph = g.build(g.add("collect", Collect(), g.add("fail", FailAt(1), taken)))
+    graph = g.build(g.add("collect", Collect(), g.add("fail", FailLater(0.0), taken)))
 
     async def main() -> list[tuple[int, ...]]:
         results: list[tuple[int, ...]] = []
@@ -146,21 +146,6 @@ def test_an_error_ends_the_steps_behind_it_and_leaves_nothing() -> None:
 async def extend(results: list[tuple[int, ...]], run: Run[tuple[int, ...]]) -> None:
     async for result in run.steps(9):
         results.append(result)  # noqa: PERF401 - an error leaves those before it
-
-
-@dataclass(eq=False)
-class FailAt:
-    """Passes everything on and fails in one step."""
-
-    index: int
-    delay: float = 0.0
-
-    async def run(self, items: Receiver[int], *, out: Sender[int], step: Step) -> None:
-        async for item in items:
-            await anyio.sleep(self.delay)
-            if step.index == self.index:
-                raise Boom(f"step {step.index}")
-            await out.send(item)
 
 
 @virtually
@@ -281,20 +266,13 @@ async def test_a_drain_that_nobody_planned_ends_what_is_alive_and_then_goes_on()
 
 def test_a_deadlock_names_every_step_that_is_alive() -> None:
     async def main() -> None:
-        async with line().replace(collect=StuckCollect()).open(range(99), lookahead=1) as run:
+        async with line().replace(collect=Stuck()).open(range(99), lookahead=1) as run:
             await run.step()
 
     with pytest.raises(DeadlockError) as caught:
         run_virtual(main)
     assert "graph 'line', step 1" in str(caught.value)
     assert "graph 'line', step 2" in str(caught.value)
-
-
-class StuckCollect:
-    """A result stage that never returns."""
-
-    async def run(self, items: Receiver[int], *, out: Sender[tuple[int, ...]]) -> None:
-        await anyio.Event().wait()
 
 
 @virtually

@@ -219,8 +219,9 @@ def test_nothing_is_lost_doubled_or_reordered(plan: Plan) -> None:
     assert len(results) == STEPS
 
 
-def survive(plan: Plan) -> None:
-    """Play a plan in which a stage may fail, and check the results or the error."""
+@settings(max_examples=3 * SCHEDULES)
+@given(plans(fails=True) | plans(cancelled=True) | plans(fails=True, cancelled=True))
+def test_an_error_surfaces_as_itself_and_like_a_cancellation_at_any_time_leaves_nothing(plan: Plan) -> None:
     try:
         results = run_virtual(played, plan)
     except Boom as boom:
@@ -233,21 +234,3 @@ def survive(plan: Plan) -> None:
     assert error.args == (name,)
     (note,) = error.__notes__
     assert note.startswith(f"in stage {name!r} of graph 'random', step ")
-
-
-@settings(max_examples=SCHEDULES)
-@given(plans(fails=True))
-def test_an_error_surfaces_as_itself_and_leaves_nothing(plan: Plan) -> None:
-    survive(plan)
-
-
-@settings(max_examples=SCHEDULES)
-@given(plans(cancelled=True))
-def test_cancellation_at_any_time_leaves_nothing(plan: Plan) -> None:
-    survive(plan)
-
-
-@settings(max_examples=SCHEDULES)
-@given(plans(fails=True, cancelled=True))
-def test_an_error_and_a_cancellation_leave_nothing_together(plan: Plan) -> None:
-    survive(plan)

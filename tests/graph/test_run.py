@@ -12,7 +12,7 @@ import trio
 import uvloop
 
 from oppo.errors import DeadlockError, GraphError, OppoError, ProtocolError, as_itself
-from oppo.graph import Graph, GraphBuilder, Receiver, Run, Sender, Snapshot, Step, Wait
+from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Snapshot, Step, Wait
 from oppo.graph.run import COLLECTION
 from oppo.observe import Span
 from oppo.testing import run_virtual
@@ -189,20 +189,6 @@ def test_an_error_while_closing_does_not_hide_the_error_that_ended_the_run() -> 
         "and then, while closing stage 'second' of graph 'line', OSError: the door is locked" in caught.value.__notes__
     )
     assert diary.lines[-1] == "exit", "the others are closed all the same"
-
-
-def test_an_error_in_a_task_of_a_stage_surfaces_as_itself() -> None:
-    class Nested(Fail):
-        async def run(self, items: Receiver[int], *, out: Sender[int]) -> None:
-            async with anyio.create_task_group() as outer, anyio.create_task_group() as inner:
-                outer.start_soon(anyio.sleep, 1)
-                inner.start_soon(self.fail)
-
-        async def fail(self) -> None:
-            raise Boom("deep")
-
-    with pytest.raises(Boom, match="deep"):
-        run_virtual(results_of, line().replace(relay=Nested()), 1)
 
 
 def test_of_several_errors_the_first_is_raised_and_names_the_others() -> None:
@@ -428,17 +414,6 @@ def test_an_observer_that_raises_is_named(method: str) -> None:
         run_virtual(main)
     (note, *_) = caught.value.__notes__
     assert note.startswith(f"raised by the observer Clumsy, which must not raise, at {__file__}:")
-
-
-async def first_of(run: Run[tuple[int, ...]]) -> tuple[int, ...]:
-    async for result in run.steps(1):
-        return result
-    raise AssertionError
-
-
-async def test_a_graph_runs_under_pytest_asyncio() -> None:
-    async with line().open(range(9)) as run:
-        assert await first_of(run) == (0, 1, 2)
 
 
 @dataclass(frozen=True)

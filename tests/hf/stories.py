@@ -19,9 +19,10 @@ from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.group import grpo
 from oppo.algorithms.ppo import ppo
-from oppo.events import Chunk, Prompt, StepReport, Support, TokenColumns
+from oppo.events import Chunk, FloatArray, Prompt, Response, StepReport, Support, TokenColumns
 from oppo.graph import Graph
 from oppo.hf.devices import use_cores
+from oppo.hf.model_parts import backbone, score_head
 from oppo.hf.serve.noise import keys_at, noise_of, table_on
 from oppo.hf.serve.policy import HfDecode, HfPolicy
 from oppo.hf.serve.sampling import draw
@@ -156,9 +157,25 @@ def full_logprobs(
 ) -> Tensor:
     """Log-probs of a response from one forward pass, over the ids that each token was drawn from."""
     sequence = torch.tensor([[*prompt.tokens.tolist(), *tokens]])
-    logits: Tensor = model(sequence).logits[0, len(prompt.tokens) - 1 : -1] / temperature
+    logits: Tensor = model(sequence, use_cache=False).logits[0, len(prompt.tokens) - 1 : -1].float() / temperature
     logits = logits.masked_fill(~allowed(support or Support(), len(tokens), logits.shape[-1]), -torch.inf)
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def response_logprobs(model: PreTrainedModel, response: Response, temperature: float = 1.0) -> FloatArray:
+    """Return the same of a response, its tool tokens included."""
+    tokens, support = response.tokens.tolist(), response.extra[Support]
+    return np.asarray(full_logprobs(model, response.prompt, tokens, support, temperature))
+
+
+@tiny.apart
+@torch.no_grad()
+def response_values(model: PreTrainedModel, response: Response) -> FloatArray:
+    """Return the score at each position from the last of the prompt on, by one forward pass."""
+    ids = torch.tensor([[*response.prompt.tokens.tolist(), *response.tokens.tolist()]])
+    hidden = backbone(model)(ids, use_cache=False).last_hidden_state
+    values: FloatArray = score_head(model)(hidden)[0, len(response.prompt.tokens) - 1 :, 0].float().numpy()
+    return values
 
 
 def allowed(support: Support, count: int, vocabulary: int) -> Tensor:
@@ -170,10 +187,6 @@ def allowed(support: Support, count: int, vocabulary: int) -> Tensor:
             row[:] = False
         row[torch.from_numpy(alone.ids).long()] = bool(alone.counts.sum() > 0)
     return rows
-
-
-def assert_close(one: Sequence[float] | Tensor, other: Sequence[float] | Tensor) -> None:
-    torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), atol=1e-5, rtol=1e-5)
 
 
 def graph_of(

@@ -57,7 +57,7 @@ from oppo.placement.trainer import TrainerCounts
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.hf.serve.test_scorers import expected_values
+from tests.hf.stories import response_values
 from tests.hf.train.test_actor_critic import Twisted
 from tests.hf.train.test_routers import batch_of
 from tests.kit.responses import responses, stream
@@ -266,7 +266,7 @@ def test_a_value_head_on_any_trunk_is_new_once_and_then_saved_with_it(
     values = anyio.run(stream, ValueModel(crossed, place=thread), texts, 3)
     scores = anyio.run(stream, RewardModel(again, place=thread), texts, 4)
     for response in texts:
-        wanted = expected_values(critic, response)
+        wanted = response_values(critic, response)
         np.testing.assert_allclose(np.asarray(values[response.prompt.rollout]), wanted, rtol=1e-4, atol=1e-4)
         if response.tokens[-1]:  # else padding, behind the last score
             assert scores[response.prompt.rollout] == pytest.approx(wanted[-1], rel=1e-4, abs=1e-4)

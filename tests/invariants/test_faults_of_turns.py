@@ -15,10 +15,8 @@ import pytest
 from hypothesis import event, example, given, settings as hypothesis_settings, strategies as st
 
 from oppo.errors import DeadlockError, ModelError, ModelLost, ProtocolError
-from oppo.events import Prompt, Response
 from oppo.stages import Generate
 from oppo.testing import (
-    FakePolicy,
     Fault,
     FaultyEnvironment,
     FaultyPolicy,
@@ -30,11 +28,10 @@ from oppo.testing import (
     Slow,
     run_virtual,
 )
-from oppo.testing.fake_policy import FakeDecode
 from oppo.testing.faulty import FaultKind
 from oppo.turns import Answered
 from tests.kit.dialogues import turns_answered
-from tests.kit.faulty import Garbage
+from tests.kit.faulty import Garbage, Remembering
 from tests.kit.pipelines import Pipeline, Setting, settings
 from tests.stages.test_conversations import Tool, some_turns
 
@@ -93,18 +90,6 @@ class Talking(Pipeline):
     @property
     def struck(self) -> Sequence[Fault]:
         return [*self.actor.struck, *self.tool.struck]
-
-
-@dataclass(eq=False)
-class Remembering(FakePolicy):
-    """A policy that remembers what it opened."""
-
-    opened: list[FakeDecode] = field(default_factory=list)
-
-    async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
-        decodes = await super().open(rollouts)
-        self.opened += decodes
-        return decodes
 
 
 def explains(fault: Fault, error: BaseException) -> bool:

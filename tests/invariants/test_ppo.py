@@ -16,7 +16,7 @@ from hypothesis import example, given, strategies as st
 from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
-from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, Support, rollout_of
+from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, rollout_of
 from oppo.models import Cut, Decode, Decoding
 from oppo.stages.ledger import InFlightRollout
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, prompts, run_virtual
@@ -33,45 +33,6 @@ def played(setting: Setting) -> Pipeline:
     pipeline = Pipeline(setting)
     run_virtual(pipeline.run)
     return pipeline
-
-
-@given(settings())
-def test_every_prompt_taken_is_trained_exactly_once(setting: Setting) -> None:
-    pipeline = played(setting)
-    taken = sorted(pipeline.tap.story())
-    assert sorted(rollout for batch in pipeline.batches for rollout in batch.rollouts) == taken
-    assert taken == list(range(len(taken))), "no prompt is skipped"
-
-
-@given(settings())
-def test_batches_are_full_and_never_older_than_allowed(setting: Setting) -> None:
-    pipeline = played(setting)
-    sizes = [len(batch) for batch in pipeline.batches]
-    assert all(size == setting.batch * setting.samples for size in sizes[:-1])
-    assert sum(sizes) == min(setting.prompts, setting.steps * setting.batch) * setting.samples
-    oldest = setting.max_deferrals + setting.lookahead
-    assert all(report.metrics.get("staleness/max", 0) <= oldest for report in pipeline.reports)
-    assert all(len(report.deferred) <= setting.extra * setting.samples for report in pipeline.reports)
-
-
-@given(settings())
-def test_the_events_of_a_rollout_follow_the_grammar(setting: Setting) -> None:
-    for story in played(setting).tap.story().values():
-        assert_grammatical(story)
-
-
-@given(settings())
-@example(Setting(extra=2))
-@example(Setting(extra=2, paces=(1.0,), samples=2))
-def test_a_cut_neither_loses_nor_doubles_a_token(setting: Setting) -> None:
-    pipeline = played(setting)
-    for batch in pipeline.batches:
-        for response in batch.responses:
-            made = FakeDecode(pipeline.policy, response.prompt, setting.length(response.prompt))
-            assert response.tokens.tolist() == made.tokens(0, made.length).tolist()
-            support = pipeline.policy.support(response.tokens)
-            assert response.extra[Support].ids.tolist() == support.ids.tolist()
-            assert response.extra[Support].counts.tolist() == support.counts.tolist()
 
 
 @given(settings())

@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from oppo.admission import AdmitView, Continuous, CutView, Observation, RefillView
+from oppo.admission import AdmitView, CutView, Observation, RefillView
 from oppo.admission.chunking import Fixed
-from oppo.errors import ConfigError
-from oppo.events import Defer, Finish, Prompt
-from oppo.models import Capabilities
-from oppo.stages import Generate
+from oppo.events import Defer, Finish, Prompt, Support
 from oppo.testing import FakePolicy, prompts, run_virtual
 from oppo.testing.fake_policy import FakeDecode
 from tests.invariants.test_ppo import assert_grammatical
@@ -50,6 +47,7 @@ def played(setting: Setting) -> Pipeline:
 @example(replace(KEPT, lookahead=2, in_flight=True, update=0.5))
 @example(replace(KEPT, extra=1, samples=2, paces=(0.5, 3.0)))
 @example(replace(KEPT, prompts=7))
+@example(Setting(extra=2, paces=(1.0,), samples=2))
 def test_every_prompt_is_trained_once_in_full_batches_that_are_fresh_enough(setting: Setting) -> None:
     pipeline = played(setting)
     story = pipeline.tap.story()
@@ -64,6 +62,9 @@ def test_every_prompt_is_trained_once_in_full_batches_that_are_fresh_enough(sett
         for response in batch.responses:
             made = FakeDecode(pipeline.policy, response.prompt, setting.length(response.prompt))
             assert response.tokens.tolist() == made.tokens(0, made.length).tolist()
+            support = pipeline.policy.support(response.tokens)
+            assert response.extra[Support].ids.tolist() == support.ids.tolist()
+            assert response.extra[Support].counts.tolist() == support.counts.tolist()
     for events in story.values():
         assert_grammatical(events)
         assert sum(isinstance(event, Defer) for event in events) <= setting.max_deferrals
@@ -108,23 +109,6 @@ async def test_prompts_that_come_slowly_are_neither_lost_nor_waited_for_by_what_
     assert Counter(trained) == Counter(range(30))
     unwritten = [event for events in pipeline.tap.story().values() for event in events[1:2] if isinstance(event, Defer)]
     assert unwritten, "what was read of the prompts by the cut is deferred, unwritten"
-
-
-def test_an_engine_that_rollouts_cannot_join_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Continuous lets rollouts join .* FakePolicy cannot, by its capabilities"):
-        Generate(FakePolicy(), Continuous(batch=4, overcommit=2))
-
-
-class Both(Continuous):
-    """Refills, and restarts."""
-
-    restarts = True
-
-
-def test_an_admission_that_refills_and_restarts_is_refused() -> None:
-    policy = FakePolicy(capabilities=Capabilities(adds_while_decoding=True))
-    with pytest.raises(ConfigError, match="an admission either refills or restarts"):
-        Generate(policy, Both(batch=4, overcommit=2))
 
 
 class Nothing:

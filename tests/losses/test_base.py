@@ -42,9 +42,7 @@ from tests.hf.train.test_trainer import SAMPLING, backward, critic_of, rollouts
 from tests.kit.known import known
 
 LOW, HIGH = 0.05, 0.2
-KL, LEAST, MOST = 0.3, 0.99, 1.02
-TRUNCATED = ImportanceCorrection(weight="truncated", level="sequence", ratio_base="proximal", cap=MOST)
-MASKED = ImportanceCorrection(weight="mask", level="sequence", low=LEAST, high=MOST)
+KL = 0.3
 GROUPS = (4, 7, 4, 9, 7, 9)
 
 
@@ -95,28 +93,6 @@ def clipped_by_sequence(rows: Sequence[Read]) -> Tensor:
     return torch.stack(each).mean()
 
 
-def stale_by_sequence(rows: Sequence[Read]) -> Tensor:
-    """GSPO of stale responses: each one's loss is multiplied by its importance weight, which is truncated."""
-    each = []
-    for row in rows:
-        mismatch = float((row.proximal - row.behaviour).mean().exp())
-        ratio, advantage = (row.logprobs - row.proximal).mean().exp(), row.advantages.mean()
-        surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - LOW, 1 + HIGH))
-        each.append(-min(mismatch, MOST) * surrogate)
-    return torch.stack(each).mean()
-
-
-def masked_by_sequence(rows: Sequence[Read]) -> Tensor:
-    """GSPO of stale responses: those that the weights have moved away from have no loss."""
-    each = []
-    for row in rows:
-        mismatch = float((row.proximal - row.behaviour).mean().exp())
-        ratio, advantage = (row.logprobs - row.behaviour).mean().exp(), row.advantages.mean()
-        surrogate = torch.min(advantage * ratio, advantage * ratio.clamp(1 - LOW, 1 + HIGH))
-        each.append(-surrogate if LEAST <= mismatch <= MOST else 0 * ratio)
-    return torch.stack(each).mean()
-
-
 def averaged(rows: Sequence[Read], *, constant: float | None) -> Tensor:
     """GRPO, a mean over responses of the means of their tokens; Dr. GRPO, of the sums divided by a constant."""
     each = []
@@ -146,8 +122,6 @@ ORACLES: Mapping[Compared, Callable[[Sequence[Read]], Tensor]] = {
     Clipped(): clipped_by_token,
     ClippedLoss(clip=LOW, clip_high=HIGH): clipped_by_token,
     SequenceLoss(clip=LOW, clip_high=HIGH): clipped_by_sequence,
-    SequenceLoss(clip=LOW, clip_high=HIGH, correction=TRUNCATED): stale_by_sequence,
-    SequenceLoss(clip=LOW, clip_high=HIGH, correction=MASKED): masked_by_sequence,
     ClippedLoss(clip=LOW, clip_high=HIGH, kl=KL, kl_estimator="k3", aggregation="responses"): partial(
         averaged, constant=None
     ),
@@ -238,15 +212,6 @@ def by_oracle(loss: Compared) -> tuple[float, dict[str, Tensor]]:
     found = ORACLES[loss](rows)
     found.backward()
     return found.item(), {f"actor.{name}": p.grad for name, p in actor.named_parameters() if p.grad is not None}
-
-
-def test_the_stale_responses_differ_by_more_and_by_less_than_is_corrected() -> None:
-    made = batch()
-    difference = known(made.proximal) - made.logprobs
-    means = np.exp([difference[span][made.sampled[span]].mean() for span in made.rows()])
-    assert sum(means > MOST) >= 2
-    assert sum(means < LEAST) >= 1
-    assert sum((means >= LEAST) & (means <= MOST)) >= 1, means
 
 
 @pytest.mark.parametrize("loss", ORACLES, ids=named)

@@ -214,17 +214,6 @@ def test_values_without_a_clip_have_the_plain_squared_error() -> None:
     close(torch.autograd.grad(loss.loss, values)[0], torch.autograd.grad(plain, values)[0])
 
 
-def test_a_tokens_loss_is_multiplied_by_its_weight() -> None:
-    logprobs = golden("logprobs").requires_grad_()
-    old, advantages = golden("old_logprobs"), golden("advantages")
-    weights = torch.linspace(0, 2, MASK.numel()).reshape(MASK.shape)
-    plain, ratio = -advantages, (logprobs - old).exp()
-    each = torch.maximum(plain * ratio, plain * ratio.clamp(1 - CLIP, 1 + CLIP))
-    close(policy_loss(logprobs, old, advantages, MASK, weights=weights).loss, (weights * each)[MASK].mean())
-    ones = policy_loss(logprobs, old, advantages, MASK, weights=torch.ones_like(weights))
-    assert [field.item() for field in ones] == [field.item() for field in policy_loss(logprobs, old, advantages, MASK)]
-
-
 def test_a_token_of_weight_zero_leaves_the_others_gradients_as_they_are() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     old = torch.tensor([-1.1, -900.0])  # its ratio is infinite

@@ -10,7 +10,7 @@ from typing import Self, SupportsFloat
 
 import numpy as np
 import pytest
-from hypothesis import given, settings as hypothesis_settings, strategies as st
+from hypothesis import given, strategies as st
 
 from oppo.admission import Overcommit
 from oppo.algorithms.group import grpo
@@ -19,7 +19,6 @@ from oppo.errors import ConfigError, GraphError, ModelError, ProtocolError
 from oppo.events import (
     Batch,
     Chunk,
-    Defer,
     Drop,
     Finish,
     FinishReason,
@@ -51,39 +50,6 @@ def finish(rollout: int) -> Finish:
 
 def per_token(rollout: int) -> Scored[FloatArray]:
     return Scored(rollout, np.full(4, -rollout, np.float32), 0)
-
-
-def test_whoever_drops_a_rollout_the_batch_records_it_once_and_stands_in_admission_order() -> None:
-    async def main() -> list[Batch]:
-        sent: list[Batch] = []
-
-        class Out:
-            async def send(self, item: Batch, /) -> None:
-                sent.append(item)
-
-        rollouts = Channel[RolloutEvent]("generate->gae", 9)
-        reference = Channel[Scored[FloatArray] | Drop]("ref_logp->gae", 9)
-        reward = Channel[Scored[float] | Drop]("reward->gae", 9)
-        value = Channel[Scored[FloatArray] | Drop]("value->gae", 9)
-        for event in (finish(4), finish(3), Drop(2, "filtered"), finish(1), Defer(5, 1)):
-            rollouts.send_nowait(event)
-        for rollout in (4, 3, 1):
-            reference.send_nowait(per_token(rollout))
-            value.send_nowait(per_token(rollout))
-        for lane in (reference, value):
-            lane.send_nowait(Drop(2, "filtered"))
-        for said in (Drop(2, "filtered"), Drop(1, "no score"), Scored(4, 0.5, 0), Scored(3, 0.25, 0)):
-            reward.send_nowait(said)
-        for channel in (rollouts, reference, reward, value):
-            channel.close()
-        await GAE().run(rollouts, reward, out=Out(), reference=reference, value=value)
-        return sent
-
-    (batch,) = run_virtual(main)
-    assert batch.rollouts == (3, 4)
-    assert batch.scores.tolist() == [0.25, 0.5]
-    assert batch.dropped == (Drop(1, "no score"), Drop(2, "filtered"))
-    assert batch.deferred == (Defer(5, 1),)
 
 
 def by_hand(rows: list[ScoredRollout], *, gamma: float, kl: float) -> list[float]:
@@ -307,44 +273,6 @@ def spoken(rollout: int, turns: Turns, dice: np.random.Generator) -> ScoredRollo
             response = response.then(ToolTokens(rollout, len(response), np.zeros(heard, np.int32)))
     reference, values = -dice.random((2, len(response))).astype(np.float32)
     return ScoredRollout(Finish(rollout, response, "eos"), reference, float(dice.normal()), np.append(values, np.nan))
-
-
-def reconstructed(turns: Turns, scored: ScoredRollout, score: float) -> list[tuple[bool, float, float]]:
-    """Return of each token whether the policy said it, its advantage and its return, by plain loops from the turns."""
-    mask = [by for said, heard in turns for by in [True] * said + [False] * heard]
-    rows, ahead, value_after, earned = list[tuple[bool, float, float]](), 0.0, 0.0, score
-    for t in reversed(range(len(mask))):
-        if not mask[t]:
-            rows.append((False, 0.0, 0.0))
-            continue
-        value = float(known(scored.values)[t])
-        kl = float(scored.finish.response.logprobs[t]) - float(known(scored.reference)[t])
-        ahead = earned - 0.1 * kl + 0.9 * value_after - value + 0.9 * 0.8 * ahead
-        rows.append((True, ahead, ahead + value))
-        value_after, earned = value, 0.0
-    return rows[::-1]
-
-
-@hypothesis_settings(max_examples=500)
-@given(
-    st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=6), min_size=1, max_size=3),
-    st.integers(0, 2**32 - 1),
-)
-def test_masks_and_advantages_of_conversations_are_those_of_an_independent_reconstruction(
-    conversations: list[Turns], seed: int
-) -> None:
-    dice = np.random.default_rng(seed)
-    scored = [spoken(rollout, turns, dice) for rollout, turns in enumerate(conversations)]
-    batch = GAE(gamma=0.9, lam=0.8, kl=0.1, whiten_advantages=False).batch(scored)
-    expected = [
-        row
-        for turns, each, score in zip(conversations, scored, batch.scores.tolist(), strict=True)
-        for row in reconstructed(turns, each, score)
-    ]
-    mask, advantages, returns = zip(*expected, strict=True)
-    assert batch.sampled.tolist() == list(mask)
-    np.testing.assert_allclose(known(batch.advantages), advantages, atol=1e-5)
-    np.testing.assert_allclose(known(batch.returns), returns, atol=1e-5)
 
 
 def test_a_response_that_was_cut_off_goes_on_with_the_value_of_its_last_state() -> None:

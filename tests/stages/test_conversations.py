@@ -365,19 +365,6 @@ def tool_tokens_pipeline() -> Pipeline:
     return made
 
 
-def test_what_a_tool_answered_is_not_trained_however_often_its_rollout_was_deferred() -> None:
-    played = tool_tokens_pipeline()
-    run_virtual(played.run)
-    assert any(report.deferred for report in played.reports)
-    for batch in played.batches:
-        for response, row in zip(batch.responses, batch.rows(), strict=True):
-            places = np.arange(len(response))
-            want = ~np.isin(places, ANSWER)
-            assert (batch.sampled[row] == want).all()
-            assert not batch.logprobs[row][~want].any()
-            assert not known(batch.rewards)[row][~want].any()
-
-
 def test_a_scorer_that_reads_a_rollout_again_is_told_again_what_was_given() -> None:
     played = tool_tokens_pipeline()
     run_virtual(played.run)

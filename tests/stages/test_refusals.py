@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from oppo.admission import Continuous, Overcommit, Synchronous, TailBatched
+from oppo.admission import Continuous, Overcommit, SlopeAdaptive, Synchronous, TailAdaptive, TailBatched
+from oppo.admission.chunking import Tuned
 from oppo.algorithms.distill import Distill
 from oppo.errors import AdmissionError, ConfigError, ProtocolError
 from oppo.models import Capabilities
@@ -27,6 +28,12 @@ WRAPPED = "which has no version, extend, finish, forget; a reward function goes 
 
 def length(prompts: list[str], completions: list[str]) -> list[float]:
     return [float(len(completion)) for completion in completions]
+
+
+class Both(Continuous):
+    """Refills, and restarts."""
+
+    restarts = True
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
@@ -63,6 +70,29 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (wrong(Overcommit, batch=4, overcommit=-1), "not -1"),
     (wrong(Overcommit, batch=4, overcommit=1, max_deferrals=0), "max_deferrals must be more than 0, not 0"),
     (wrong(Continuous, batch=4, overcommit=0), "overcommit units are decoded at a time: expected at least 1, not 0"),
+    (wrong(SlopeAdaptive, 4, least=3, most=2), "0 <= least <= initial <= most must hold, not 0, 3, 2, 2"),
+    *(
+        (wrong(kind, 4, most=5), "overcommit must lie in 0 .. batch = 4, not 5")
+        for kind in (SlopeAdaptive, TailAdaptive)
+    ),
+    *((wrong(kind, 4, most=2, window=0), "window must be more") for kind in (SlopeAdaptive, TailAdaptive)),
+    (wrong(TailAdaptive, 4, price=-1.0), "price must be at least 0, not -1.0"),
+    (wrong(TailBatched, 0, 1.25), "batch must be more than 0, not 0"),
+    (wrong(TailBatched, 4, 2.5), "launch must be at most 2, not 2.5"),
+    (wrong(Tuned, cap=0), "cap must be more than 0, not 0"),
+    (wrong(Tuned, cap=9, parts=()), "parts must be some numbers above 0 and up to 1, not ()"),
+    (
+        wrong(Tuned, cap=90, every=8),
+        "a probe takes 3 steps for each of 3 candidates, so every must be at least 9, not 8",
+    ),
+    (
+        lambda: Generate(FakePolicy(), Continuous(batch=4, overcommit=2)),
+        "Continuous lets rollouts join while others are decoded, and FakePolicy cannot, by its capabilities",
+    ),
+    (
+        lambda: Generate(FakePolicy(capabilities=Capabilities(adds_while_decoding=True)), Both(batch=4, overcommit=2)),
+        "an admission either refills or restarts",
+    ),
     (
         lambda: Generate(FakePolicy(capabilities=Capabilities()), Synchronous(batch=1), environment=ANYTHING),
         "an environment answers turns, and FakePolicy cannot go on after one",

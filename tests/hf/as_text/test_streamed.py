@@ -49,6 +49,7 @@ from oppo.testing import check_scorer
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.spot_tokenizers import CORPUS, MAKES, TEMPLATE, TRIMMING, byte_tokenizer, spot
+from tests.kit.known import close
 from tests.kit.responses import chunk, stream
 
 WORDS = " ".join(CORPUS[:6]).split(" ")
@@ -85,10 +86,6 @@ def library_score(model: PreTrainedModel, bridge: Bridge, response: Response) ->
     rendered = Rendering(bridge.form, bridge.reader).whole(prompt, bridge.policy.decode(response.tokens.tolist()))
     ids = bridge.reader.inner(rendered.text, add_special_tokens=rendered.special, return_tensors="pt")["input_ids"]
     return float(model.eval()(ids).logits[0, 0])
-
-
-def close(a: object, b: object) -> bool:
-    return bool(np.allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

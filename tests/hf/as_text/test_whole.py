@@ -34,6 +34,7 @@ from oppo.testing import check_scorer
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.spot_tokenizers import CORPUS, TEMPLATE, spot
+from tests.kit.known import close
 from tests.kit.responses import chunk, stream
 
 POLICY = spot("byte-level")
@@ -136,10 +137,6 @@ def logits(model: PreTrainedModel, tokenizer: HfTokenizer, *parts: str) -> list[
         name: value for name, value in features.items() if name != "token_type_ids" or model.config.model_type == "bert"
     }
     return [float(value) for value in model.eval()(**taken).logits[0]]
-
-
-def close(a: object, b: object) -> bool:
-    return bool(np.allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -26,7 +26,8 @@ from oppo.hf.serve.sampling import draw
 from oppo.models import Sampling, Weights
 from oppo.rollout_buffer import DecodeStep
 from tests.hf import tiny
-from tests.hf.stories import Serving, Story, allowed, assert_close, gumbel, prompts, serving, told
+from tests.hf.stories import Serving, Story, allowed, gumbel, prompts, serving, told
+from tests.kit.known import assert_close
 
 PORTION = 32
 HUGE = 300

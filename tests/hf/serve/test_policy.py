@@ -41,7 +41,6 @@ from tests.hf.stories import (
     SAMPLING,
     Serving,
     Story,
-    assert_close,
     full_logprobs,
     gumbel,
     prompts,
@@ -50,6 +49,7 @@ from tests.hf.stories import (
     told,
 )
 from tests.kit.dialogues import ANSWER, dialogue, turns_answered
+from tests.kit.known import assert_close
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

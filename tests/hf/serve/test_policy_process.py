@@ -24,8 +24,9 @@ from oppo.placement import Process
 from oppo.rollout_buffer import DecodeStep
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.hf.stories import SAMPLING, Serving, Story, assert_close, full_logprobs, prompts, serving, told
+from tests.hf.stories import SAMPLING, Serving, Story, full_logprobs, prompts, serving, told
 from tests.kit.dialogues import ANSWER
+from tests.kit.known import assert_close
 from tests.kit.responses import read_chunk
 
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from oppo.errors import ConfigError, ModelError, ModelRefused, ProtocolError
 from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, Support, TokenColumns, ToolTokens
 from oppo.hf.loading import load_process
-from oppo.hf.model_parts import backbone, score_head
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
     ProcessRewardModel,
@@ -42,8 +41,8 @@ from oppo.testing import check_scorer, respond_serially, score_serially
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.serve.test_whole import causal as only_whole
-from tests.hf.stories import allowed, full_logprobs, prompts
-from tests.kit.known import known
+from tests.hf.stories import allowed, prompts, response_logprobs, response_values
+from tests.kit.known import assert_close, known
 from tests.kit.responses import EOS, PADDING, chunk, endings, responses, stream
 from tests.kit.workplace import tokenizer
 
@@ -56,29 +55,8 @@ def sequence(response: Response) -> torch.Tensor:
 
 @tiny.apart
 @torch.no_grad()
-def expected_logprobs(model: PreTrainedModel, response: Response) -> FloatArray:
-    tokens, prompt = sequence(response), len(response.prompt.tokens)
-    logits = model(tokens[None]).logits[0, prompt - 1 : -1].float() / TEMPERATURE
-    result: FloatArray = logits.log_softmax(-1).gather(1, tokens[prompt:, None])[:, 0].numpy()
-    return result
-
-
-@tiny.apart
-@torch.no_grad()
-def expected_values(model: PreTrainedModel, response: Response) -> FloatArray:
-    hidden = backbone(model)(sequence(response)[None]).last_hidden_state
-    values: FloatArray = score_head(model)(hidden)[0, len(response.prompt.tokens) - 1 :, 0].float().numpy()
-    return values
-
-
-@tiny.apart
-@torch.no_grad()
 def library_score(model: PreTrainedModel, response: Response) -> float:
     return float(model(sequence(response)[None]).logits[0, 0])
-
-
-def assert_close(got: object, want: object) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -96,8 +74,8 @@ async def test_streamed_log_probs_and_values_equal_one_forward_pass(
         got = logprobs[response.prompt.rollout]
         assert isinstance(got, np.ndarray)
         assert (got.dtype, got.shape) == (np.float32, response.tokens.shape)
-        assert_close(got, expected_logprobs(causal, response))
-        assert_close(values[response.prompt.rollout], expected_values(scalar, response))
+        assert_close(got, response_logprobs(causal, response, TEMPERATURE))
+        assert_close(values[response.prompt.rollout], response_values(scalar, response))
 
 
 @pytest.mark.parametrize("pad", [PADDING, EOS, None], ids=["padding", "eos", "none"])
@@ -137,7 +115,7 @@ async def test_a_response_without_tokens_has_a_score_and_the_value_of_its_only_s
     steps = ProcessRewardModel(tiny.steps(), place=thread, separators=SEPARATORS)
     for scorer in (value, reward, steps):
         await scorer.extend([response.prompt])
-    assert_close(await value.finish(finish), [expected_values(tiny.scalar(), response)])
+    assert_close(await value.finish(finish), [response_values(tiny.scalar(), response)])
     assert_close(await reward.finish(finish), [library_score(tiny.scalar(), response)])
     (score,) = await steps.finish(finish)
     assert (float(score), len(score.rewards)) == (0.0, 0)
@@ -152,7 +130,7 @@ async def test_a_long_chunk_is_read_in_several_passes(thread: Thread, monkeypatc
         await scorer.extend([response.prompt, chunk(response.prompt.rollout, 0, response.tokens)])
     values = await scorer.finish([Finish(response.prompt.rollout, response, "eos") for response in made])
     for response, got in zip(made, values, strict=True):
-        assert_close(got, expected_logprobs(model, response))
+        assert_close(got, response_logprobs(model, response, TEMPERATURE))
 
 
 async def test_responses_of_very_different_length_are_read_with_little_padding(thread: Thread) -> None:
@@ -462,11 +440,7 @@ async def test_reference_log_probs_are_over_the_support_however_the_tokens_come(
             await scorer.extend([event.response.chunk(start, stop)])
             start = stop
     for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
-        response = event.response
-        expected = full_logprobs(
-            model, response.prompt, response.tokens.tolist(), response.extra[Support], sampling.temperature
-        )
-        np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
+        assert_close(logprobs, response_logprobs(model, event.response, sampling.temperature))
 
 
 @pytest.mark.parametrize(

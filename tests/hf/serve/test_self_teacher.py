@@ -25,7 +25,8 @@ from oppo.returns import TopLogprobs
 from oppo.scorers import BehindPrompt, Untaught
 from oppo.stages import Score
 from tests.hf import tiny
-from tests.hf.serve.test_scorers import assert_close, expected_logprobs
+from tests.hf.stories import response_logprobs
+from tests.kit.known import assert_close
 from tests.kit.responses import VOCABULARY, responses, stream
 
 SAMPLING = Sampling(temperature=0.7)
@@ -70,10 +71,10 @@ def test_log_probs_are_those_of_one_pass_over_the_other_prompt_and_the_same_resp
             continue
         whole = replace(response, prompt=replace(response.prompt, tokens=other))
         if top_k is None:
-            assert_close(said, expected_logprobs(model, whole))
+            assert_close(said, response_logprobs(model, whole, SAMPLING.temperature))
             continue
         assert isinstance(said, TopLogprobs)
-        assert_close(said.tokens, expected_logprobs(model, whole))
+        assert_close(said.tokens, response_logprobs(model, whole, SAMPLING.temperature))
         assert (said.ids.shape, said.top.shape) == ((len(response), top_k), (len(response), top_k + 1))
         np.testing.assert_allclose(np.exp(said.top).sum(1), 1, rtol=1e-4)
     taught = [float(other is not None) for other in prompts]

@@ -9,17 +9,15 @@ from typing import cast
 
 import numpy as np
 import pytest
-import torch
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_array_equal
 from transformers import PreTrainedModel
 
 from oppo.admission import Overcommit
 from oppo.admission.chunking import Fixed
 from oppo.algorithms.ppo import ppo
 from oppo.errors import ModelError, ModelRefused
-from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, StepReport, Support, ToolTokens
+from oppo.events import Batch, Chunk, Finish, FloatArray, Prompt, Response, StepReport, ToolTokens
 from oppo.hf.kv.reader import WholeRows, reader_of
-from oppo.hf.model_parts import backbone, score_head
 from oppo.hf.servable import probe
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.serve.scorers import (
@@ -45,8 +43,8 @@ from oppo.training import TrainerSettings
 from oppo.vllm import VllmPolicy
 from tests.hf import tiny
 from tests.hf.child import ONE
-from tests.hf.stories import full_logprobs, graph_of, prompts
-from tests.kit.known import known
+from tests.hf.stories import graph_of, prompts, response_logprobs, response_values
+from tests.kit.known import assert_close, known
 from tests.kit.pipelines import Tap
 from tests.kit.responses import responses, stream
 from tests.test_returns import EVERY
@@ -73,37 +71,13 @@ def scalar(name: str, *, vocabulary: int = tiny.VOCABULARY, seed: int = 2) -> Pr
     return model
 
 
-@tiny.apart
-@torch.no_grad()
-def logprobs(model: PreTrainedModel, prompt: IntArray, tokens: IntArray) -> FloatArray:
-    """Return the log-probs of a response by one forward pass of transformers over it alone."""
-    ids = torch.from_numpy(np.concatenate((prompt, tokens)).astype(np.int64))[None]
-    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / SAMPLING.temperature
-    found: FloatArray = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
-    return found
-
-
-@tiny.apart
-@torch.no_grad()
-def values(model: PreTrainedModel, prompt: IntArray, tokens: IntArray) -> FloatArray:
-    """Return the score at each position from the last of the prompt on, likewise."""
-    ids = torch.from_numpy(np.concatenate((prompt, tokens)).astype(np.int64))[None]
-    hidden = backbone(model)(ids, use_cache=False).last_hidden_state
-    found: FloatArray = score_head(model)(hidden)[0, len(prompt) - 1 :, 0].float().numpy()
-    return found
-
-
-def assert_close(got: object, want: object) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", tiny.ONLY_WHOLE)
 async def test_whole_responses_are_scored_as_one_forward_pass_would(name: str, thread: Thread) -> None:
     model, made = causal(name), responses()
     scorer = ReferenceLogprobs(model, sampling=SAMPLING, place=thread)
     found = await stream(scorer, made, seed=1)
     for response in made:
-        assert_close(found[response.prompt.rollout], logprobs(model, response.prompt.tokens, response.tokens))
+        assert_close(found[response.prompt.rollout], response_logprobs(model, response, SAMPLING.temperature))
     with pytest.raises(ModelRefused, match=r"not decode here: vLLM .*models\.engine = 'vllm'"):
         HfPolicy(model, sampling=SAMPLING, place=thread)
 
@@ -154,11 +128,10 @@ async def test_a_ppo_step_beside_vllm_with_models_that_read_whole_responses(acto
             [report] = [report async for report in run.steps(1)]
     [batch] = [item for _, _, item in tap.items if isinstance(item, Batch)]
     for response, row, score in zip(batch.responses, batch.rows(), batch.scores, strict=True):
-        prompt, tokens = response.prompt.tokens, response.tokens
         for column in (batch.reference, batch.proximal):
-            assert_close(known(column)[row], logprobs(reference, prompt, tokens))
-        assert_close(known(batch.values)[row], values(before, prompt, tokens)[:-1])
-        assert_close(score, values(reward, prompt, tokens)[-1])
+            assert_close(known(column)[row], response_logprobs(reference, response, SAMPLING.temperature))
+        assert_close(known(batch.values)[row], response_values(before, response)[:-1])
+        assert_close(score, response_values(reward, response)[-1])
     assert len(batch) == 4
     assert report.metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert weights_digest(trained) != old
@@ -188,16 +161,7 @@ async def at_version(scorer: ProximalLogprobs, version: int) -> ProximalLogprobs
 
 
 def expected(event: Finish, seed: int) -> FloatArray:
-    response = event.response
-    return np.asarray(
-        full_logprobs(
-            tiny.causal(seed=seed),
-            response.prompt,
-            response.tokens.tolist(),
-            response.extra[Support],
-            TRUNCATING.temperature,
-        )
-    )
+    return response_logprobs(tiny.causal(seed=seed), event.response, TRUNCATING.temperature)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -211,7 +175,7 @@ async def test_stale_tokens_are_computed_again_and_current_ones_keep_what_was_re
     for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
         assert logprobs.dtype == np.float32
         assert_array_equal(logprobs[4:], event.response.logprobs[4:])
-        assert_allclose(logprobs[:4], expected(event, 7)[:4], rtol=1e-5, atol=1e-5)
+        assert_close(logprobs[:4], expected(event, 7)[:4])
         assert np.abs(logprobs[:4] - event.response.logprobs[:4]).max() > 1e-3, "other weights, other log-probs"
 
 
@@ -219,7 +183,7 @@ async def test_of_the_same_weights_what_is_computed_again_agrees_with_what_was_r
     finished = await rolled_out(thread)
     scorer = await at_version(ProximalLogprobs(tiny.causal(seed=1), sampling=TRUNCATING, place=thread), 1)
     for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
-        assert_allclose(logprobs, event.response.logprobs, rtol=1e-5, atol=1e-5)
+        assert_close(logprobs, event.response.logprobs)
 
 
 async def test_where_nothing_is_stale_the_model_is_not_called(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +201,7 @@ async def test_where_the_kv_cache_is_kept_everything_after_a_stale_token_is_stal
     finished = [aged(event, (0, 2)) for event in await rolled_out(thread)]
     mixed = ProximalLogprobs(tiny.causal(seed=7), sampling=TRUNCATING, place=thread, kv_on_sync="keep")
     for event, logprobs in zip(finished, await (await at_version(mixed, 2)).finish(finished), strict=True):
-        assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+        assert_close(logprobs, expected(event, 7))
 
 
 async def test_given_tokens_are_read_and_keep_a_log_prob_of_zero(thread: Thread) -> None:
@@ -250,7 +214,7 @@ async def test_given_tokens_are_read_and_keep_a_log_prob_of_zero(thread: Thread)
     scorer = await at_version(ProximalLogprobs(tiny.causal(seed=7), sampling=TRUNCATING, place=thread), 1)
     (logprobs,) = await scorer.finish([Finish(event.rollout, response, "eos")])
     everything = expected(Finish(event.rollout, response, "eos"), 7)
-    assert_allclose(logprobs, np.where(response.sampled, everything, 0), rtol=1e-5, atol=1e-5)
+    assert_close(logprobs, np.where(response.sampled, everything, 0))
 
 
 async def test_a_failure_leaves_no_session_behind(thread: Thread) -> None:
@@ -262,7 +226,7 @@ async def test_a_failure_leaves_no_session_behind(thread: Thread) -> None:
     with pytest.raises(ModelError, match="vocabulary"):
         await scorer.finish([broken])
     (logprobs,) = await scorer.finish([event])
-    assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+    assert_close(logprobs, expected(event, 7))
 
 
 async def test_what_another_engine_sampled_is_computed_again_also_if_it_is_current(thread: Thread) -> None:
@@ -274,7 +238,7 @@ async def test_what_another_engine_sampled_is_computed_again_also_if_it_is_curre
             await scorer.extend([event.response.prompt for event in finished])
         await scorer.extend([event.response.chunk(first, rest) for event in finished if len(event.response) > first])
     for event, logprobs in zip(finished, await scorer.finish(finished), strict=True):
-        assert_allclose(logprobs, expected(event, 7), rtol=1e-5, atol=1e-5)
+        assert_close(logprobs, expected(event, 7))
     assert scorer.version == 3
     await scorer.load(Weights(4))
     assert scorer.version == 4, "an actor that is not trained yet has a version too"
