@@ -132,6 +132,11 @@ class Grader(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_authorities() -> None:
+    """Packages come from an index, by TLS."""
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Grader) as server:

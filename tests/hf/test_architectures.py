@@ -269,6 +269,11 @@ async def test_a_module_with_length_dependent_frequencies_is_served_and_trained(
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_authorities() -> None:
+    """Packages come from an index, by TLS."""
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     """Return the directory of SmolLM2-135M-Instruct, made by the example's script; kept in ``.cache`` for next time."""
