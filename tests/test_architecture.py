@@ -224,6 +224,21 @@ def test_every_module_has_a_layer_or_is_a_leaf() -> None:
     assert {module_of(path) for path in FILES} <= known
 
 
+def test_the_page_on_the_architecture_names_every_module_layer_and_command() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    names = re.compile(r"`([\w./-]+)`")
+    rules = page.partition("Modules import downwards:")[2]
+    assert [set(names.findall(layer)) for layer in re.findall(r"^\d\. (.*)$", rules, re.MULTILINE)] == [*LAYERS]
+    (places,) = re.findall(r"Only (.*?) import torch", rules, re.DOTALL)
+    known = {each.name if each.suffix else f"oppo/{each.name}" for each in TORCH}
+    assert set(names.findall(places)) == known | {"oppo/run"}
+    rows = page.partition("## Where things are")[2]
+    assert [module for module in map(module_of, FILES) if f"`oppo/{module}" not in rows and "__" not in module] == []
+    (commands,) = re.findall(r"^\| `oppo/cli.py` \| the commands (.*) \|$", page, re.MULTILINE)
+    given = re.findall(r"app\.command\((\w+)\)", (PACKAGE / "cli.py").read_text(encoding="utf-8"))
+    assert names.findall(commands) == [name.replace("_", "-") for name in given]
+
+
 def test_modules_import_downwards_only() -> None:
     faults = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"

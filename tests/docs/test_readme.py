@@ -21,11 +21,13 @@ import torch
 
 import oppo.algorithms
 from docs.make_api import PAGE as REFERENCE, SOURCE, page as reference
-from oppo import GAE, Graph, Overcommit, Score, grpo, ppo
+from oppo import GAE, Graph, GroupRelative, Overcommit, Score, grpo, ppo
 from oppo.admission.chunking import Fixed
+from oppo.algorithms.base import Roles
+from oppo.algorithms.group import RLOO
 from oppo.config.load import load_settings
 from oppo.data import PromptStream
-from oppo.errors import GraphError
+from oppo.errors import ConfigError, GraphError
 from oppo.events import Chunk, Finish, FloatArray, Prompt, Response
 from oppo.hf import BridgedReward, ClassifierReward, ProcessRewardModel, SimilarityReward
 from oppo.placement import Thread
@@ -40,6 +42,7 @@ from oppo.testing import (
     run_virtual,
 )
 from oppo.turns import Turn
+from oppo.user_code import load_function
 from tests.hf import tiny
 from tests.hf.as_text.test_whole import classifier, sentence_encoder
 from tests.hf.spot_tokenizers import byte_tokenizer, spot
@@ -351,6 +354,34 @@ def test_the_variant_that_the_page_adds_trains_and_bounds_its_advantages(tmp_pat
     assert losses["loose"] == losses["rloo"]
     assert losses["tight"] != losses["rloo"]
     assert max(map(abs, losses["tight"])) < 1e-4 < max(map(abs, losses["rloo"]))
+
+
+class Silent:
+    async def answer(self, turn: Turn) -> None:
+        """End the response."""
+
+
+def test_the_stage_of_the_variant_that_the_page_adds_keeps_every_setting(tmp_path: Path) -> None:
+    (file,) = [block for block in fenced(COMPOSE, "python") if "class BoundedAdvantages" in block]
+    (tmp_path / "bounded.py").write_text(file)
+    bounded = load_function(f"{tmp_path / 'bounded.py'}:Bounded", ConfigError)
+    assert isinstance(bounded, type)
+    assert issubclass(bounded, RLOO)
+    roles = Roles(
+        policy=FakePolicy(),
+        reward=FakeScorer(fake_scalar),
+        trainer=FakeTrainer(),
+        admission=Overcommit(batch=2),
+        reference=FakeScorer(fake_per_token),
+        teacher=FakeScorer(fake_per_token),
+        environment=Silent(),
+    )
+    objective: dict[str, Any] = {"kl": 0.1, "kl_estimator": "k2", "reward_scale": 2.0, "mask_truncated": True}
+    given = {**objective, "distill": 0.5, "credit": "turns", "gamma": 0.9}
+    stages = [each(**given).graph(roles).stage("advantage", GroupRelative) for each in (RLOO, bounded)]
+    was, found = map(vars, stages)
+    assert [name for name, value in vars(GroupRelative()).items() if was[name] == value] == []  # none is its default
+    assert found == {**was, "bound": 2.0}
 
 
 def test_the_loss_that_the_page_adds_trains_by_its_scale(tmp_path: Path) -> None:
