@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 import tomllib
 from pathlib import Path
@@ -20,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 
-from oppo.cli import UNUSABLE, main
+from oppo.cli import main
 from oppo.config.load import load_settings
 from oppo.hf.devices import available_cores
 from oppo.hf.weights import weights_digest
@@ -64,38 +61,12 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     assert weights_digest(actor) != weights_digest(tiny.causal("llama", seed=1))
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.prompts=promts.jsonl", r"there is no prompt file .*promts.jsonl \(did you mean 'prompts.jsonl'\?\)"),
-        ("eval.prompts=[{path='gone.jsonl'}]", "there is no prompt file .*gone.jsonl"),
-        (f"data.prompts={'long' * 100}.jsonl", r"longlong.*\.jsonl: cannot be read \(File name too long\)"),
-    ],
-)
-def test_prompts_that_are_not_there_are_found_before_torch_is_imported(
-    workplace: Path, override: str, message: str
-) -> None:
-    program = (
-        "import sys\nfrom oppo.cli import main\ncode = main(sys.argv[1:])\nassert 'torch' not in sys.modules\n"
-        "sys.exit(code)"
-    )
-    command = [sys.executable, "-c", program, "train", str(workplace / "config.toml"), "--set", override]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == UNUSABLE
-    assert re.search(message, ended.stderr)
-
-
 def test_a_used_run_directory_is_not_written_again(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (workplace / "runs" / "used").mkdir(parents=True)
     (workplace / "runs" / "used" / "precious").write_text("")
     assert oppo(workplace, "", "run.name=used") == 2
     assert "is already used (it holds precious)" in capsys.readouterr().err
-
-
-def test_a_dry_run_does_not_mind_a_used_run_directory(workplace: Path) -> None:
-    (workplace / "runs" / "tried").mkdir(parents=True)
-    (workplace / "runs" / "tried" / "precious").write_text("")
-    assert oppo(workplace, "--dry-run", "run.name=tried") == 0
+    assert oppo(workplace, "--dry-run", "run.name=used") == 0, "which writes nothing"
 
 
 @pytest.mark.parametrize(
@@ -130,27 +101,6 @@ def test_a_run_whose_data_ends_before_its_steps_says_so_before_and_after(
     ].items()
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("models.policy=./nowhere", "nowhere' is no directory here"),
-        ("models.critic=foreign", "does not share the policy's tokenizer (token 'w3' is 3 here and absent there)"),
-        ("rewards.0.source=actor", "a reward from an untrained head would be noise"),
-        ("sampling.max_new_tokens=600", "do not fit into the models' 512 positions"),
-        ("sampling.stop=['w3 w4']", "'w3 w4' is 2 tokens of the policy's tokenizer, expected one"),
-        ("sampling.stop=[400]", "400 is no token id; they go up to 95"),
-        ("trainer.warmup_steps=1", "schedule 'constant' has no warm-up"),
-    ],
-)
-def test_what_cannot_be_used_is_one_message(
-    workplace: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert oppo(workplace, "--dry-run", "run.name=refused", override) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
-
-
 def test_a_reward_that_is_no_number_ends_the_run_and_saves_it(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,11 +112,6 @@ def test_a_reward_that_is_no_number_ends_the_run_and_saves_it(
     learned = weights_digest(AutoModelForCausalLM.from_pretrained(final))
     assert learned != weights_digest(tiny.causal("llama", seed=1))
     assert (workplace / "runs" / "tiring" / "report.html").exists()
-
-
-def test_where_nothing_was_learned_nothing_is_called_what_was_learned(workplace: Path) -> None:
-    assert oppo(workplace, "", "rewards.0.source=reward.py:broken", "run.name=broken") == 1
-    assert not (workplace / "runs" / "broken" / "checkpoints").exists()
 
 
 def test_ctrl_c_during_the_last_step_ends_a_run_that_is_done(
@@ -188,7 +133,6 @@ def test_ctrl_c_saves_what_was_learned(workplace: Path, scorers: str, trainer: s
     name = f"stopped-{scorers}-{trainer}"
     places = (f"run.scorers={scorers}", f"run.trainer={trainer}")
     with start(workplace, f"run.name={name}", "run.steps=100000", *places) as process:
-        assert process.stdout is not None
         assert process.stdout.readline().startswith("step 1/100000")
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == (scorers, trainer).count("process")

@@ -30,9 +30,7 @@ from oppo.hf.chat import ChatFormat, ParsedTurn
 from oppo.hf.tool_calls import ToolCall, tool_schema
 from oppo.turns import Answer
 from oppo.vllm.sync import free_port
-from tests.hf import tiny
-from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.kit.turns import Said, byte_chat, call
+from tests.kit.turns import Said, byte_chat, call, talker
 from tests.kit.workplace import oppo, records
 
 Json = Mapping[str, Any]
@@ -314,12 +312,6 @@ samples = 2
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    config = tiny.CONFIGS["llama"]()
-    config.vocab_size, config.max_position_embeddings = 270, 2048
-    tiny.of(config, seed=1).save_pretrained(tmp_path / "actor")
-    byte_tokenizer(special=("<|im_start|>", "<|im_end|>", "</tool_call>")).save(tmp_path / "actor")
-    template = Path(__file__).parent / "hf" / "templates" / "qwen3.jinja"
-    (tmp_path / "qwen3.jinja").write_text(template.read_text(encoding="utf-8"))
     rows = [{"prompt": [{"role": "user", "content": "Guess."}], "secret": number % 3} for number in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -328,7 +320,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return ParsedTurn("", tool_calls=tuple(ToolCall(name, {"number": each % 3}) for each in tokens[:1]))
 
     monkeypatch.setattr(ChatFormat, "parse", calls)
-    return tmp_path
+    return talker(tmp_path)
 
 
 def trains(folder: Path, url: str) -> None:

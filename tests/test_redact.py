@@ -11,32 +11,15 @@ import pytest
 from oppo.redact import excerpt, harmless, holds_secret, on_one_line, redacted, redacted_values
 
 ENVIRONMENT = {
-    "JUDGE_PASSWORD": 'a"quoted<canary>',
-    "HF_TOKEN": "canary-long-token",
-    "SHORT_TOKEN": "canary-long",
-    "AWS_SECRET_ACCESS_KEY": "canary/aws+key",
-    "WANDB_API_KEY": "canary-wandb",
-    "GITHUB_PAT": "canary-pat",
-    "MYSQL_PWD": "canary-pwd",
-    "SSHPASS": "canary-pass",
-    "AWS_SESSION": "canary-session",
-    "HF_TOKENS": "canary-tokens",
-    "OPENAI_API_KEY2": "canary-second-key",
-    "GITHUB_PAT_1": "canary-first-pat",
-    "PROXY_AUTHORIZATION": "canary-authorization",
-    "COOKIE": "canary-cookie",
-    "API_KEYS": "canary-keys",
-    "PWD": "/harmless/here",
-    "SSH_ASKPASS": "/usr/bin/harmless",
-    "MAX_TOKENS": "100000",
-    "ACCESS_TOKEN": "31415926",
-    "TOKENIZERS_PARALLELISM": "harmless",
-    "SSH_AUTH_SOCK": "/tmp/harmless",
-    "KEYBOARD": "harmless-us",
-    "KEYBOARD_1": "harmless-de",
-    "COMPAT2": "harmless-2",
-    "AUTHORIZER": "harmless-one",
-}
+    "JUDGE_PASSWORD": 'a"quoted<canary>', "HF_TOKEN": "canary-long-token", "SHORT_TOKEN": "canary-long",
+    "AWS_SECRET_ACCESS_KEY": "canary/aws+key", "WANDB_API_KEY": "canary-wandb", "GITHUB_PAT": "canary-pat",
+    "MYSQL_PWD": "canary-pwd", "SSHPASS": "canary-pass", "AWS_SESSION": "canary-session",
+    "HF_TOKENS": "canary-tokens", "OPENAI_API_KEY2": "canary-second-key", "GITHUB_PAT_1": "canary-first-pat",
+    "PROXY_AUTHORIZATION": "canary-authorization", "COOKIE": "canary-cookie", "API_KEYS": "canary-keys",
+    "PWD": "/harmless/here", "SSH_ASKPASS": "/usr/bin/harmless", "MAX_TOKENS": "100000", "ACCESS_TOKEN": "31415926",
+    "TOKENIZERS_PARALLELISM": "harmless", "SSH_AUTH_SOCK": "/tmp/harmless", "KEYBOARD": "harmless-us",
+    "KEYBOARD_1": "harmless-de", "COMPAT2": "harmless-2", "AUTHORIZER": "harmless-one",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name, value in ENVIRONMENT.items() if "canary" in value])

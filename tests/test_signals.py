@@ -85,31 +85,24 @@ async def test_the_second_ends_a_run_of_which_steps_are_in_flight(lookahead: int
         await make_steps()
 
 
-async def test_while_the_event_loop_is_blocked_the_second_is_raised_where_it_is() -> None:
-    async def block() -> None:
-        async with interruptible() as interrupt:
-            signal.raise_signal(signal.SIGTERM)
-            assert interrupt.by is signal.SIGTERM
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Stopped):
-        await block()
-
-
-async def test_a_later_one_is_raised_where_the_loop_is_blocked_again() -> None:
+@pytest.mark.parametrize(("freed", "passes"), [(False, [0]), (True, [0, 1])])
+async def test_while_the_event_loop_is_blocked_a_later_one_is_raised_where_it_is(
+    *, freed: bool, passes: list[int]
+) -> None:
     passed = list[int]()
 
     async def block() -> None:
-        async with interruptible():
+        async with interruptible() as interrupt:
             for number in range(4):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+                assert interrupt.by is signal.SIGTERM
                 passed.append(number)
-                if number == 0:
+                if freed and number == 0:
                     await anyio.lowlevel.checkpoint()
 
     with pytest.raises(Stopped):
         await block()
-    assert passed == [0, 1]
+    assert passed == passes
 
 
 async def test_what_the_process_ignores_stays_ignored() -> None:

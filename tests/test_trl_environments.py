@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +19,10 @@ from oppo.hf.chat import ChatFormat, chatting
 from oppo.testing import run_virtual
 from oppo.turns import Answer, Turn
 from tests.hf.spot_tokenizers import byte_level
+from tests.kit.turns import END, TEMPLATE, call
 
 pytestmark = pytest.mark.gym
 
-TEMPLATE = (Path(__file__).parent / "hf" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 ROW = {"prompt": [{"role": "user", "content": "Add up."}], "start": 40}
 
 
@@ -68,10 +67,6 @@ class Sums:
 
     def get_reward(self) -> float:
         return float(self.total)
-
-
-def call(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -194,7 +189,6 @@ def by_us(script: Sequence[str], room: int, max_turns: int | None) -> Played:
     return run_virtual(main)
 
 
-END = "<|im_end|>"
 DONE = f"It is done.{END}"
 ADDS = call("add", number=2)
 

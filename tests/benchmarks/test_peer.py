@@ -33,22 +33,9 @@ from benchmarks.peer.sweep import (
 from oppo.errors import ConfigError, ModelLost
 
 SPEC = Spec(
-    workload="counted",
-    batch=4,
-    epochs=2,
-    minibatches=1,
-    max_new_tokens=8,
-    learning_rate=1e-7,
-    critic_learning_rate=1e-7,
-    temperature=1.0,
-    eos=1,
-    pad=0,
-    seed=0,
-    kl=0.05,
-    gamma=1.0,
-    lam=0.95,
-    reward="model",
-)
+    workload="counted", batch=4, epochs=2, minibatches=1, max_new_tokens=8, learning_rate=1e-7,
+    critic_learning_rate=1e-7, temperature=1.0, eos=1, pad=0, seed=0, kl=0.05, gamma=1.0, lam=0.95, reward="model",
+)  # fmt: skip
 PROMPTS = tuple(Prompt((5, 6, 7 + n), n) for n in (3, 9, 5))
 
 # Answers as the peer does, at once, and with seconds that depend on the cell

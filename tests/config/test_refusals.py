@@ -101,6 +101,7 @@ trianer.x=1 | unknown section 'trianer' (did you mean 'trainer'?)
 step.kl=0.1 | unknown key 'step.kl' (it is a key of [algorithm]); the keys of [step] are
 run.steps=0 | run.steps: expected more than 0, got 0
 run.steps=true | run.steps: expected a whole number, got true
+run.metric_names=wandb | run.metric_names | 'trl' | 'verl'
 run.deterministic=yes | run.deterministic: expected true or false, got 'yes'
 run.name=a/b | run.name: expected letters, digits
 step.chunk=half | step.chunk: expected a whole number or 'whole' or 'tuned', got 'half'

@@ -113,12 +113,15 @@ def test_a_mixture_goes_on_from_any_position(mixture: Mixture, seed: int, positi
     assert second.columns(position) == whole.at(position).columns
 
 
-def test_two_sources_are_shuffled_apart() -> None:
+def test_sources_epochs_and_seeds_are_shuffled_apart() -> None:
     mixture: Mixture = [(1, [prompt_of(source, i) for i in range(40)]) for source in range(2)]
     taken = keys(PromptStream.mixed(mixture, epochs=1))
     orders = [[index for each, index in taken if each == source] for source in range(2)]
     assert orders[0] != orders[1]
     assert orders[0] != sorted(orders[0])
+    passes = [[prompt.tokens[0] for prompt in PromptStream(pool(30), seed=seed, epochs=2)] for seed in (0, 1)]
+    assert passes[0][:30] != passes[0][30:]
+    assert passes[0] != passes[1]
 
 
 def test_one_source_with_a_weight_is_served_as_without() -> None:
@@ -143,12 +146,6 @@ def test_weights_are_as_whole_numbers(weights: list[float], whole: list[int]) ->
 def test_weights_that_cannot_be_kept_exactly_are_refused(weights: list[float], message: str) -> None:
     with pytest.raises(DataError, match=message):
         PromptStream.mixed([(weight, pool(2)) for weight in weights])
-
-
-def test_epochs_and_seeds_differ_in_order() -> None:
-    orders = [[p.tokens[0] for p in PromptStream(pool(30), seed=seed, epochs=2)] for seed in (0, 1)]
-    assert orders[0][:30] != orders[0][30:]
-    assert orders[0] != orders[1]
 
 
 def test_an_endless_stream_has_no_length_and_an_empty_one_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,51 +68,47 @@ def test_a_short_demo_learns_whatever_the_seed(seed: int, tmp_path: Path) -> Non
     learned(demo(tmp_path / "runs", short=True, seed=seed, cache=tmp_path / "cache"))
 
 
-def findings(length_after: float, deferral_steps: Mapping[int, int] | None = None) -> Findings:
-    return Findings(
-        scores=Comparison(before=0.0, after=1.5, spread=1.0, gain=1.5, half_width=0.2),
-        summary={
-            "eval/score": {"first": 0.0, "last": 1.5},
-            "eval/response_length": {"first": 30.0, "last": length_after},
-            "objective/kl": {"last": 5.0},
-            "overlap/hidden_fraction": {"mean": 0.8},
-        },
-        deferred_fraction=0.2,
-        deferral_steps={1: 90, 2: 5} if deferral_steps is None else deferral_steps,
-        digests=Digests("aa", "ab"),
-        directory=Path("runs/demo-1"),
-        actor=Path("runs/demo-1/actor"),
-        assets=Path("cache"),
-        seconds=100.0,
-    )
+FOUND = Findings(
+    scores=Comparison(before=0.0, after=1.5, spread=1.0, gain=1.5, half_width=0.2),
+    summary={
+        "eval/score": {"first": 0.0, "last": 1.5},
+        "eval/response_length": {"first": 30.0, "last": 59.0},
+        "objective/kl": {"last": 5.0},
+        "overlap/hidden_fraction": {"mean": 0.8},
+    },
+    deferred_fraction=0.2,
+    deferral_steps={1: 90, 2: 5},
+    digests=Digests("aa", "ab"),
+    directory=Path("runs/demo-1"),
+    actor=Path("runs/demo-1/actor"),
+    assets=Path("cache"),
+    seconds=100.0,
+)
+LONG = {**FOUND.summary, "eval/response_length": {"first": 30.0, "last": 70.0}}
+UNSCORED = {name: each for name, each in FOUND.summary.items() if name != "overlap/hidden_fraction"}
 
 
-def test_responses_that_have_become_far_longer_are_called_a_length_hack() -> None:
-    assert "length hack: 2.3 times as long" in "\n".join(findings(70.0).lines())
-    assert "length hack" not in "\n".join(findings(59.0).lines())
-
-
-def test_runs_that_made_other_tokens_are_said_to_have_done_so() -> None:
-    assert "made OTHER tokens: aa and ab" in "\n".join(findings(30.0).lines())
-    assert findings(30.0).facts()["tokens_identical_to_serial"] is False
-
-
-def test_scoring_that_took_no_time_is_not_said_to_be_hidden() -> None:
-    assert "80% of the scoring was hidden" in "\n".join(findings(30.0).lines())
-    nothing = {name: each for name, each in findings(30.0).summary.items() if name != "overlap/hidden_fraction"}
-    assert "nothing to hide" in "\n".join(replace(findings(30.0), summary=nothing).lines())
-
-
-@pytest.mark.parametrize(("others", "said"), [(0.04, "100 s"), (0.87, "100 s; other processes took 87% of the cores")])
-def test_the_time_on_a_machine_that_does_other_work_says_so(others: float, said: str) -> None:
-    assert f"time       {said}" in replace(findings(30.0), others=others).lines()
-
-
-def test_where_the_models_and_the_prompts_are_is_told() -> None:
-    assert "inputs     policy (actor), reward model (reward) and prompts.jsonl are in cache" in findings(30.0).lines()
-
-
-def test_what_was_deferred_is_told_and_so_is_that_nothing_was() -> None:
-    told = "\n".join(findings(30.0).lines())
-    assert "20.0% of the rollouts were deferred: 90 by 1 step, 5 by 2 steps" in told
-    assert "nothing was deferred" in "\n".join(findings(30.0, {}).lines())
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (FOUND, "length     30 tokens before, 59 after, on held-out prompts"),
+        (
+            replace(FOUND, summary=LONG),
+            "length     30 tokens before, 70 after, on held-out prompts; length hack: 2.3 times as long",
+        ),
+        (FOUND, "exactness  a serial and a streamed run, in deterministic mode, made OTHER tokens: aa and ab"),
+        (FOUND, "overlap    80% of the scoring was hidden behind decoding and training"),
+        (replace(FOUND, summary=UNSCORED), "overlap    scoring took hardly any time: there was nothing to hide"),
+        (replace(FOUND, others=0.04), "time       100 s"),
+        (replace(FOUND, others=0.87), "time       100 s; other processes took 87% of the cores"),
+        (FOUND, "inputs     policy (actor), reward model (reward) and prompts.jsonl are in cache"),
+        (FOUND, "deferral   20.0% of the rollouts were deferred: 90 by 1 step, 5 by 2 steps"),
+        (
+            replace(FOUND, deferral_steps={}),
+            "deferral   nothing was deferred: no number of extra rollouts promised to save more time than it costs",
+        ),
+    ],
+)
+def test_what_was_found_is_told_line_by_line(found: Findings, said: str) -> None:
+    assert said in found.lines()
+    assert found.facts()["tokens_identical_to_serial"] is False

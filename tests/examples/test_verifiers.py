@@ -17,8 +17,7 @@ from oppo.environments import TaskAgent, verifiers
 from oppo.errors import ConfigError
 from oppo.libraries import is_installed
 from oppo.vllm.sync import free_port
-from tests.hf import tiny
-from tests.hf.spot_tokenizers import byte_tokenizer
+from tests.kit.turns import talker
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "verifiers"
@@ -87,11 +86,7 @@ ChatFormat.parse = parse
 
 @pytest.fixture
 def actor(tmp_path: Path) -> Path:
-    config = tiny.CONFIGS["llama"]()
-    config.vocab_size, config.max_position_embeddings = 270, 2048
-    tiny.of(config, seed=1).save_pretrained(tmp_path / "actor")
-    byte_tokenizer(special=("<|im_start|>", "<|im_end|>", "</tool_call>")).save(tmp_path / "actor")
-    return tmp_path / "actor"
+    return talker(tmp_path) / "actor"
 
 
 def oppo(actor: Path, *arguments: str | Path) -> None:
@@ -105,20 +100,11 @@ def train(actor: Path, *settings: str) -> list[dict[str, object]]:
     """Run the example for two steps; return its samples."""
     runs = actor.parent / "runs"
     given = {
-        "models.policy": actor,
-        "data.chat_template": TEMPLATE,
-        "data.max_prompt_tokens": 1500,
-        "run.directory": runs,
-        "run.steps": 2,
-        "run.panel": "lines",
-        "sampling.max_new_tokens": 24,
-        "sampling.stop": json.dumps(["<|im_end|>"]),
-        "step.batch": 2,
-        "step.overcommit": 1,
-        "algorithm.samples": 2,
-        "trainer.learning_rate": 1e-3,
-        "agents.on_failure": "fail",
-    }
+        "models.policy": actor, "data.chat_template": TEMPLATE, "data.max_prompt_tokens": 1500, "run.directory": runs,
+        "run.steps": 2, "run.panel": "lines", "sampling.max_new_tokens": 24,
+        "sampling.stop": json.dumps(["<|im_end|>"]), "step.batch": 2, "step.overcommit": 1, "algorithm.samples": 2,
+        "trainer.learning_rate": 1e-3, "agents.on_failure": "fail",
+    }  # fmt: skip
     changes = [*(f"{key}={value}" for key, value in given.items()), *settings]
     oppo(actor, "train", EXAMPLE / "config.toml", *(word for each in changes for word in ("--set", each)))
     assert len((runs / "sums" / "metrics.jsonl").read_text().splitlines()) == 2

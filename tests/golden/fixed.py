@@ -44,18 +44,10 @@ def fill(model: PreTrainedModel, seed: int) -> None:
 
 def config() -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None,
         tie_word_embeddings=False,
-    )
+    )  # fmt: skip
 
 
 def causal(seed: int) -> LlamaForCausalLM:

@@ -14,6 +14,7 @@ from oppo.events import AnsweredTurn, Chunk, Drop, Finish, Prompt, Response, Too
 from oppo.hf.chat import ChatFormat, chatting
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.turns import Answer, Turn
+from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
 
 TEMPLATE = (Path(__file__).parents[1] / "hf" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
@@ -25,6 +26,16 @@ def byte_chat(tools: Sequence[Callable[..., object]]) -> ChatFormat:
     return ChatFormat(
         chatting(byte_tokenizer(special=(END, "<|im_start|>")), template=TEMPLATE, tools=tools), ("tool",)
     )
+
+
+def talker(folder: Path) -> Path:
+    """Save a tiny policy that is told of tools, and their template beside it; return the folder."""
+    config = tiny.CONFIGS["llama"]()
+    config.vocab_size, config.max_position_embeddings = 270, 2048
+    tiny.of(config, seed=1).save_pretrained(folder / "actor")
+    byte_tokenizer(special=("<|im_start|>", END, "</tool_call>")).save(folder / "actor")
+    (folder / "qwen3.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
 
 
 def call(name: str, **arguments: object) -> str:

@@ -79,9 +79,6 @@ def late(prompts, completions):
             os.kill(os.getpid(), signal.SIGTERM)
     return [-len(c.split()) / 10 for c in completions]
 
-def picky(prompts, completions, goal):
-    return [float("nan") if g % 3 == 0 else 1.0 for g in goal]
-
 def slow(prompts, completions):
     time.sleep(0.7)
     return [0.0 for _ in completions]
@@ -150,6 +147,12 @@ class Training(Program):
         program = f"import sys\n{before}\nfrom oppo.cli import main\nsys.exit(main())"
         super().__init__(program, ["train", str(folder / "config.toml"), *_set(overrides)], environment)
         self._directory = _directory(folder, overrides)
+
+    def children(self) -> list[int]:
+        """Return the processes of the run once it has made two steps."""
+        assert self.stdout.readline()
+        assert self.stdout.readline()
+        return [int(each) for each in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         super().__exit__(kind, error, tb)

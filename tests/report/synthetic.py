@@ -37,21 +37,12 @@ def batch(finished: Sequence[Finish], scores: Sequence[float]) -> Batch:
     floats = np.zeros(total, np.float32)
     tokens = np.concatenate([response.tokens for response in responses])
     return Batch(
-        responses=responses,
-        reasons=tuple(each.reason for each in finished),
-        scores=np.array(scores, np.float32),
-        offsets=offsets.astype(np.int64),
-        tokens=tokens,
-        versions=np.zeros(total, np.int32),
-        sampled=np.ones(total, np.bool_),
-        logprobs=np.full(total, -1, np.float32),
-        proximal=np.full(total, -1, np.float32),
-        reference=np.full(total, -1.5, np.float32),
-        values=floats,
-        rewards=floats,
-        advantages=floats,
-        returns=floats,
-    )
+        responses=responses, reasons=tuple(each.reason for each in finished), scores=np.array(scores, np.float32),
+        offsets=offsets.astype(np.int64), tokens=tokens, versions=np.zeros(total, np.int32),
+        sampled=np.ones(total, np.bool_), logprobs=np.full(total, -1, np.float32),
+        proximal=np.full(total, -1, np.float32), reference=np.full(total, -1.5, np.float32), values=floats,
+        rewards=floats, advantages=floats, returns=floats,
+    )  # fmt: skip
 
 
 def report(index: int, trained: tuple[int, ...], score: float, deferred: tuple[Defer, ...] = ()) -> StepReport:

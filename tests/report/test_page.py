@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.cli import DONE, UNUSABLE, main
-from oppo.errors import ConfigError
 from oppo.observe import Span
 from oppo.report import RunDirectory
 from oppo.report.charts import COLOURS, Excerpt
@@ -465,11 +464,6 @@ def test_two_runs_of_one_name_are_told_apart(path: Path, tmp_path: Path) -> None
     assert "&lt;" not in page([first]).partition("</header>")[0]
     second.path.mkdir(parents=True)
     assert str(second.path) in page([first, second])
-
-
-def test_no_run_is_an_error_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected the directory of a run"):
-        recorded(tmp_path)
 
 
 def test_a_label_holds_the_part_of_the_name_that_varies() -> None:

@@ -66,18 +66,10 @@ def test_observations_of_later_steps_stay_behind_the_first_steps(tmp_path: Path)
 
 
 DAMAGED = (
-    b'{"step": 1, "te\xff"}\n',
-    b"{}\n",
-    b"3\n",
-    b'{"step": "1"}\n',
-    b"[" * 9000 + b"\n",
-    b"\n",
-    b'{"step": 1, "a": NaN}\n',
-    b'{"step": 1, "a": 1e999}\n',
-    b'{"step": 1, "a": 1%s}\n' % (b"0" * 400),
-    b'{"step": -2}\n',
-    b'{"step": 99999999999}\n',
-)
+    b'{"step": 1, "te\xff"}\n', b"{}\n", b"3\n", b'{"step": "1"}\n', b"[" * 9000 + b"\n", b"\n",
+    b'{"step": 1, "a": NaN}\n', b'{"step": 1, "a": 1e999}\n', b'{"step": 1, "a": 1%s}\n' % (b"0" * 400),
+    b'{"step": -2}\n', b'{"step": 99999999999}\n',
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))

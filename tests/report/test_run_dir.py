@@ -301,19 +301,6 @@ def test_a_run_that_made_no_step_leaves_its_name_to_the_next(tmp_path: Path) -> 
         RunDirectory(tmp_path / "x")
 
 
-def test_a_resumed_run_says_which_records_were_damaged_and_goes_on(tmp_path: Path) -> None:
-    path = written(tmp_path, threaded=False)
-    first, *rest = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (path / "metrics.jsonl").write_bytes(first.replace(b"step", b"st\xffp", 1) + b"".join(rest))
-    with RunDirectory(path, decode=decode, threaded=False, resumed_at=2) as directory:
-        assert directory.faults == [
-            f"{path / 'metrics.jsonl'}: left out as damaged: line 1; see metrics.jsonl.damaged",
-            f"{path / 'metrics.jsonl'}: no record of step 1, nor of what was trained then",
-        ]
-    assert [each["step"] for each in lines(path / "metrics.jsonl")] == [2]
-    assert (path / "metrics.jsonl.damaged").exists()
-
-
 def test_a_metric_that_is_no_number_is_left_out_of_the_summary_and_the_page(tmp_path: Path) -> None:
     path = written(tmp_path, threaded=False)
     first, *rest = lines(path / "metrics.jsonl")

@@ -19,7 +19,7 @@ from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.observe import Span
 from oppo.placement import Thread
 from oppo.rewards import FunctionReward, Rewards, Weighted, load_reward
-from oppo.rewards.combined import NONE_APPLIES, OnDrop
+from oppo.rewards.combined import NONE_APPLIES
 from oppo.rewards.function import DOES_NOT_APPLY
 from oppo.scheduling import DEFAULT_TIME_SLICE, IN_ORDER, Preempted, Preemptible, Priority, TimeSlice, Urgent
 from oppo.scorers import ScorerCapabilities
@@ -302,17 +302,6 @@ number = 7
 """
 
 
-def test_a_file_names_a_function_several_rewards_or_a_scorer(tmp_path: Path) -> None:
-    file = tmp_path / "judges.py"
-    file.write_text(SEVERAL + "from oppo.rewards import Rewards\nscorer = Rewards(several, decode=str)\n")
-    expected = [1.5 * n for n in lengths()]
-    for name in ("several", "scorer"):
-        assert run_virtual(load_reward(f"{file}:{name}", str).finish, finished()) == expected
-    assert isinstance(load_reward(f"{file}:length", str), FunctionReward)
-    with pytest.raises(RewardError, match=r"judges.py:number is not a function but 7 \(int\)"):
-        load_reward(f"{file}:number", str)
-
-
 APART = """
 import os
 
@@ -431,17 +420,6 @@ def test_what_makes_no_scorer_is_refused(tmp_path: Path, name: str, message: str
         load_reward(f"{tmp_path / 'judges.py'}:{name}", str, place=place)
     with pytest.raises(RewardError, match="makes a scorer in a place, and got none"):
         load_reward(f"{tmp_path / 'judges.py'}:{name}", str)
-
-
-def even_only(prompts: Sequence[str], completions: Sequence[str]) -> list[float | Drop]:
-    return [1.0 if len(each) % 2 == 0 else Drop.because(f"{len(each)} is odd") for each in completions]
-
-
-@pytest.mark.parametrize("on_drop", ["drop", "skip"])
-def test_a_part_that_drops_a_rollout_by_choice_drops_it_or_leaves_it_to_the_others(on_drop: OnDrop) -> None:
-    rewards = Rewards({"even": (1, even_only), "long": (1, length)}, decode=str, on_drop=on_drop)
-    left = [float(n) if on_drop == "skip" else Drop(k, f"even: {n} is odd") for k, n in enumerate(lengths())]
-    assert scored(rewards) == [1.0 + n if n % 2 == 0 else left[k] for k, n in enumerate(lengths())]
 
 
 def test_functions_are_not_called_again_when_a_model_beside_them_has_lost_its_sessions() -> None:

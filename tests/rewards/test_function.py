@@ -39,7 +39,7 @@ from oppo.testing import (
 )
 from tests.kit.pipelines import Pipeline, Setting
 from tests.kit.responses import ended
-from tests.rewards.test_combined import finished
+from tests.rewards.test_combined import finished, length
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -421,10 +421,6 @@ def test_a_function_is_left_when_the_run_fails_and_even_when_its_end_does() -> N
     with pytest.raises(ModelError):
         played(Opened("judge", FunctionReward(length, decode=str), script))
     assert service.life == ["opened", "closed"]
-
-
-def length(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    return [float(len(each)) for each in completions]
 
 
 def test_the_function_of_an_environment_is_open_as_long_as_the_run() -> None:

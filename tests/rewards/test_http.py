@@ -19,8 +19,7 @@ import httpx
 import pytest
 
 from oppo.errors import ConfigError
-from oppo.events import Drop
-from oppo.rewards import FunctionReward, RewardFailure, Rewards
+from oppo.rewards import FunctionReward, RewardFailure
 from oppo.rewards.http import HttpReward, ServiceFailure
 from oppo.rewards.judge import columns_of, judge, key_of, reading_of
 from oppo.testing import run_virtual
@@ -126,16 +125,6 @@ def test_a_service_that_stays_away_is_named_with_what_it_said_last() -> None:
     with pytest.raises(ServiceFailure, match=f"{NAMED} answered 503 Service Unavailable: restarting"):
         called(judge)
     assert len(asked) == 4
-
-
-def test_a_service_may_be_one_of_several_rewards_and_drop_what_it_does_not_score() -> None:
-    judge, _ = served(httpx.Response(400))
-
-    def one(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        return [1.0 for _ in completions]
-
-    rewards = Rewards({"judge": (1, judge), "one": (1, one)}, decode=str, on_failure="drop", on_drop="skip")
-    assert [isinstance(each, Drop) for each in run_virtual(rewards.finish, finished(3))] == [False] * 3
 
 
 @asynccontextmanager

@@ -22,7 +22,6 @@ from oppo.cli import DONE, UNTRAINED, UNUSABLE, main
 from oppo.data import read_prompts
 from oppo.hf.train.packing import MicroBatch
 from oppo.liveness import StallLimits
-from oppo.report.records import Lock
 from tests.config.test_refusals import entries
 from tests.hf import tiny
 from tests.kit.workplace import furnish, oppo, records, run, tokenizer
@@ -74,7 +73,15 @@ REFUSED = entries("""
 data.tools=/dev/zero | data.tools: /dev/zero cannot be read: | zero is no plain file
 models.engine=vllm vllm.urls=["http://[::1"] | vllm.urls: expected the URL of a vLLM server, such as
 models.adapter=pickled-adapter | models.adapter: | models.allow_pickle is not for an adapter
+models.critic=foreign | models.critic: | does not share the policy's tokenizer (token 'w3' is 3 here and absent there)
+rewards.0.source=actor | a reward from an untrained head would be noise
+sampling.max_new_tokens=600 | do not fit into the models' 512 positions
+sampling.stop=["w3\\u0020w4"] | 'w3 w4' is 2 tokens of the policy's tokenizer, expected one
+sampling.stop=[400] | 400 is no token id; they go up to 95
+trainer.warmup_steps=1 | schedule 'constant' has no warm-up
 data.column=question | line 1: no column 'question'; the columns there are prompt, goal
+data.max_prompt_tokens=3 data.over_long=error |
+    12 of 20 prompts of | prompts.jsonl are longer than 3 tokens, the first at | prompts.jsonl, line 3; filter or
 eval.prompts=none.jsonl | there is no prompt file
 eval.prompts=[{path="prompts.jsonl",weight=2}] | eval.prompts: held-out prompts are answered once each
 models.policy= | models.policy:
@@ -84,7 +91,6 @@ rewards.0.source=two-labels | rewards.0: | score.weight is [2, 32] | 'file.py:fu
 rewards.0.source=foreign rewards.0.form=tokens |
     rewards.0: | does not share the policy's tokenizer | rewards.0.form cannot be 'tokens': leave
 rewards.0.source=foreign rewards.0.form=pair | rewards.0: | no pair | rewards.0.reading = 'whole'
-models.critic=foreign | models.critic: | does not share the policy's tokenizer
 models.policy=narrow | models.policy: | tokenizer go up to 95 | narrow' reads those below 64
 models.policy=adapter | models.policy: | an adapter of PEFT for the model 'org/base' | merge
 models.adapter=adapter | models.adapter: | is for the model 'org/base' | models.policy = 'org/base'
@@ -146,33 +152,6 @@ def test_deferring_where_all_responses_are_equally_long_is_said_to_gain_nothing(
 ) -> None:
     assert oppo(folder, "--dry-run", "run.name=equal", *overrides.split(" ")) == DONE
     assert ("beyond the batch gain nothing" in "".join(capsys.readouterr())) is said
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "message"),
-    [
-        ("filter", 0, "12 of 20 prompts of {file} are longer than 3 tokens: left out"),
-        ("truncate", 0, "12 of 20 prompts of {file} are longer than 3 tokens: their beginnings are cut off"),
-        ("error", 2, "12 of 20 prompts of {file} are longer than 3 tokens, the first at {file}, line 3; filter or"),
-    ],
-)
-def test_over_long_prompts_are_counted(
-    folder: Path, how: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert oppo(folder, "--dry-run", "run.name=long", "data.max_prompt_tokens=3", f"data.over_long={how}") == code
-    assert message.format(file=folder / "prompts.jsonl") in capsys.readouterr().err
-
-
-def test_a_second_run_in_the_same_directory_is_told_who_is_there(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "runs" / "shared").mkdir(parents=True)
-    first = Lock(folder / "runs" / "shared")
-    assert oppo(folder, "", "run.name=shared") == 2
-    said = capsys.readouterr().err
-    assert f"{folder / 'runs' / 'shared'} is being written by another run (process " in said
-    first.release()
-    assert list((folder / "runs" / "shared").iterdir()) == [], "the second has touched nothing"
 
 
 def test_a_disk_that_is_full_leaves_nothing_half_written(folder: Path) -> None:
@@ -352,17 +331,6 @@ def test_a_model_that_never_returns_ends_the_process_with_a_report(folder: Path)
     report = json.loads((folder / "runs" / "model-stuck" / "hang-report.json").read_text())
     assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(1, ["update"])]
     assert any(thread["name"] == "oppo-trainer_0" for thread in report["threads"])
-
-
-def test_a_reward_that_fails_for_some_is_trained_on_the_others(folder: Path) -> None:
-    overrides = ("rewards.0.source=reward.py:picky", "rewards.0.on_failure=drop", "run.panel=off")
-    assert oppo(folder, "", "run.name=picky", *overrides) == 0
-    for record in records(folder, "picky", "metrics.jsonl"):
-        assert record["trained"] + record["dropped"] == 4
-        assert record["loop/worst_gap_s"] >= 0
-    dropped = [each for each in records(folder, "picky", "journal.jsonl") if each["event"] == "dropped"]
-    assert dropped
-    assert all("it returned nan" in str(each["reason"]) for each in dropped)
 
 
 @pytest.mark.parametrize(
@@ -633,6 +601,8 @@ def test_a_row_that_cannot_be_read_is_named_with_its_line(
     [
         (os.mkfifo, "cannot read the configuration {file}: config.toml is no plain file"),
         (Path.mkdir, "cannot read the configuration {file}: "),
+        (str, "cannot read the configuration {file}: "),
+        (lambda file: file.write_text("[run\n"), "{file} is not valid TOML: "),
         (
             lambda file: file.symlink_to("/dev/zero"),
             "cannot read the configuration {file}: config.toml is no plain file",
@@ -642,7 +612,7 @@ def test_a_row_that_cannot_be_read_is_named_with_its_line(
         (lambda file: file.write_text(f"a = {DEEP}"), "{file} is not valid TOML: "),
         (lambda file: file.write_text(f"[run]\nsteps = {DIGITS}"), "{file} is not valid TOML: Exceeds the limit"),
     ],
-    ids=["pipe", "directory", "device", "loop", "not UTF-8", "deep", "a long number"],
+    ids=["pipe", "directory", "absent", "syntax", "device", "loop", "not UTF-8", "deep", "a long number"],
 )
 def test_settings_that_cannot_be_read_are_refused_by_file(
     tmp_path: Path, make: Damage, message: str, capsys: pytest.CaptureFixture[str]

@@ -87,14 +87,8 @@ def test_a_source_that_has_changed_is_named_when_a_run_is_resumed(
     assert f"{folder / 'set'} is not what it was when the run began" in capsys.readouterr().err
 
 
-def test_without_weights_every_prompt_comes_once_in_an_epoch(folder: Path) -> None:
-    chosen = (*QUIET, 'data.prompts=["prompts.jsonl", {path="more.csv", column="question"}]', "data.epochs=1")
-    assert oppo(folder, "", *chosen, "run.steps=100", "step.batch=9", "step.overcommit=0") == DONE
-    assert seen(folder) == {"json": 20, "csv": 7}
-
-
 @pytest.mark.parametrize(("drop_last", "batches"), [(False, [9] * 6), (True, [9] * 6), (False, [20] * 2 + [14])])
-def test_a_run_without_a_number_of_steps_ends_with_its_epochs(
+def test_a_run_without_a_number_of_steps_ends_with_its_epochs_of_every_prompt(
     folder: Path, drop_last: bool, batches: list[int]
 ) -> None:
     chosen = [*QUIET, 'data.prompts=["prompts.jsonl", {path="more.csv", column="question"}]', "data.epochs=2"]
@@ -103,6 +97,7 @@ def test_a_run_without_a_number_of_steps_ends_with_its_epochs(
     del settings["run"]["steps"]
     (folder / "config.toml").write_text(tomli_w.dumps(settings))
     run = train(folder / "config.toml", [*chosen, f"data.drop_last={str(drop_last).lower()}"]).path
+    assert seen(folder) == {"json": 2 * 20, "csv": 2 * 7}
     made = records(folder, "first", "metrics.jsonl")
     assert [step["trained"] for step in made] == batches
     assert load_settings(run / "config.toml").run.steps == len(batches)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from oppo.cli import DONE, FAILED, UNUSABLE
 from oppo.config.load import resolve
@@ -33,26 +31,16 @@ from oppo.turns import Answer, Turn
 from tests.config.test_refusals import entries
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
-from tests.kit.workplace import furnish, oppo, records, resume, run, tokenizer, weights
+from tests.kit.turns import talker
+from tests.kit.workplace import furnish, oppo, records, run, tokenizer, weights
 
-TEMPLATES = Path(__file__).parents[1] / "hf" / "templates"
-SPECIAL = ("<|im_start|>", "<|im_end|>", "</tool_call>")
 SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    byte_tokenizer(special=SPECIAL).save(tmp_path / "actor")
-    (tmp_path / "actor" / "config.json").write_text("{}")
-    (tmp_path / "qwen3.jinja").write_text((TEMPLATES / "qwen3.jinja").read_text())
     (tmp_path / "tools.json").write_text(json.dumps([SCHEMA]))
-    return tmp_path
-
-
-def talker() -> PreTrainedModel:
-    config = tiny.CONFIGS["llama"]()
-    config.vocab_size, config.max_position_embeddings = 270, 2048
-    return tiny.of(config, seed=1)
+    return talker(tmp_path)
 
 
 def document(**data: object) -> dict[str, Any]:
@@ -161,7 +149,6 @@ samples = 2
 
 @pytest.fixture
 def trained(folder: Path) -> Path:
-    talker().save_pretrained(folder / "actor")
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} + 1?"}]} for number in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "tools.py").write_text(TOOLS)
@@ -302,14 +289,9 @@ def test_classes_and_tools_that_cannot_be_called_are_refused(
 
 CODE = '''
 import asyncio
-import inspect
 import json
 
-import anthropic
 import openai
-from pydantic_ai import Agent, ModelHTTPError, ToolCallPart, capture_run_messages
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
 
 from oppo.hf.tool_calls import tool_schema
 
@@ -362,87 +344,8 @@ async def agent(row, base_url, api_key):
             for call in choice.message.tool_calls or ():
                 tool = {"add": add, "double": double}[call.function.name]
                 result = tool(**json.loads(call.function.arguments))
-                result = await result if inspect.isawaitable(result) else result
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
     return value_of(ids[first:])
-
-
-async def over_responses(row, base_url, api_key):
-    items, tools = list(row["prompt"]), [add, double]
-    shown = [{"type": "function", **tool_schema(each)["function"]} for each in tools]
-    first, ids = None, []
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        for turn in range(3):
-            try:
-                options = {"tools": shown, "stream": True, "extra_body": {"return_token_ids": True}}
-                async for event in await client.responses.create(model="policy", input=items, **options):
-                    reply = getattr(event, "response", None)
-            except openai.BadRequestError as error:
-                assert error.code == "context_length_exceeded"
-                break
-            first = first or len(reply.prompt_token_ids)
-            ids = [*reply.prompt_token_ids, *reply.token_ids]
-            items += [each.to_dict() for each in reply.output]
-            for call in [each for each in reply.output if each.type == "function_call"]:
-                result = {"add": add, "double": double}[call.name](**json.loads(call.arguments))
-                result = json.dumps(await result if inspect.isawaitable(result) else result)
-                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
-    return value_of(ids[first:])
-
-
-async def over_messages(row, base_url, api_key):
-    messages, first, ids = list(row["prompt"]), None, []
-    tools = [tool_schema(each)["function"] for each in (add, double)]
-    shown = [{"name": each["name"], "description": each["description"], "input_schema": each["parameters"]}
-             for each in tools]
-    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
-        for turn in range(3):
-            options = {"tools": shown, "max_tokens": 999, "extra_body": {"return_token_ids": True}}
-            try:
-                reply = await client.messages.create(model="policy", messages=messages, **options)
-            except anthropic.BadRequestError as error:
-                assert error.body["error"]["code"] == "context_length_exceeded"
-                break
-            first = first or len(reply.prompt_token_ids)
-            ids = [*reply.prompt_token_ids, *reply.token_ids]
-            messages.append({"role": "assistant", "content": [each.to_dict() for each in reply.content]})
-            results = []
-            for call in [each for each in reply.content if each.type == "tool_use"]:
-                result = {"add": add, "double": double}[call.name](**call.input)
-                result = json.dumps(await result if inspect.isawaitable(result) else result)
-                results.append({"type": "tool_result", "tool_use_id": call.id, "content": result})
-            messages.append({"role": "user", "content": results})
-    return value_of(ids[first:])
-
-
-async def framework(row, base_url, api_key):
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
-        return await calling(Agent(model, tools=[add, double], retries=9), row["prompt"][0]["content"])
-
-
-async def calling(agent, prompt):
-    with capture_run_messages() as messages:
-        try:
-            await agent.run(prompt)
-        except ModelHTTPError as error:
-            assert error.body["code"] == "context_length_exceeded"
-    calls = [part.args for each in messages for part in each.parts if isinstance(part, ToolCallPart)]
-    return value_of(map(ord, "".join(map(str, calls))))
-
-
-async def chief(row, base_url, api_key):
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-
-        async def ask(messages):
-            reply = await client.chat.completions.create(model="policy", messages=messages)
-            return reply.usage.completion_tokens
-
-        messages = list(row["prompt"])
-        earned = await ask(messages)
-        parts = [[{"role": "user", "content": f"{messages[0]['content']} Part {part}."}] for part in range(4)]
-        earned += sum(await asyncio.gather(*map(ask, parts)))
-        return float(earned % 7)
 
 
 async def summing(row, base_url, api_key):
@@ -506,7 +409,6 @@ HELD_OUT = ("eval.prompts=prompts.jsonl", "eval.every=1", "eval.samples=2", "eva
 
 @pytest.fixture
 def agency(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    talker().save_pretrained(folder / "actor")
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "code.py").write_text(CODE)
     (folder / "config.toml").write_text(SETTINGS + AGENTS)
@@ -546,42 +448,6 @@ def test_an_agent_trains_what_its_tools_would(agency: Path) -> None:
     assert all(line["agents/repeated"] == 0 for line in lines)
 
 
-def test_three_apis_train_the_same_weights_bit_for_bit(agency: Path) -> None:
-    (agency / "code.py").write_text(CODE.replace(") -> int:", "):"))  # of which two show no type of a result
-    names = ("agent", "over_responses", "over_messages")
-    for name in names:
-        assert oppo(agency, "", f"agents.program=code.py:{name}", f"run.name={name}") == DONE
-    first, *others = [(learned(agency, name), said(agency, name)) for name in names]
-    assert all(each == first for each in others)
-    assert sum(line["tools/call_frequency"] for line in records(agency, names[-1], "metrics.jsonl")) > 0
-
-
-def test_helpers_of_an_agent_are_trained_with_its_reward_after_a_resume_too(agency: Path) -> None:
-    options = [
-        "run.deterministic=false",
-        "agents.program=code.py:chief",
-        "run.keep_last=2",
-        "run.name=agents",
-        "run.logged_samples=99",
-    ]
-    assert oppo(agency, "", *options) == DONE
-    before = records(agency, "agents", "samples.jsonl")
-    shutil.rmtree(agency / "runs" / "agents" / "checkpoints" / "step-000002")
-    assert resume(agency, "agents") == DONE
-    for lines in (before, records(agency, "agents", "samples.jsonl")):
-        families: dict[int, list[dict[str, Any]]] = {}
-        for line in sorted(lines, key=lambda each: each["rollout"]):
-            families.setdefault(line.get("first", line["rollout"]), []).append(line)
-        assert len(families) == 2 * 2 * 2
-        for family in families.values():
-            assert [line["prompt"].count("Part") for line in family] == [0, 1, 1, 1, 1]
-            assert len({line["prompt"] for line in family}) == 5
-            assert {line["score"] for line in family} == {family[0]["score"]}
-    lines = records(agency, "agents", "metrics.jsonl")
-    assert all(line["agents/refused"] == line["agents/history_changed"] == 0 for line in lines)
-    assert all(line["agents/conversations"] == 5 for line in lines)
-
-
 def test_an_agent_whose_conversation_has_no_room_goes_on_in_another(agency: Path) -> None:
     chosen = ["agents.program=code.py:summing", "run.logged_samples=99"]
     assert oppo(agency, "", *chosen, "run.deterministic=false", "sampling.max_new_tokens=60", "run.name=agents") == DONE
@@ -607,12 +473,6 @@ def test_equal_requests_at_once_are_samples_and_refused_before_the_first_step_wh
     assert oppo(agency, "", *chosen, "run.name=other") == FAILED
     assert re.search(r"a key has one conversation, since .* run.deterministic", capfd.readouterr().err)
     assert not records(agency, "other", "metrics.jsonl")
-
-
-def test_a_framework_that_calls_tools_is_trained_unchanged(agency: Path) -> None:
-    assert oppo(agency, "", "agents.program=code.py:framework", "run.name=framework") == DONE
-    lines = records(agency, "framework", "metrics.jsonl")
-    assert sum(line["tools/call_frequency"] for line in lines) > 0
 
 
 def test_an_agent_that_fails_ends_the_run_with_its_reason(agency: Path, capfd: pytest.CaptureFixture[str]) -> None:

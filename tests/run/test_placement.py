@@ -92,10 +92,7 @@ def test_two_ranks_learn_what_one_process_learns_and_either_goes_on_with_the_oth
 def test_a_rank_that_is_killed_ends_the_run_and_the_others_and_it_can_be_resumed(folder: Path) -> None:
     overrides = ("run.name=killed", "run.steps=100000", "run.scorers=thread", "run.checkpoint_every=1", BOTH)
     with start(folder, *overrides) as process:
-        assert process.stdout is not None
-        for _ in range(2):
-            process.stdout.readline()
-        ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        ranks = process.children()
         os.kill(ranks[-1], signal.SIGKILL)
         _, said = process.communicate(timeout=60)
     assert process.returncode == FAILED, said
@@ -111,9 +108,7 @@ def test_what_a_killed_run_left_goes_with_the_next(
 ) -> None:
     overrides = ("run.name=struck", "run.steps=100000", "run.checkpoint_every=1", BOTH)
     with start(folder, *overrides, before=f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}") as process:
-        for _ in range(2):
-            process.stdout.readline()
-        ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        ranks = process.children()
         process.kill()
         process.wait()
     while not gone(ranks):  # until the time limit of a test
@@ -139,13 +134,10 @@ def test_two_replicas_of_a_policy_make_the_run_of_one(folder: Path) -> None:
 
 def test_a_replica_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path) -> None:
     with start(folder, "run.name=replaced", "run.steps=100000", *REPLICAS) as process:
-        assert process.stdout is not None
-        for _ in range(2):
-            process.stdout.readline()
-        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-        said = killed_and_replaced(process, children[0], folder, "replaced")
+        replicas = process.children()
+        said = killed_and_replaced(process, replicas[0], folder, "replaced")
     assert "member 0 (HfPolicy) of the pool is lost" in said
-    assert gone(children)
+    assert gone(replicas)
 
 
 def test_memory_is_counted_of_each_replica_of_a_policy(folder: Path) -> None:
@@ -789,13 +781,20 @@ def test_weights_begin_where_they_lie_and_the_actor_is_not_on_the_gpu_of_an_engi
     assert placed({"tensor_parallel_size": 2}, torch.device("cuda", 4))["device_ids"] == [4, 5]
 
 
-def test_the_engine_of_a_reward_is_counted_on_its_gpus_and_a_server_is_not(folder: Path) -> None:
-    on_vllm = ("rewards.0.engine=vllm", "placement.reward=cuda:1")
-    found = engine(folder, *on_vllm, "rewards.0.vllm.tensor_parallel_size=2")
-    workers = [found[f"reward, worker {number}"] for number in range(2)]
+@pytest.mark.parametrize(("model", "key"), [("reward", "rewards.0"), ("reference", "scorers.reference")])
+def test_the_engine_of_a_scorer_is_counted_on_its_gpus_and_a_server_is_not(folder: Path, model: str, key: str) -> None:
+    on_vllm = (f"{key}.engine=vllm", f"placement.{model}=cuda:1")
+    found = engine(folder, *on_vllm, f"{key}.vllm.tensor_parallel_size=2")
+    workers = [found[f"{model}, worker {number}"] for number in range(2)]
     assert [str(each.device) for each in workers] == ["cuda:1", "cuda:2"]
     assert all(each.bytes.total == pytest.approx(ALONE * 80e9, rel=0.01) for each in workers)
     assert found["policy"].share == ALONE, "it is on another GPU"
+    assert model not in found
+    assert model in engine(folder)
+    assert model not in engine(folder, *on_vllm, f"{key}.url=http://host:8000")
+
+
+def test_the_engine_of_a_reward_leaves_the_policy_s_what_it_was_not_given(folder: Path) -> None:
     shared = engine(folder, "rewards.0.engine=vllm", "rewards.0.vllm.gpu_memory_utilization=0.3")
     assert shared["reward"].bytes.total == pytest.approx(24e9, rel=0.01)
     assert shared["policy"].share == pytest.approx((80 - 1.1 * 24) / 80, abs=0.05), "what that one leaves"
@@ -805,14 +804,3 @@ def test_the_engine_of_a_reward_is_counted_on_its_gpus_and_a_server_is_not(folde
     assert "reward 73" in fault
     small = engine(folder, "rewards.0.engine=vllm", "rewards.0.vllm.kv_cache_memory_bytes=5000000")
     assert small["reward"].bytes.keys_values == 5_000_000
-    assert "reward" not in engine(folder, "rewards.0.engine=vllm", "rewards.0.url=http://host:8000")
-
-
-def test_the_engine_of_a_reference_is_counted_in_its_place_and_a_server_is_not(folder: Path) -> None:
-    on_vllm = ("scorers.reference.engine=vllm", "placement.reference=cuda:1")
-    found = engine(folder, *on_vllm, "scorers.reference.vllm.tensor_parallel_size=2")
-    workers = [found[f"reference, worker {number}"] for number in range(2)]
-    assert [str(each.device) for each in workers] == ["cuda:1", "cuda:2"]
-    assert "reference" not in found
-    assert "reference" in engine(folder)
-    assert "reference" not in engine(folder, *on_vllm, "scorers.reference.url=http://host:8000")

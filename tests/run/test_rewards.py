@@ -62,23 +62,6 @@ def lines(workplace: Path, name: str) -> list[dict[str, float]]:
     return [{k: float(v) for k, v in each.items() if isinstance(v, int | float)} for each in steps]
 
 
-def test_models_and_functions_are_one_score(workplace: Path) -> None:
-    parts = (
-        'rewards=[{name="model", source="reward", weight=2}, {name="short", source="judges.py:short", weight=0.5}]',
-        "run.panel=off",
-        "run.name=mixed",
-    )
-    assert oppo(workplace, "", *parts) == DONE
-    trace = json.loads((workplace / "runs" / "mixed" / "trace.json").read_text())
-    assert "reward model 'model'" in {each["args"]["name"] for each in trace if each["name"] == "thread_name"}
-    for step in lines(workplace, "mixed"):
-        assert 0 < step["rewards/short/share"] <= 1
-        assert step["rewards/model/share"] == 1
-        assert step["rewards/short/mean"] < 0
-        expected = 2 * step["rewards/model/mean"] + 0.5 * step["rewards/short/mean"] * step["rewards/short/share"]
-        assert step["objective/scores"] == pytest.approx(expected, abs=1e-4)
-
-
 class Grader(BaseHTTPRequestHandler):
     """Answers as a chat model that counts the letters of what it is asked, and has no answer to multiples of three.
 
@@ -321,6 +304,8 @@ def test_every_kind_is_one_of_several_rewards(workplace: Path, capsys: pytest.Ca
         f"rewards.4: {workplace / 'encoder'} (BertModel) scores responses by their similarity",
     ):
         assert message in said
+    trace = json.loads((workplace / "runs" / "every-kind" / "trace.json").read_text())
+    assert "reward model 'plain'" in {each["args"]["name"] for each in trace if each["name"] == "thread_name"}
     weights = {"plain": 1, "bridged": 0.5, "stepwise": 1, "judged": 1, "alike": 1, "short": 0.1}
     for line in lines:
         step = {name: value for name, value in line.items() if isinstance(value, int | float)}

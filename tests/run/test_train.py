@@ -31,7 +31,6 @@ from oppo.testing import Recorder
 from tests.hf import tiny
 from tests.kit.workplace import oppo, records, require_bounded_staleness, resume, tokenizer, weights
 from tests.report.synthetic import all_nested
-from tests.run.test_placement import resting
 
 
 @pytest.mark.parametrize(
@@ -351,10 +350,3 @@ def test_a_resumed_run_and_one_from_its_adapter_go_on_where_it_was(
     adapter = "models.adapter=runs/whole/checkpoints/final/actor"
     assert oppo(folder, "", *FOUR_BITS[1:], adapter, "run.steps=1", "run.name=on") == DONE
     assert records(folder, "on", "metrics.jsonl")[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
-
-
-@pytest.mark.adapters
-def test_the_doctor_counts_its_bytes(folder: Path) -> None:
-    plain, smaller = resting(folder, FOUR_BITS[0]), resting(folder, *FOUR_BITS[:2])
-    assert smaller["policy"].weights < 0.7 * plain["policy"].weights
-    assert smaller["critic"].weights == plain["critic"].weights

@@ -14,16 +14,8 @@ from oppo.cli import main
 from tests.kit.workplace import furnish, oppo, records
 
 SCHEDULES = (
-    "serial",
-    "rollout",
-    "chunk",
-    "fixed",
-    "adaptive",
-    "lookahead 1",
-    "lookahead 1, fixed",
-    "in flight",
-    "continuous",
-)
+    "serial", "rollout", "chunk", "fixed", "adaptive", "lookahead 1", "lookahead 1, fixed", "in flight", "continuous",
+)  # fmt: skip
 
 PROFILE = """
 [workload]

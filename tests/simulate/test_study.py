@@ -20,18 +20,9 @@ from oppo.simulate.study import Interval, Standing, Study, advice, as_json, lege
 from tests.simulate.systems import WORKLOAD, machine
 
 OUTCOME = ScheduleOutcome(
-    seconds=2.0,
-    tokens=100.0,
-    staleness=0.0,
-    longest_staleness=0,
-    token_staleness=0.0,
-    extra=0.0,
-    predicted=float("nan"),
-    spread=float("nan"),
-    extras=(0, 0, 0, 0),
-    idle=0.25,
-    peak_tokens=1500.0,
-)
+    seconds=2.0, tokens=100.0, staleness=0.0, longest_staleness=0, token_staleness=0.0, extra=0.0,
+    predicted=float("nan"), spread=float("nan"), extras=(0, 0, 0, 0), idle=0.25, peak_tokens=1500.0,
+)  # fmt: skip
 SCHEDULES = ladder(8, overcommit=2, chunk=16)
 
 

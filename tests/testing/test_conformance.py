@@ -13,7 +13,7 @@ import pytest
 
 from oppo.errors import ProtocolError
 from oppo.events import Chunk, Finish, IntArray, Prompt, Response, Support, ToolTokens
-from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, SyncedModel, Weights
+from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Policy, SyncedModel, Weights
 from oppo.stages import GAE
 from oppo.stages.batch import ScoredRollout
 from oppo.testing import (
@@ -38,6 +38,15 @@ def finished(count: int = 3) -> list[Finish]:
     return run_virtual(respond_serially, FakePolicy(), prompts(count))
 
 
+def checked(make: Callable[[], Policy]) -> None:
+    """Check a policy, which is made as often as it is asked for."""
+
+    async def made() -> Policy:
+        return make()
+
+    run_virtual(check_policy, made, prompts(6))
+
+
 HELD = Capabilities(turns=True, adds_while_held=True)
 
 
@@ -50,10 +59,7 @@ HELD = Capabilities(turns=True, adds_while_held=True)
 def test_the_fake_policy_keeps_the_contract_however_it_decodes(
     pace: Callable[[Prompt], float] | None, can: Capabilities
 ) -> None:
-    async def make() -> FakePolicy:
-        return FakePolicy(pace=pace, turns=some_turns, holds=can.adds_while_held, capabilities=can)
-
-    run_virtual(check_policy, make, prompts(6))
+    checked(lambda: FakePolicy(pace=pace, turns=some_turns, holds=can.adds_while_held, capabilities=can))
 
 
 def some_turns(prompt: Prompt) -> Sequence[int]:
@@ -66,21 +72,16 @@ def some_turns(prompt: Prompt) -> Sequence[int]:
 def test_a_policy_whose_tokens_are_partly_given_keeps_it_too(
     pace: Callable[[Prompt], float] | None, given: range
 ) -> None:
-    async def make() -> FakePolicy:
-        lengths, can = (lambda prompt: 8 + prompt.admission % 7), Capabilities()
-        return FakePolicy(length=lengths, pace=pace, given=lambda prompt: given, capabilities=can)
-
-    run_virtual(check_policy, make, prompts(6))
+    lengths, can = (lambda prompt: 8 + prompt.admission % 7), Capabilities()
+    checked(lambda: FakePolicy(length=lengths, pace=pace, given=lambda prompt: given, capabilities=can))
 
 
 @pytest.mark.parametrize("pace", [None, lambda prompt: 1.0], ids=["together", "apart"])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("loads", get_args(Loads))
 def test_a_policy_can_what_it_says_it_can(pace: Callable[[Prompt], float] | None, adds: bool, loads: Loads) -> None:
-    async def make() -> FakePolicy:
-        return FakePolicy(pace=pace, capabilities=Capabilities(adds_while_decoding=adds, loads_while_decoding=loads))
-
-    run_virtual(check_policy, make, prompts(6))
+    can = Capabilities(adds_while_decoding=adds, loads_while_decoding=loads)
+    checked(lambda: FakePolicy(pace=pace, capabilities=can))
 
 
 class Vain(FakePolicy):
@@ -97,38 +98,6 @@ class Shy(FakePolicy):
         self.version = weights.version
         for decode in self._live:
             decode.follow(self.version)
-
-
-@pytest.mark.parametrize(
-    ("policy", "claimed", "message"),
-    [
-        (
-            Vain,
-            Capabilities(adds_while_decoding=True),
-            "adds_while_decoding is True, but add() did not work",
-        ),
-        (
-            partial(Vain, turns=some_turns, holds=True),
-            HELD,
-            "adds_while_held is True, but add() did not work while a turn was unanswered: Vain decodes what it was",
-        ),
-        (Shy, Capabilities(), "loads_while_decoding is 'refused', but load() returned"),
-        (
-            Shy,
-            Capabilities(loads_while_decoding="when decoding ends"),
-            "loads_while_decoding is 'when decoding ends', but the newest token is of version 1",
-        ),
-    ],
-)
-def test_a_policy_that_can_other_things_than_it_says_is_found_out(
-    policy: Callable[..., FakePolicy], claimed: Capabilities, message: str
-) -> None:
-    async def make() -> FakePolicy:
-        return policy(capabilities=claimed)
-
-    with pytest.raises(ProtocolError) as caught:
-        run_virtual(check_policy, make, prompts(6))
-    assert message in str(caught.value)
 
 
 @virtually
@@ -252,28 +221,6 @@ class Undying(FakePolicy):
         return ReadableDecode(*of(super()._decode(response), response))
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (ClosesAll, "giving a rollout up changed the tokens of the others"),
-        (Undying, "a rollout that was closed can be read"),
-        (Wrapping, "decoding wraps an error of its body in ExceptionGroup"),
-        (Unsure, "did not go on as they were written"),
-        (Elsewhere, "outside of its own support"),
-        (Short, "whose support is of 2 tokens"),
-        (FrugalPolicy, "a live chunk holds 2 of 3 tokens"),
-        (Deaf, "readable before cut"),
-        (Restless, "gives other tokens"),
-    ],
-)
-def test_a_policy_that_breaks_the_contract_is_found_out(policy: type[FakePolicy], message: str) -> None:
-    async def make() -> FakePolicy:
-        return policy()
-
-    with pytest.raises(ProtocolError, match=message):
-        run_virtual(check_policy, make, prompts(6))
-
-
 class LastChunkOnly(FakeScorer[float]):
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens]) -> None:
         self.last = [len(event.tokens) for event in events]
@@ -292,28 +239,24 @@ def test_a_scorer_that_depends_on_the_chunks_is_found_out() -> None:
         run_virtual(check_scorer, make, finished(), lambda a, b: a == b)
 
 
-class Strange(FakeDecode):
-    """A decode with turns that does something else than it should."""
-
-
-class DeafDecode(Strange):
+class DeafDecode(FakeDecode):
     def proceed(self, given: IntArray) -> bool:
         self.waiting = False
         self.policy.rejoin(self)
         return True
 
 
-class Stammering(Strange):
+class Stammering(FakeDecode):
     def proceed(self, given: IntArray) -> bool:
         return super().proceed(np.concatenate([given, given]))
 
 
-class RestlessDecode(Strange):
+class RestlessDecode(FakeDecode):
     def proceed(self, given: IntArray) -> bool:
         return super().proceed(given) or True
 
 
-class ForgetfulDecode(Strange):
+class ForgetfulDecode(FakeDecode):
     """Knows its turn in part only, once decoding has stopped."""
 
     stopped: bool = False
@@ -324,7 +267,7 @@ class ForgetfulDecode(Strange):
         return tokens[:1] if self.stopped and tokens is not None else tokens
 
 
-class Endless(Strange):
+class Endless(FakeDecode):
     def finish(self) -> bool:
         if not self.policy.is_decoding(self):
             return False
@@ -333,7 +276,7 @@ class Endless(Strange):
         return True
 
 
-class Taciturn(Strange):
+class Taciturn(FakeDecode):
     """Ends with its first turn, whatever is answered."""
 
     def proceed(self, given: IntArray) -> bool:
@@ -341,56 +284,74 @@ class Taciturn(Strange):
 
 
 class Talkative(FakePolicy):
-    kind: type[FakeDecode] = FakeDecode
+    def __init__(self, kind: type[FakeDecode]) -> None:
+        super().__init__(turns=some_turns)
+        self.kind = kind
 
     def _decode(self, response: Response) -> FakeDecode:
         length = min(self.cap, self.length(response.prompt))
         return self.kind(self, response.prompt, length, len(response), response.versions.tolist())
 
 
+class Plain:
+    """Only says that it has turns."""
+
+    def __init__(self) -> None:
+        self.inner = FakePolicy(turns=some_turns)
+        self.capabilities, self.open, self.decoding = self.inner.capabilities, self.inner.open, self.inner.decoding
+        self.load = self.inner.load
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+
+ADDS = Capabilities(adds_while_decoding=True)
+LATE = Capabilities(loads_while_decoding="when decoding ends")
+TOOLLESS = "rollout 1: expected the answer [0, 1] as tool tokens after its first turn"
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("make", "message"),
     [
-        (DeafDecode, "rollout 1: expected the answer [0, 1] as tool tokens after its first turn"),
-        (Stammering, "rollout 1: expected the answer [0, 1] as tool tokens after its first turn"),
-        (Taciturn, "rollout 1: expected the answer [0, 1] as tool tokens after its first turn"),
-        (RestlessDecode, "rollout 1: proceed() or finish() did something though decoding has stopped"),
-        (ForgetfulDecode, "conversations that were deferred and resumed have other tokens than uncut ones"),
-        (Endless, "rollout 2: finish() did not end the response with its turn, but with 'eos'"),
+        (partial(Vain, capabilities=ADDS), "adds_while_decoding is True, but add() did not work"),
+        (
+            partial(Vain, turns=some_turns, holds=True, capabilities=HELD),
+            "adds_while_held is True, but add() did not work while a turn was unanswered: Vain decodes what it was",
+        ),
+        (partial(Shy, capabilities=Capabilities()), "loads_while_decoding is 'refused', but load() returned"),
+        (
+            partial(Shy, capabilities=LATE),
+            "loads_while_decoding is 'when decoding ends', but the newest token is of version 1",
+        ),
+        (ClosesAll, "giving a rollout up changed the tokens of the others"),
+        (Undying, "a rollout that was closed can be read"),
+        (Wrapping, "decoding wraps an error of its body in ExceptionGroup"),
+        (Unsure, "did not go on as they were written"),
+        (Elsewhere, "outside of its own support"),
+        (Short, "whose support is of 2 tokens"),
+        (FrugalPolicy, "a live chunk holds 2 of 3 tokens"),
+        (Deaf, "readable before cut"),
+        (Restless, "gives other tokens"),
+        (partial(Talkative, DeafDecode), TOOLLESS),
+        (partial(Talkative, Stammering), TOOLLESS),
+        (partial(Talkative, Taciturn), TOOLLESS),
+        (
+            partial(Talkative, RestlessDecode),
+            "rollout 1: proceed() or finish() did something though decoding has stopped",
+        ),
+        (
+            partial(Talkative, ForgetfulDecode),
+            "conversations that were deferred and resumed have other tokens than uncut ones",
+        ),
+        (partial(Talkative, Endless), "rollout 2: finish() did not end the response with its turn, but with 'eos'"),
+        (FakePolicy, "capabilities.turns is true, and no turn has ended: give a policy and"),
+        (Plain, "Plain, which has no open_turns"),
     ],
 )
-def test_a_policy_that_does_not_go_on_as_it_should_is_found_out(kind: type[FakeDecode], message: str) -> None:
-    async def make() -> FakePolicy:
-        policy = Talkative(turns=some_turns)
-        policy.kind = kind
-        return policy
-
+def test_a_policy_that_breaks_the_contract_or_its_own_word_is_found_out(
+    make: Callable[[], Policy], message: str
+) -> None:
     with pytest.raises(ProtocolError) as caught:
-        run_virtual(check_policy, make, prompts(6))
+        checked(make)
     assert message in str(caught.value)
-
-
-def test_a_policy_whose_turns_cannot_be_seen_is_not_found_to_be_right() -> None:
-    async def make() -> FakePolicy:
-        return FakePolicy()
-
-    with pytest.raises(ProtocolError, match=r"capabilities.turns is true, and no turn has ended: give a policy and"):
-        run_virtual(check_policy, make, prompts(6))
-
-
-def test_a_policy_that_only_says_that_it_has_turns_is_found_out() -> None:
-    class Plain:
-        def __init__(self) -> None:
-            self.inner = FakePolicy(turns=some_turns)
-            self.capabilities, self.open, self.decoding = self.inner.capabilities, self.inner.open, self.inner.decoding
-            self.load = self.inner.load
-
-        @property
-        def version(self) -> int:
-            return self.inner.version
-
-    async def make() -> Plain:
-        return Plain()
-
-    with pytest.raises(ProtocolError, match=r"MultiTurnPolicy.*Plain, which has no open_turns"):
-        run_virtual(check_policy, make, prompts(6))

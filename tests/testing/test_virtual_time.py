@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from oppo.errors import DeadlockError, ProtocolError
+from oppo.events import Prompt
 from oppo.models import Capabilities, Weights
 from oppo.testing import FakePolicy, prompts
 from oppo.testing.fake_policy import FakeDecode, Job
@@ -159,11 +160,11 @@ def test_a_response_of_a_million_tokens_takes_as_many_events_as_a_short_one(monk
     assert events(1_000_000) == events(50)
 
 
-async def decoded(policy: FakePolicy, lengths: list[int]) -> list[float]:
+async def decoded(policy: FakePolicy, lengths: list[int], limit: int = 1_000) -> list[float]:
     ends = [0.0] * len(lengths)
 
     async def read(k: int, decode: FakeDecode) -> None:
-        while (await decode.read(1_000)).state == "live":
+        while (await decode.read(limit)).state == "live":
             pass
         ends[k] = anyio.current_time()
 
@@ -185,6 +186,26 @@ def test_replicas_decode_side_by_side_each_at_its_own_pace() -> None:
     two.__post_init__()
     assert run_virtual(decoded, one, lengths) == [4 + 3 + 2 + 2, 4 + 3, 4, 4 + 3 + 2 + 2 + 5]
     assert run_virtual(decoded, two, lengths) == [2 + 3, 2 + 2, 2, 2 + 2 + 7]
+
+
+@pytest.mark.parametrize("pace", [None, lambda prompt: 1.0], ids=["together", "apart"])
+def test_a_decode_step_takes_as_many_passes_of_the_loop_for_many_rollouts_as_for_few(
+    pace: Callable[[Prompt], float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def passes(count: int) -> int:
+        made = 0
+
+        class Counting(VirtualTimeLoop):
+            def _run_once(self) -> None:
+                nonlocal made
+                made += 1
+                super()._run_once()  # type: ignore[misc]  # asyncio's own, in no stub
+
+        monkeypatch.setattr("oppo.testing.virtual_time.VirtualTimeLoop", Counting)
+        run_virtual(decoded, FakePolicy(lambda prompt: 20, pace=pace), [20] * count, 3)
+        return made
+
+    assert passes(200) <= passes(20) + 5
 
 
 async def slept(seconds: float) -> float:
