@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from oppo.admission import Synchronous
 from oppo.admission.chunking import ChunkSize, Fixed
-from oppo.declared import require_whole
+from oppo.declared import PositiveCount, validated
 from oppo.errors import DataError, ProtocolError
 from oppo.events import (
     Drop,
@@ -66,6 +66,7 @@ class Answers:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+@validated()
 class Answering:
     """How prompts are answered.
 
@@ -78,16 +79,12 @@ class Answering:
         progress: called with the counts whenever a response has ended.
     """
 
-    samples: int = 1
-    batch: int = 64
+    samples: PositiveCount = 1
+    batch: PositiveCount = 64
     environment: Environment | None = None
     asking: Asking = iter
     chunks: ChunkSize = field(default_factory=Fixed)
     progress: Progress = unseen
-
-    def __post_init__(self) -> None:
-        require_whole("samples", self.samples, 1)
-        require_whole("batch", self.batch, 1)
 
     def builder(self) -> GraphBuilder[Prompt]:
         capacity = max(16, 4 * self.batch * self.samples)
@@ -366,6 +363,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+@validated()
 class Evaluation:
     """Held-out prompts, and how they are answered and scored.
 
@@ -385,15 +383,13 @@ class Evaluation:
     reward: Scorer[float | Drop]
     greedy: Policy
     sampled: Policy | None = None
-    samples: int = 1
-    batch: int = 64
+    samples: PositiveCount = 1
+    batch: PositiveCount = 64
     pass_score: float | None = None
     environment: Environment | None = None
     asking: Asking = iter
 
     def __post_init__(self) -> None:
-        require_whole("samples", self.samples, 1)
-        require_whole("batch", self.batch, 1)
         numbered = [replace(prompt, admission=FIRST + number) for number, prompt in enumerate(self.prompts)]
         object.__setattr__(self, "prompts", numbered)
 

@@ -19,7 +19,7 @@ import anyio
 import httpx
 import stamina
 
-from oppo.declared import require_real, require_whole, split_url
+from oppo.declared import NonNegative, PositiveCount, split_url, validated
 from oppo.errors import ConfigError, RewardError, one_line, shortened
 from oppo.log import logger
 from oppo.models import Shared
@@ -65,6 +65,7 @@ class _Session:
 
 
 @dataclass(eq=False)
+@validated(ConfigError)
 class HttpReward(Shared):
     """An async reward function that posts JSON to a service and reads the scores from its answer.
 
@@ -93,12 +94,12 @@ class HttpReward(Shared):
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    timeout: float = 30.0
-    attempts: int = 4
-    pause: float = 1.0
-    longest_pause: float = 60.0
-    concurrency: int = CONCURRENCY
-    most_bytes: int = 10_000_000
+    timeout: NonNegative = 30.0
+    attempts: PositiveCount = 4
+    pause: NonNegative = 1.0
+    longest_pause: NonNegative = 60.0
+    concurrency: PositiveCount = CONCURRENCY
+    most_bytes: PositiveCount = 10_000_000
     request: Callable[[Sequence[object], Sequence[object], Mapping[str, Sequence[object]]], object] = as_table
     scores: Callable[[JSON], object] = from_table
     transport: httpx.AsyncBaseTransport | None = None
@@ -106,10 +107,6 @@ class HttpReward(Shared):
 
     def __post_init__(self) -> None:
         split_url(self.url, "a service")
-        for name in ("attempts", "concurrency", "most_bytes"):
-            require_whole(name, getattr(self, name), 1, error=ConfigError)
-        for name in ("timeout", "pause", "longest_pause"):
-            require_real(name, getattr(self, name), 0, error=ConfigError)
 
     @property
     def __name__(self) -> str:

@@ -20,9 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, SupportsFloat, TypeAlias
+from typing import Annotated, Any, Final, SupportsFloat, TypeAlias
 
-from oppo.declared import require_whole
+from annotated_types import Ge
+
+from oppo.declared import PositiveCount, require_whole, validated
 from oppo.durable import temporary
 from oppo.errors import DataError, one_line, shown
 from oppo.events import Drop
@@ -216,6 +218,7 @@ runpy.run_path(file, run_name="__main__")
 
 
 @dataclass(frozen=True)
+@validated()
 class CodeChecker:
     r"""Runs tests against the Python in a response: 1 if all pass, else 0.
 
@@ -235,13 +238,9 @@ class CodeChecker:
         [1.0]
     """
 
-    seconds: int = 10
-    megabytes: int = 1024
+    seconds: PositiveCount = 10
+    megabytes: Annotated[int, Ge(64)] = 1024
     __name__: str = field(default="code", init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        require_whole("seconds", self.seconds, 1)
-        require_whole("megabytes", self.megabytes, 64)
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ from typing import Self, TypeAlias
 import anyio
 import numpy as np
 
-from oppo.declared import require_whole
+from oppo.declared import PositiveCount, validated
 from oppo.errors import ConfigError, blaming
 from oppo.events import Drop, FloatArray, Prompt, Scored, StepReport
 from oppo.graph import Receiver, Sender, Step
@@ -52,6 +52,7 @@ class Rounds(tuple[Round, ...]):
 
 
 @dataclass(eq=False)
+@validated(ConfigError)
 class DynamicSampling:
     """Selects the groups that a step trains: a stage that reads the scores, and that ``Generate`` asks.
 
@@ -69,11 +70,8 @@ class DynamicSampling:
     """
 
     accept: Accept = differ
-    max_rounds: int = 10
+    max_rounds: PositiveCount = 10
     _steps: dict[int, _Verdicts] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        require_whole("max_rounds", self.max_rounds, 1, error=ConfigError)
 
     async def __aenter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 
 from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
 from oppo.admission.chunking import ChunkSize, Fixed
-from oppo.declared import require_whole
+from oppo.declared import PositiveCount, require_whole, validated
 from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted, shown
 from oppo.events import (
     NO_COLUMNS,
@@ -41,6 +41,7 @@ from oppo.turns import Branching, Environment
 
 
 @dataclass(eq=False)
+@validated(ConfigError)
 class Generate:
     """Decodes a step's rollouts and sends their events; rollouts that are deferred at the cut are resumed later.
 
@@ -67,14 +68,13 @@ class Generate:
     policy: Policy
     admission: Admission
     chunks: ChunkSize = field(default_factory=Fixed)
-    samples: int = 1
+    samples: PositiveCount = 1
     replay: Mapping[int, Observation] = field(default_factory=dict)
     columns: Callable[[int], Mapping[str, object]] | None = None
     select: DynamicSampling | None = None
     environment: Environment | None = None
 
     def __post_init__(self) -> None:
-        require_whole("samples", self.samples, 1, error=ConfigError)
         require_model(self.policy, "Policy", ("version", "capabilities", "load", "open", "decoding"))
         require_model(self.admission, "Admission", ("batch", "max_deferrals", "admit", "cut", "observe"))
         require_model(self.chunks, "ChunkSize", ("size", "observe"))

@@ -6,9 +6,11 @@ import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from oppo.declared import require_whole
+from annotated_types import Ge
+
+from oppo.declared import validated
 from oppo.errors import ConfigError, GraphError
 from oppo.events import Batch, Drop, Finish, FloatArray, RolloutEvent, Scored, StepReport, merge_chunks
 from oppo.graph import Graph, Receiver, Sender, join
@@ -74,6 +76,7 @@ def _reading_held(node: Node, generating: str) -> Node:
 
 
 @dataclass(eq=False)
+@validated(ConfigError)
 class Siblings:
     """Sends each response of a group once the group is scored, and with it the first other one that passed.
 
@@ -93,7 +96,6 @@ class Siblings:
     threshold: float = 1.0
 
     def __post_init__(self) -> None:
-        require_whole("samples", self.samples, error=ConfigError)
         if self.samples < 2:
             raise ConfigError(f"samples must be 2 or more, not {self.samples}: a response alone has no sibling")
 
@@ -138,6 +140,7 @@ class Siblings:
 
 
 @dataclass(eq=False)
+@validated(ConfigError)
 class InParts:
     """Sends each group of a step as a :class:`~oppo.stages.batch.BatchPart` once all of its responses are scored.
 
@@ -155,10 +158,9 @@ class InParts:
     """
 
     estimator: GroupRelative
-    samples: int
+    samples: Annotated[int, Ge(2)]
 
     def __post_init__(self) -> None:
-        require_whole("samples", self.samples, 2, error=ConfigError)
         if not isinstance(self.estimator, GroupRelative):
             raise ConfigError(
                 f"{type(self.estimator).__name__} estimates advantages from the whole batch, so no group can be "

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oppo.admission import bottleneck
-from oppo.declared import require_whole
+from oppo.declared import Count, validated
 from oppo.errors import ConfigError, ModelDiverged, ProtocolError
 from oppo.events import Batch, Drop, StepReport, described
 from oppo.graph import Receiver, Sender, Step
@@ -52,6 +52,7 @@ Dump: TypeAlias = Callable[[Batch], Path]
 
 
 @dataclass(eq=False)
+@validated(ConfigError)
 class Update:
     """Trains on each batch and syncs weights.
 
@@ -75,7 +76,7 @@ class Update:
     synced: Sequence[SyncedModel] = ()
     after: Sequence[str] = ()
     held: Sequence[str] = ()
-    max_nonfinite: int = 3
+    max_nonfinite: Count = 3
     dump: Dump | None = None
     ideal: Mapping[str, Passes] = field(default_factory=dict)
     _parts: int = field(default=0, init=False, repr=False)
@@ -85,7 +86,6 @@ class Update:
     _sync: WeightSync = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_whole("max_nonfinite", self.max_nonfinite, 0, error=ConfigError)
         require_model(self.trainer, "Trainer", ("version", "update", "sync_weights"))
         for model in self.synced:
             require_model(model, "SyncedModel", ("version", "load"))

@@ -312,7 +312,7 @@ async def test_the_failure_of_a_service_that_is_not_there_names_no_line_of_a_lib
     ("options", "message"),
     [
         ({"url": "localhost:8000"}, "expected the URL of a service, such as http://localhost:8000; got 'localho"),
-        ({"attempts": 0}, "attempts must be at least 1, not 0"),
+        ({"attempts": 0}, "attempts must be more than 0, not 0"),
         ({"timeout": -1}, "timeout must be at least 0"),
     ],
 )

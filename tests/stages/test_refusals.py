@@ -59,7 +59,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         wrong(InParts, GroupRelative("centred", AdaptiveKL(0.1, target=1.0, horizon=10)), 2),
         "a KL coefficient that adapts",
     ),
-    (wrong(InParts, GroupRelative(), 1), "samples must be"),
+    (wrong(InParts, GroupRelative(), 1), "samples must be at least 2, not 1"),
     (wrong(DynamicSampling, max_rounds=0), "max_rounds"),
     (
         lambda: Generate(FakePolicy(), TailBatched(4), samples=2, select=DynamicSampling()),
