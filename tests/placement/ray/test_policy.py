@@ -24,8 +24,8 @@ from oppo.models import Sampling, Weights
 from oppo.placement import Process, Thread
 from oppo.placement.ray import Cluster, RayPlace
 from tests.hf import child, stories, tiny
-from tests.hf.serve import test_decoder, test_policy, test_policy_process
-from tests.hf.serve.test_policy_process import lose_while_decoding
+from tests.hf.serve import test_decoder, test_policy
+from tests.hf.serve.test_policy import lose_while_decoding
 from tests.hf.stories import SAMPLING, Serving, prompts, told
 from tests.placement.ray.machines import Machine, Machines
 
@@ -110,7 +110,7 @@ async def test_a_machine_that_dies_while_it_decodes_is_lost_for_every_reader(
 
 # What a policy in a thread and one in a process keep.
 
-HELD = (test_decoder, test_policy, test_policy_process)
+HELD = (test_decoder, test_policy)
 
 OF_THIS_MACHINE = {
     "test_the_model_that_was_given_has_the_weights_that_were_synced": "an actor has a model of its own",
