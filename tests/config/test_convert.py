@@ -17,7 +17,7 @@ from oppo.config.foreign import Kind, foreign_fields, literal, ours
 from oppo.config.load import at, resolve
 from oppo.errors import ConfigError
 from tests.config.test_refusals import entries
-from tests.kit.workplace import furnish
+from tests.kit.workplace import furnish, rewritten
 
 FOREIGN = Path(__file__).with_name("foreign")
 FILES = ["trl_ppo.sh", "trl_grpo.py", "trl_grpo.yaml", "verl_ppo.sh", "verl_grpo.yaml"]
@@ -540,7 +540,7 @@ def test_whatever_a_field_holds_is_converted_lost_or_refused(kind: Kind, tables:
     began = {"verl": "trainer.total_epochs: 1", "openrlhf": "train.num_episodes: 1"}.get(kind, "learning_rate: 1e-6")
     for name in (name for table in tables for name in foreign_fields()[table]):
         for value in ("[a]", "text", "0", ".nan"):
-            file.write_text(f"{began}\n{name}: {value}\n")
+            rewritten(file, f"{began}\n{name}: {value}\n")
             with suppress(ConfigError):
                 assert tomllib.loads(convert(file, kind=kind).text)
 

@@ -17,7 +17,7 @@ from oppo.config.load import load_settings, resolve
 from oppo.config.settings import Settings
 from oppo.run.checkpoint import Provenance
 from oppo.run.prompts import supplied
-from tests.kit.workplace import tokenizer
+from tests.kit.workplace import rewritten, tokenizer
 
 GOLDEN: Final = json.loads((Path(__file__).parents[1] / "golden" / "counts.json").read_text(encoding="utf-8"))
 HERE: Final = ["models.policy=a", "data.prompts=prompts.jsonl", "rewards.0.source=length", "data.column=prompt"]
@@ -31,14 +31,15 @@ def converted(kind: Kind, given: Mapping[str, Any], folder: Path) -> tuple[Setti
         (folder / "run.sh").write_text(f"python3 -m {module} \\\n  " + " \\\n  ".join(flags) + "\n")
         found = convert(folder / "run.sh", kind=kind, overrides=HERE)
     else:
-        (folder / "run.yaml").write_text(yaml.safe_dump({**given, "num_processes": 1}))
-        found = convert(folder / "run.yaml", kind=kind, overrides=HERE)
+        file = rewritten(folder / "run.yaml", yaml.safe_dump({**given, "num_processes": 1}))
+        found = convert(file, kind=kind, overrides=HERE)
     return resolve(found.document, folder), {each.partition(" = ")[0] for each in chain(*found.lost.values())}
 
 
 def counted(settings: Settings, prompts: int, folder: Path) -> list[int]:
     """Return the responses of each step of the run over a file of so many prompts."""
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{i % 50}"}) + "\n" for i in range(prompts)))
+    rows = "".join(json.dumps({"prompt": f"w{i % 50}"}) + "\n" for i in range(prompts))
+    rewritten(folder / "prompts.jsonl", rows)
     supply = supplied(settings, tokenizer(), Provenance.of(settings))
     left = len(supply.stream) if settings.data.epochs else supply.steps * settings.step.batch  # type: ignore[arg-type]
     batches = [min(settings.step.batch, left - done) for done in range(0, left, settings.step.batch)]

@@ -16,6 +16,7 @@ from oppo.config.convert import Converted, convert
 from oppo.config.foreign import Kind, rows_of
 from oppo.config.load import at
 from oppo.errors import ConfigError
+from tests.kit.workplace import rewritten
 
 FOLDER: Final = Path(__file__).parents[1] / "golden"
 OF_TRL: Final = json.loads((FOLDER / "trl_fields.json").read_text(encoding="utf-8"))
@@ -35,8 +36,7 @@ def fields_of(kind: Kind) -> list[str]:
 
 def of(kind: Kind, given: dict[str, object], folder: Path) -> Converted:
     needed = {name: value for name, value in NEEDED.items() if ("." in name) == (kind in {"verl", "openrlhf"})}
-    (folder / "c.yaml").write_text(yaml.safe_dump({**needed, **given}))
-    return convert(folder / "c.yaml", kind=kind)
+    return convert(rewritten(folder / "c.yaml", yaml.safe_dump({**needed, **given})), kind=kind)
 
 
 @pytest.mark.parametrize(

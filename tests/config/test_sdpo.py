@@ -23,6 +23,7 @@ from oppo.config.settings import Settings
 from oppo.errors import ConfigError
 from oppo.losses import Input, Inputs, Whole, top_logprobs
 from oppo.returns import distillation_advantages
+from tests.kit.workplace import rewritten
 
 HERE: Final = ["models.policy=a", "data.prompts=prompts.jsonl", "rewards.0.source=length"]
 OWN: Final = json.loads((Path(__file__).parents[1] / "golden" / "trl_fields.json").read_text())["SDPOConfig"]["fields"]
@@ -86,8 +87,8 @@ DERIVED: Final = {"epsilon_high": 0.2, "steps_per_generation": 1}
 
 
 def of(given: dict[str, Any], folder: Path) -> tuple[Converted, set[str]]:
-    (folder / "run.yaml").write_text(yaml.safe_dump({"num_processes": 1, **given}))
-    made = convert(folder / "run.yaml", kind="sdpo", overrides=HERE)
+    file = rewritten(folder / "run.yaml", yaml.safe_dump({"num_processes": 1, **given}))
+    made = convert(file, kind="sdpo", overrides=HERE)
     return made, {name.partition(" = ")[0] for name in chain(*made.lost.values())}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -20,6 +18,7 @@ from oppo.errors import OppoError
 from oppo.events import IntArray, ToolTokens
 from oppo.observe import Observer
 from oppo.run.train import train
+from tests.kit.forked import Program
 from tests.kit.workplace import read_lines
 
 
@@ -55,8 +54,10 @@ def run(file: Path, *settings: str, seen: Sequence[Observer] = ()) -> Path:
 def apart(file: Path, *settings: str) -> None:
     """Run in a process of its own, with which the clients of its agents end."""
     few = [f"run.directory={file.parent / 'runs'}", "run.panel=off", "run.checkpoint_every=0", *settings]
-    command = [sys.executable, "-m", "oppo", "train", str(file), *(f"--set={each}" for each in few)]
-    subprocess.run(command, check=True, timeout=200)
+    arguments = ["train", str(file), *(f"--set={each}" for each in few)]
+    with Program("import sys\nfrom oppo.cli import main\nsys.exit(main())", arguments) as process:
+        _, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
 
 
 def scores(path: Path) -> list[float]:

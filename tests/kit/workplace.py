@@ -220,6 +220,13 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
+def rewritten(file: Path, text: str) -> Path:
+    """Write a text to a new file in place of the one there is: to cut that, a file system may wait for the disk."""
+    file.unlink(missing_ok=True)
+    file.write_text(text)
+    return file
+
+
 def weights(folder: Path, run_name: str) -> dict[str, bytes]:
     """Return every tensor of the models that a run trained, under ``actor/...`` and ``critic/...``."""
     files = sorted((folder / "runs" / run_name / FINAL).glob("*/model.safetensors"))
