@@ -24,18 +24,7 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "libraries", "declared", "durable", "images", "log", "redact", "limits"}),
     frozenset({"events", "observe", "scheduling"}),
-    frozenset(
-        {
-            "models",
-            "admission",
-            "rollout_buffer",
-            "placement",
-            "returns",
-            "scorers",
-            "training",
-            "turns",
-        }
-    ),
+    frozenset({"models", "admission", "rollout_buffer", "placement", "returns", "scorers", "training", "turns"}),
     frozenset({"graph"}),
     frozenset({"stages", "losses"}),
     frozenset({"algorithms", "evaluation"}),

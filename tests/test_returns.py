@@ -306,10 +306,7 @@ def test_the_ratio_is_over_what_was_chosen() -> None:
     assert {"behaviour", "proximal"} & decoupled.reads == {"proximal"}
 
 
-@pytest.mark.parametrize(
-    ("weight", "proximal"),
-    [("truncated", [1.0, 0.25, 2.0, 2.0]), ("mask", [1.0, 0.0, 4.0, 0.0])],
-)
+@pytest.mark.parametrize(("weight", "proximal"), [("truncated", [1.0, 0.25, 2.0, 2.0]), ("mask", [1.0, 0.0, 4.0, 0.0])])
 def test_tokens_weigh_what_the_table_says(weight: TokenWeight, proximal: list[float]) -> None:
     assert_allclose(weights(ImportanceCorrection(weight=weight, ratio_base="proximal")), proximal, rtol=1e-6)
     assert_allclose(weights(ImportanceCorrection(weight=weight)), proximal / MISMATCH, rtol=1e-6)

@@ -100,12 +100,7 @@ def test_a_call_in_a_script_is_read_with_the_values_of_its_names() -> None:
     ]
     assert converted.blank.keys() == {"rewards.0.source"}
     assert found["data"]["chat_template_kwargs"] == {"enable_thinking": False}
-    assert lost(converted) == {
-        "`map` of the dataset",
-        "num_processes",
-        "max_grad_norm",
-        "lora_dropout",
-    }
+    assert lost(converted) == {"`map` of the dataset", "num_processes", "max_grad_norm", "lora_dropout"}
 
 
 PPO_SCRIPT = """

@@ -96,12 +96,7 @@ def test_every_field_of_a_message_reaches_the_template() -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user", "content": None},
-        {"role": "user", "content": 3, "name": "x"},
-        {"content": "a"},
-    ],
+    "message", [{"role": "user", "content": None}, {"role": "user", "content": 3, "name": "x"}, {"content": "a"}]
 )
 def test_a_message_that_a_template_would_change_in_silence_is_refused(message: dict[str, object]) -> None:
     with pytest.raises(DataError, match=r"row 1, column 'prompt': a .*chat message is"):
@@ -159,10 +154,7 @@ def test_csv_is_read_with_its_header_and_quotes_and_every_column_is_text(tmp_pat
     path.write_bytes('\ufeffprompt,answer\r\n"a\nb",1\r\n\r\n"c",""\r\n'.encode())
     prompts = read_prompts(path, tokenizer_of())
     assert [words(prompt.tokens.tolist()) for prompt in prompts] == ["a b", "c"]
-    assert [prompt.columns for prompt in prompts] == [
-        {"prompt": "a\nb", "answer": "1"},
-        {"prompt": "c", "answer": ""},
-    ]
+    assert [prompt.columns for prompt in prompts] == [{"prompt": "a\nb", "answer": "1"}, {"prompt": "c", "answer": ""}]
 
 
 @pytest.mark.parametrize(

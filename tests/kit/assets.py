@@ -143,12 +143,7 @@ async def duel(row, base_url, api_key):
     return {"one": tokens["one"] % 7 / 7, "two": -tokens["two"] / 7}
 '''
 
-IMAGES = {
-    "image": "<|pad|>",
-    "video": "<|video|>",
-    "vision_start": "<|begin|>",
-    "vision_end": "<|end_of_image|>",
-}
+IMAGES = {"image": "<|pad|>", "video": "<|video|>", "vision_start": "<|begin|>", "vision_end": "<|end_of_image|>"}
 """The special tokens of a model that reads images, by their names in its config."""
 
 

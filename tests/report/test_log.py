@@ -108,10 +108,7 @@ def test_a_stall_is_logged_with_what_each_stage_does(tmp_path: Path) -> None:
         log.on_stall(Stall(3.0, final=True, calls=("agent 'solve'",), blocked=" at agent.py:7 in solve"))
     _, first, second, _ = lines(tmp_path / "log.jsonl")
     assert (first["event"], first["level"], first["seconds"]) == ("stalled", "warning", 61.2)
-    assert first["steps"] == {
-        "1": {"reward": "at work", "advantage": "waits for reward"},
-        "2": {"generate": "at work"},
-    }
+    assert first["steps"] == {"1": {"reward": "at work", "advantage": "waits for reward"}, "2": {"generate": "at work"}}
     assert (second["steps"], second["final"]) == ({}, True)
     assert (second["calls"], second["blocked"]) == (["agent 'solve'"], "at agent.py:7 in solve")
 

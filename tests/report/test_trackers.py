@@ -150,7 +150,7 @@ def test_what_takes_no_run_says_what_to_do(
 
 
 SAMPLES: list[Record] = [
-    {"rollout": 3, "score": 0.5, "kl": None, "tokens": 2, "reason": "eos", "prompt": "a | b", "completion": "*c*\nd"},
+    {"rollout": 3, "score": 0.5, "kl": None, "tokens": 2, "reason": "eos", "prompt": "a | b", "completion": "*c*\nd"}
 ]
 CALLED: Record = {
     "completion": "add 2 3 5 five",

@@ -155,10 +155,7 @@ def test_what_a_call_that_failed_has_logged_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("logs", "words"),
     [
-        (
-            lambda extra, metric: extra("x", [1, 2]),
-            r"log_extra\('x', values\) .* for each of 1 completions; got 2",
-        ),
+        (lambda extra, metric: extra("x", [1, 2]), r"log_extra\('x', values\) .* for each of 1 completions; got 2"),
         (lambda extra, metric: metric("x", float("nan")), "nan .* is no finite number"),
         (
             lambda extra, metric: metric("objective/kl", 1.0),

@@ -94,10 +94,7 @@ def test_every_algorithm_trains_its_models_and_leaves_truncated_responses_out_of
     ("algorithm", "chosen"),
     [
         ("distill", ("algorithm.distill_top_k=5", "algorithm.distill_beta=0.5")),
-        (
-            "grpo",
-            ("algorithm.distill=2.0", "models.teacher=teacher", "algorithm.distill_top_k=3", *NARROW),
-        ),
+        ("grpo", ("algorithm.distill=2.0", "models.teacher=teacher", "algorithm.distill_top_k=3", *NARROW)),
         (
             "ppo",
             ("algorithm.lam_alpha=0.2", "algorithm.lam_value=1.0", "algorithm.nll=0.1", "algorithm.nll_above=-1.1"),

@@ -598,11 +598,7 @@ def test_a_tool_that_fails_ends_the_run_with_its_words_or_drops_its_rollouts(tur
     code, _, said = run(turning, *TURNS, "run.name=broken", "environment.source=tools.py:broken")
     assert code not in {DONE, UNUSABLE}
     assert "environment 'broken' raised OSError: no network" in said
-    dropping = (
-        "environment.source=tools.py:hangs",
-        "environment.on_failure=drop",
-        "environment.timeout=0.2",
-    )
+    dropping = ("environment.source=tools.py:hangs", "environment.on_failure=drop", "environment.timeout=0.2")
     code, _, said = run(turning, *TURNS, "run.name=dropping", *dropping, "run.max_empty=2")
     lines = records(turning, "dropping", "journal.jsonl")
     reasons = {str(line["reason"]) for line in lines if line["event"] == "dropped"}

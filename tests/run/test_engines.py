@@ -417,10 +417,7 @@ def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(folder: Path, sco
         ),
         ((*REWARD_ON_VLLM, "rewards.0.source=several"), "several is no causal model with one label"),
         ((*REWARD_ON_VLLM, "rewards.0.source=foreign-reward"), "rewards.0: "),
-        (
-            (*READ_ON_VLLM, "scorers.reference.vllm.max_num_seq=3"),
-            "scorers.reference: unknown argument 'max_num_seq'",
-        ),
+        ((*READ_ON_VLLM, "scorers.reference.vllm.max_num_seq=3"), "scorers.reference: unknown argument 'max_num_seq'"),
         ((*READ_ON_VLLM, "sampling.top_k=5"), "scorers.reference: sampling.top_k = 5 leaves ids out"),
         (
             (*READ_ON_VLLM, "scorers.reference.url=http://localhost:1", "sampling.temperature=0.7"),
@@ -430,11 +427,7 @@ def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(folder: Path, sco
     ],
 )
 def test_a_scorer_that_vllm_cannot_serve_is_refused_before_an_engine_starts(
-    folder: Path,
-    scoring: list[StandIn],
-    capsys: pytest.CaptureFixture[str],
-    overrides: tuple[str, ...],
-    message: str,
+    folder: Path, scoring: list[StandIn], capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], message: str
 ) -> None:
     several = tiny.CONFIGS["llama"]()
     several.num_labels = 2

@@ -394,12 +394,7 @@ def test_a_reward_function_beside_a_model_of_another_machine_has_the_cpu(folder:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "refused"),
-    [
-        ("one:6379", "other:6379", False),
-        ("one:6379", "", True),
-        ("", "one:6379", True),
-    ],
+    ("before", "after", "refused"), [("one:6379", "other:6379", False), ("one:6379", "", True), ("", "one:6379", True)]
 )
 def test_an_exact_run_goes_on_with_another_cluster_and_not_without(
     folder: Path, before: str, after: str, refused: bool
@@ -421,12 +416,7 @@ def test_an_exact_run_does_not_go_on_with_another_engine_of_a_reward(folder: Pat
 def test_memory_of_other_machines_is_shown_and_not_counted_here(folder: Path) -> None:
     there = settings(folder, CLUSTER, BOTH, "models.device=cpu")
     needs = {each.model: each for each in expected(Deployment.of(there), None)}
-    assert {name for name, each in needs.items() if each.remote} == {
-        "reference",
-        "reward",
-        "critic",
-        "trainer, rank 1",
-    }
+    assert {name for name, each in needs.items() if each.remote} == {"reference", "reward", "critic", "trainer, rank 1"}
     assert needs["critic"].where == "cpu in the cluster"
     assert needs["trainer, whole weights"].bytes.weights == needs["critic"].bytes.weights, "the actor's are shared"
     (counted,) = by_device(needs.values()).values()

@@ -96,10 +96,7 @@ def test_a_dry_run_writes_a_card_that_names_no_folder_of_this_machine(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (
-            ["rewards=[]", "agents.program=agent.py:run"],
-            "Prompts: prompts.jsonl. Agent: agent.py:run.\n",
-        ),
+        (["rewards=[]", "agents.program=agent.py:run"], "Prompts: prompts.jsonl. Agent: agent.py:run.\n"),
         (
             ["rewards=[]", "step.algorithm=distill", "models.teacher=org/large"],
             "Prompts: prompts.jsonl. Teacher: org/large.\n",

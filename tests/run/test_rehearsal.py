@@ -40,10 +40,7 @@ FAULTS: dict[str, tuple[str, str]] = {
         "data.chat_template=failing.jinja data.prompts=chats.jsonl",
         "TemplateError: roles must alternate",
     ),
-    "a reward that is not there": (
-        "rewards.0.source=reward.py:shrot",
-        "has no 'shrot'; the functions",
-    ),
+    "a reward that is not there": ("rewards.0.source=reward.py:shrot", "has no 'shrot'; the functions"),
     "a reward of another column": ("rewards.0.source=wants.py:wants", "'wants' asks for 'gold'"),
     "a tool without types": ("environment.tools=['wants.py:untyped']", "untyped"),
 }

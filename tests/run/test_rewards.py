@@ -209,11 +209,7 @@ def run(workplace: Path, name: str, *overrides: str) -> list[dict[str, object]]:
         ("several/bert", ("rewards.0.label=good",), "scores whole responses as text, prompt and response as two segm"),
         ("chatty", ("rewards.0.reading=whole",), "scores whole responses as text, prompt and response by its own"),
         ("encoder", ("rewards.0.column=prompt",), "(BertModel) scores responses by their similarity to column"),
-        (
-            "steps",
-            ("rewards.0.separators=['3', '5']",),
-            "rewards steps: it scores the last token of a response, and",
-        ),
+        ("steps", ("rewards.0.separators=['3', '5']",), "rewards steps: it scores the last token of a response, and"),
     ],
 )
 def test_a_reward_model_of_any_kind_is_found_by_its_directory_and_said(

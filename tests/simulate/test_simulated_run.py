@@ -95,12 +95,7 @@ def test_rollouts_that_are_replaced_at_once_leave_no_decode_step_empty() -> None
     )
     workload = Workload(batch=16, lengths=Lognormal(median=(40, 40), sigma=0.9, cap=300), cap=300, prompt=20)
     replaced = Schedule(
-        name="it",
-        about="",
-        admission=partial(Continuous, 16, 8, 64),
-        chunk=16,
-        lookahead=2,
-        in_flight=True,
+        name="it", about="", admission=partial(Continuous, 16, 8, 64), chunk=16, lookahead=2, in_flight=True
     )
     waiting = Schedule(name="it", about="", admission=partial(Synchronous, 16), chunk=16, lookahead=2, in_flight=True)
     full, ragged = (SimulatedRun(system, workload, each, 24, 8, 1).run() for each in (replaced, waiting))

@@ -119,10 +119,7 @@ def test_a_model_that_hangs_is_a_deadlock_that_names_its_stage(model: str, metho
 @pytest.mark.parametrize(
     ("fault", "pattern"),
     [
-        (
-            Fault("actor", "open", Garbage("count")),
-            r"open\(\) of the policy was asked for 6 rollouts and answered",
-        ),
+        (Fault("actor", "open", Garbage("count")), r"open\(\) of the policy was asked for 6 rollouts and answered"),
         (Fault("actor", "read", Garbage("shape")), "rollout 0: .* a chunk whose logprobs are .*; expected float32"),
         (
             Fault("actor", "read", Garbage("empty")),
@@ -222,12 +219,7 @@ def test_a_script_is_a_value() -> None:
 
 @pytest.mark.parametrize(
     ("method", "does"),
-    [
-        ("forget", Garbage("nan")),
-        ("read", Garbage("stranger")),
-        ("read", LoseSessions()),
-        ("update", HalfSynced()),
-    ],
+    [("forget", Garbage("nan")), ("read", Garbage("stranger")), ("read", LoseSessions()), ("update", HalfSynced())],
 )
 def test_a_fault_that_cannot_be_is_refused(method: Method, does: FaultKind) -> None:
     with pytest.raises(ValueError, match=rf"{method}\(\) cannot do "):
