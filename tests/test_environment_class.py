@@ -23,12 +23,11 @@ from oppo.environments import EnvironmentClass, EnvironmentFailure, Environments
 from oppo.errors import ConfigError, DataError, RewardError
 from oppo.evaluation import Evaluation
 from oppo.events import Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, ParsedTurn
-from oppo.hf.tool_calls import ToolCall
+from oppo.hf.chat import ChatFormat
 from oppo.rewards import RewardInputs
 from oppo.testing import FakePolicy, FakeTrainer, run_virtual
 from oppo.turns import Answer, Turn
-from tests.kit.turns import Said, byte_chat, call
+from tests.kit.turns import Guesses, Said, byte_chat, call
 from tests.kit.virtual import virtually
 
 
@@ -471,19 +470,6 @@ def test_a_class_that_keeps_no_contract_is_refused() -> None:
         _ = EnvironmentClass(NoReward, chat()).reward
 
 
-class Stub:
-    """A chat format of fakes: every turn guesses as many as it has tokens."""
-
-    roles = frozenset({"tool"})
-    tools: ClassVar[dict[str, dict[str, object]]] = {"guess": {}, "surrender": {}}
-
-    def parse(self, turn: list[int]) -> ParsedTurn:
-        return ParsedTurn("", tool_calls=(ToolCall("guess", {"number": len(turn)}),))
-
-    def answer(self, turn: list[int], messages: object) -> list[int]:
-        return [90_000, 90_001]
-
-
 def games(*secrets: int) -> list[Prompt]:
     tokens, several = np.array([1, 2], np.int32), len(secrets)
     return [Prompt(at, at, tokens, group=at, columns={"secret": secrets[at % several]}) for at in range(60)]
@@ -512,7 +498,7 @@ def playing(environment: EnvironmentClass, policy: FakePolicy, **others: Any) ->
 
 
 def test_an_evaluation_leaves_the_instances_of_deferred_responses_alone(connections: list[Connected]) -> None:
-    environment = EnvironmentClass(Connected, cast("ChatFormat", Stub()), max_turns=2)
+    environment = EnvironmentClass(Connected, cast("ChatFormat", Guesses()), max_turns=2)
     policy, rows = straggling(3, 7), games(4)
     graph = playing(environment, policy)
     evaluation = Evaluation(prompts=rows[:3], reward=environment.reward, greedy=policy, environment=environment)
@@ -536,7 +522,7 @@ def test_an_evaluation_leaves_the_instances_of_deferred_responses_alone(connecti
 async def test_what_is_open_at_the_end_of_a_step_without_its_reward_is_of_responses_that_go_on(
     admission: Admission, connections: list[Connected]
 ) -> None:
-    environment = EnvironmentClass(Connected, cast("ChatFormat", Stub()), max_turns=2)
+    environment = EnvironmentClass(Connected, cast("ChatFormat", Guesses()), max_turns=2)
 
     def zeros(completions: list[str], **row: object) -> list[float]:
         return [0.0] * len(completions)
@@ -583,7 +569,7 @@ class Asked(EnvironmentClass):
     """Counts the calls of the last beginning of each rollout, and of all."""
 
     def __init__(self, kind: type, **options: Any) -> None:
-        super().__init__(kind, cast("ChatFormat", Stub()), **options)
+        super().__init__(kind, cast("ChatFormat", Guesses()), **options)
         self.calls = Counter[int]()
         self.made = 0
 
@@ -673,13 +659,13 @@ def test_a_reset_that_hangs_while_rows_are_read_is_logged_and_ends_at_its_timeou
 
     at_work, said = list[str](), list[str]()
     monkeypatch.setattr("oppo.user_code.logger.warning", said.append)
-    environment = EnvironmentClass(Hanging, cast("ChatFormat", Stub()), timeout=0.01)
+    environment = EnvironmentClass(Hanging, cast("ChatFormat", Guesses()), timeout=0.01)
     with pytest.raises(
         EnvironmentFailure, match=r"reset\(\) of the environment took longer than 0.01 s \(reading a row"
     ):
         environment.begun({})
     monkeypatch.setattr("oppo.user_code.NOTICE_SECONDS", 0.01)
-    environment = EnvironmentClass(Hanging, cast("ChatFormat", Stub()))
+    environment = EnvironmentClass(Hanging, cast("ChatFormat", Guesses()))
     environment.begun({})
     assert at_work == ["reset() of the environment"] * 2
     assert "reset() of the environment has not returned for 0.01 s (reading a row): a timeout would end it" in said[0]

@@ -249,7 +249,7 @@ def test_a_seed_that_is_none_is_told_wherever_it_stands(tmp_path: Path, run: str
     assert said == "run.seed: expected a whole number, got 'many'"
 
 
-def test_a_name_with_a_dot_is_quoted(tmp_path: Path) -> None:
+def test_a_name_with_a_dot_is_quoted() -> None:
     file = {"scorers": {"teacher.math": {"engine": "vllm"}}}
     assert overridden({}, ['scorers."teacher.math".engine=vllm']) == file
     assert overridden({}, ["scorers . 'teacher.math' . engine = vllm"]) == file

@@ -238,7 +238,7 @@ def test_a_stream_over_the_same_rows_goes_on_from_anywhere(count: int, position:
     assert second.state_dict() == first.state_dict()
 
 
-def test_other_rows_are_not_taken_for_those_that_a_run_had(tmp_path: object) -> None:
+def test_other_rows_are_not_taken_for_those_that_a_run_had() -> None:
     first = RowStream(iter(rows(9)), tokenizer_of())
     taken(first, 5)
     other = RowStream(iter(rows(9)[1:]), tokenizer_of())

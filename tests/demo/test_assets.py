@@ -81,9 +81,7 @@ def test_a_second_call_finds_the_first_one_s_work(assets: Assets, cache: Path) -
 
 
 @pytest.mark.deep
-def test_a_torn_directory_is_made_again_with_the_same_weights(
-    assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torn_directory_is_made_again_with_the_same_weights(assets: Assets, tmp_path: Path) -> None:
     torn = tmp_path / assets.directory.name
     torn.mkdir()
     (torn / "facts.json").write_text("{", encoding="utf-8")

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from oppo.events import AnsweredTurn, Chunk, Drop, Finish, Prompt, Response, ToolTokens
-from oppo.hf.chat import ChatFormat, chatting
+from oppo.hf.chat import ChatFormat, ParsedTurn, chatting
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.tool_calls import ToolCall
 from oppo.turns import Answer, Turn
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
@@ -40,6 +41,19 @@ def talker(folder: Path) -> Path:
 
 def call(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Guesses:
+    """A chat format of fakes: every turn calls ``guess`` with its number of tokens."""
+
+    roles = frozenset({"tool"})
+    tools: ClassVar[dict[str, dict[str, object]]] = {"guess": {}, "surrender": {}}
+
+    def parse(self, turn: list[int]) -> ParsedTurn:
+        return ParsedTurn("", tool_calls=(ToolCall("guess", {"number": len(turn)}),))
+
+    def answer(self, turn: list[int], messages: object) -> list[int]:
+        return [90_000, 90_001]
 
 
 @dataclass

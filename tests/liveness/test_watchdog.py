@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
@@ -29,8 +29,7 @@ from oppo.environments import EnvironmentClass, FunctionEnvironment
 from oppo.errors import HangError
 from oppo.events import Finish, Prompt, StepReport
 from oppo.graph import Graph, Run, Snapshot, Wait
-from oppo.hf.chat import ChatFormat, ParsedTurn
-from oppo.hf.tool_calls import ToolCall
+from oppo.hf.chat import ChatFormat
 from oppo.liveness import Heartbeat, Stall, StallLimits, Vitals, Watchdog, watched
 from oppo.liveness.watchdog import GAP, Parts, _threads
 from oppo.log import routed
@@ -50,6 +49,7 @@ from oppo.testing import (
 )
 from oppo.user_code import UNBLOCK, load_object
 from tests.agents.test_agents import tokenizer as agents_tokenizer
+from tests.kit.turns import Guesses
 from tests.report.synthetic import play
 
 HELD = 0.02
@@ -410,7 +410,7 @@ def test_a_part_that_hung_is_asked_again_once_it_has_returned(monkeypatch: pytes
     assert parts.call("the part", part, 0) == 7
 
 
-def test_threads_of_one_name_are_reported(tmp_path: Path) -> None:
+def test_threads_of_one_name_are_reported() -> None:
     over = threading.Event()
     threads = [threading.Thread(target=over.wait, name="twin") for _ in range(3)]
     for each in threads:
@@ -444,7 +444,7 @@ class Environment:
     def reset(self, **row):
         return None
 
-    def tool(self):
+    def guess(self, number):
         "Say nothing."
         return ""
 
@@ -456,19 +456,6 @@ def with_hang(method, place):
     hang.__name__ = method
     return type("Environment", (Environment,), {method: hang})
 """
-
-
-class Calling:
-    """A chat format of fakes: every turn calls the tool."""
-
-    roles = frozenset({"tool"})
-    tools: ClassVar[dict[str, dict[str, object]]] = {"tool": {}}
-
-    def parse(self, turn: list[int]) -> ParsedTurn:
-        return ParsedTurn("", tool_calls=(ToolCall("tool", {}),))
-
-    def answer(self, turn: list[int], messages: object) -> list[int]:
-        return [90_000]
 
 
 def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callable[[Sequence[Prompt]], Any]]:
@@ -484,7 +471,7 @@ def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callabl
         made = FunctionEnvironment(spec, str, lambda text: [1], process=process)
         return {"environment": made, "reward": FakeScorer(fake_scalar)}, same
     kind = cast("Callable[[str, str], type]", load_object(f"{user}:with_hang", ValueError))(what, place)
-    environment = EnvironmentClass(kind, cast("ChatFormat", Calling()), max_turns=2)
+    environment = EnvironmentClass(kind, cast("ChatFormat", Guesses()), max_turns=2)
     return {"environment": environment, "reward": environment.reward}, same
 
 
@@ -497,7 +484,7 @@ def user_hang(what: str, place: str, user: str) -> tuple[dict[str, Any], Callabl
             for place in ("waiting", "blocking", "in_a_thread", "in_a_process")
         ),
         *(("agent", place) for place in ("waiting", "blocking", "in_a_thread")),
-        *((what, place) for what in ("tool", "get_reward") for place in ("waiting", "in_a_thread")),
+        *((what, place) for what in ("guess", "get_reward") for place in ("waiting", "in_a_thread")),
     ],
 )
 async def test_a_function_of_the_user_that_hangs_anywhere_ends_the_run_and_is_named(

@@ -231,9 +231,7 @@ def test_words_that_a_display_cannot_spell_are_shown_all_the_same() -> None:
     assert raw.getvalue() == b"caf\\xe9\n"
 
 
-def test_standard_streams_are_displays_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_standard_streams_are_displays_for_a_while(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
     with displays():
         assert isinstance(sys.stdout, Display)

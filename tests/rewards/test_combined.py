@@ -267,13 +267,10 @@ def test_what_parts_measure_and_how_long_their_calls_should_last_is_handed_on() 
 
 
 def test_it_is_a_scorer_as_the_protocol_says() -> None:
-    def make() -> Rewards:
+    async def make() -> Rewards:
         return Rewards({"model": (0.5, FakeScorer(fake_scalar)), "long": (0.01, length)}, decode=str)
 
-    async def made() -> Rewards:
-        return make()
-
-    run_virtual(check_scorer, made, finished(), lambda one, other: one == other)
+    run_virtual(check_scorer, make, finished(), lambda one, other: one == other)
 
 
 @pytest.mark.parametrize(
@@ -290,16 +287,6 @@ def test_what_is_no_sum_of_rewards_is_refused(parts: dict[str, Weighted], messag
         Rewards(parts)
     with pytest.raises(ConfigError, match="on_drop names lnog; the rewards are long"):
         Rewards({"long": (1, length)}, decode=str, on_drop={"lnog": "skip"})
-
-
-SEVERAL = """
-def length(prompts, completions):
-    return [float(len(each)) for each in completions]
-
-
-several = {"long": (0.5, length), "half": (1.0, length)}
-number = 7
-"""
 
 
 APART = """

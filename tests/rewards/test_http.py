@@ -28,8 +28,6 @@ from tests.rewards.test_combined import finished
 URL = "http://me:hunter2@judge.example:8000/score?key=canary"
 NAMED = "http://judge.example:8000/score"
 
-Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
-
 
 def lengths(request: httpx.Request) -> httpx.Response:
     """Answer the length of each completion."""
