@@ -76,7 +76,7 @@ BUDGETS = {
     "oppo": 6_386,
     "placement": 3_678,
     "report": 3_228,
-    "rewards": 1_789,
+    "rewards": 1_788,
     "run": 5_698,
     "simulate": 2_519,
     "stages": 4_104,
@@ -98,7 +98,7 @@ RATCHETS = {
     "modules": 206,  # passes without data; drafts of settings, apart from the reading of files of other trainers
     "files in the root": 21,  # the images of a prompt, which events, data and models know
     "protocols": 44,
-    "functions that only require": 58,
+    "functions that only require": 56,
     "functions given all settings": 22,
     "modules that name turns": 39,  # the stage, the settings and the rewards of credit by turn
     "modules that name deterministic": 22,  # the roles of an agent, of which such decoding trains one

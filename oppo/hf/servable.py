@@ -118,7 +118,7 @@ def probe(model: PreTrainedModel, *, attention: Choice = "auto") -> Way:
     with _refusing(f"{_name(served)} cannot be served"):
         if model.config.is_encoder_decoder:
             raise ModelRefused("it is an encoder-decoder; only decoders are served")
-        _require_kernels(served, limit)
+        _keep_exact_kernels(served, limit)
         _require_causal(served, limit)
     kinds = kinds_of(served) if attention == "auto" else (attention,)
     try:
@@ -137,7 +137,7 @@ def probe(model: PreTrainedModel, *, attention: Choice = "auto") -> Way:
     return "whole"
 
 
-def _require_kernels(model: PreTrainedModel, limit: float) -> None:
+def _keep_exact_kernels(model: PreTrainedModel, limit: float) -> None:
     # transformers takes functions of flash-linear-attention, causal-conv1d and mamba-ssm where these are installed.
     functions = [
         (module, name, unwrap(function))

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, SupportsFloat, TypeAlias
@@ -240,7 +240,6 @@ class CodeChecker:
 
     seconds: PositiveCount = 10
     megabytes: Annotated[int, Ge(64)] = 1024
-    __name__: str = field(default="code", init=False, repr=False)
 
     def __call__(
         self,

@@ -189,7 +189,7 @@ class Inspection:
             self.faults.append(f"/inference/v1/generate should tell its vocabulary, and says {_message(refusal)}")
         return 0 if found is None else int(found[1])
 
-    def require_transfer(self, path: Path, trained: Any) -> None:
+    def begin_transfer(self, path: Path, trained: Any) -> None:
         text = None if trained is None else trained.get_text_config()
         wanted = {name: value for name in COMPARED if (value := getattr(text, name, None)) is not None}
         self.asked("POST", "/init_weight_transfer_engine", {"init_info": {"path": str(path), "model": wanted}})
@@ -358,7 +358,7 @@ class VllmServer(Engine):
                 self.sender: WeightSender = DeviceSender(_route(self.url, device, workers))
             else:
                 files = files or _weight_files(self.url, weights_directory, adapters=self.adapts)
-                found.require_transfer(files.probe, trained)
+                found.begin_transfer(files.probe, trained)
                 self.sender = FileSender(files, adapts=self.adapts)
             found.settle()
         described = config["model_config"]
