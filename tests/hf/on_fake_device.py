@@ -57,7 +57,7 @@ from oppo.placement.trainer import TrainerCounts
 from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
 from tests.hf import child, seeing, tiny
-from tests.hf.train.test_streamed_update import rows_of
+from tests.kit.responses import rows_of
 
 Make = Callable[[], PreTrainedModel]
 Counts = dict[str, dict[str, object]]

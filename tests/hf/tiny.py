@@ -411,3 +411,15 @@ def shaken(model: PreTrainedModel) -> PreTrainedModel:
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     return model
+
+
+def shapes_of(model: PreTrainedModel) -> list[tuple[int, ...]]:
+    """Return what will hold the rows and columns of each forward pass but those of two short rows."""
+    shapes: list[tuple[int, ...]] = []
+
+    def note(_: object, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        if kwargs.get("use_cache"):
+            shapes.append(tuple(kwargs["input_ids"].shape))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return shapes

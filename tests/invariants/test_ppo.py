@@ -22,6 +22,7 @@ from oppo.events import Chunk, Defer, Finish, Prompt, Response, RolloutEvent, Sc
 from oppo.graph import Graph
 from oppo.models import Cut, Decode, Decoding, SyncedModel
 from oppo.stages import Score, Update
+from oppo.stages.dynamic_sampling import REJECTED
 from oppo.stages.ledger import InFlightRollout
 from oppo.testing import (
     FakeCritic,
@@ -36,7 +37,7 @@ from oppo.testing import (
 from oppo.testing.fake_policy import FakeDecode
 from tests.kit.known import known
 from tests.kit.pipelines import Pipeline, Setting, motions, on_policy, same_batches, settings
-from tests.stages.test_dynamic_sampling import CARRIED, Selected
+from tests.stages.test_dynamic_sampling import CARRIED, Selected, every_third
 
 pytestmark = pytest.mark.schedules
 
@@ -569,6 +570,7 @@ ALL = replace(CARRIED, lookahead=2, refill=True, in_flight=True, extra=4, update
 @example(ALL, False)
 @example(replace(ALL, extra=1, max_deferrals=1, lookahead=3), True)
 @example(replace(ALL, prompts=7, steps=4), True)
+@example(replace(CARRIED, lookahead=1, refill=True, extra=1, prompts=7), True)
 def test_no_token_is_older_than_deferral_and_lookahead_allow(setting: Setting, rejects: bool) -> None:
     setting = replace(setting, samples=setting.samples + rejects)
     pipeline = Selected(setting) if rejects else Pipeline(setting)
@@ -581,8 +583,13 @@ def test_no_token_is_older_than_deferral_and_lookahead_allow(setting: Setting, r
         assert len(batch) <= setting.batch * setting.samples
         assert len(batch.deferred) <= setting.most_carried
         assert max((event.age for event in batch.deferred), default=0) <= setting.max_deferrals
+        if rejects:
+            assert all(every_third(group) for group in batch.scores.reshape(-1, setting.samples))
+        assert {drop.reason for drop in batch.dropped} <= {REJECTED}
         ended.update([*batch.rollouts, *(drop.rollout for drop in batch.dropped)])
     assert max(ended.values(), default=1) == 1, "none is trained or rejected twice"
     carried = {event.rollout for event in pipeline.batches[-1].deferred} if pipeline.batches else set[int]()
     assert sorted({*ended, *carried}) == list(range(len(ended) + len(carried))), "none is left out"
-    assert np.all([len(batch) == setting.batch * setting.samples for batch in pipeline.batches[:-1]]) or rejects
+    full = [len(batch) == setting.batch * setting.samples for batch in pipeline.batches]
+    assert all(full[:-1]) or rejects
+    assert all(full) or len({*ended, *carried}) == setting.prompts * setting.samples, "or the data has ended"

@@ -158,6 +158,14 @@ class Counters(Tap):
         self.channels.append({name: dict(counters) for name, counters in channels.items()})  # type: ignore[call-overload]  # they are mappings
 
 
+class Silent(FakePolicy):
+    """Does not say what has finished."""
+
+    def _end(self, ended: list[FakeDecode]) -> None:
+        for decode in ended:
+            self._remove(decode)
+
+
 @dataclass(eq=False)
 class Remembering(FakePolicy):
     """A policy that remembers what it opened, and whose times add up exactly: its second has 64 parts."""

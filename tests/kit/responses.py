@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from oppo.events import Chunk, Finish, IntArray, Prompt, Response, ToolTokens
+from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, ToolTokens
 from oppo.models import Decode, Scorer
 
 VOCABULARY: Final = 96
@@ -108,3 +108,32 @@ def endings() -> list[Response]:
         answered(6, [PADDING], [PADDING, PADDING]),
         answered(7, [5, 6, 7], [EOS, EOS, EOS]),
     ]
+
+
+def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Return some rows of a batch, any number of times."""
+    spans = batch.rows()
+    tokens = np.concatenate([np.arange(spans[row].start, spans[row].stop) for row in rows])
+
+    def of(column: FloatArray | None) -> FloatArray | None:
+        return None if column is None else column[tokens]
+
+    return replace(
+        batch,
+        responses=tuple(batch.responses[row] for row in rows),
+        reasons=tuple(batch.reasons[row] for row in rows),
+        scores=batch.scores[list(rows)],
+        offsets=np.concatenate(([0], np.cumsum([spans[row].stop - spans[row].start for row in rows]))),
+        tokens=batch.tokens[tokens],
+        versions=batch.versions[tokens],
+        sampled=batch.sampled[tokens],
+        logprobs=batch.logprobs[tokens],
+        proximal=of(batch.proximal),
+        reference=of(batch.reference),
+        values=of(batch.values),
+        rewards=of(batch.rewards),
+        advantages=of(batch.advantages),
+        returns=of(batch.returns),
+        teacher_ids=None if batch.teacher_ids is None else batch.teacher_ids[tokens],
+        teacher_top=of(batch.teacher_top),
+    )

@@ -20,8 +20,7 @@ from oppo.models import Capabilities, Decode, Loads, Policy, Resumes, Sampling, 
 from oppo.placement import PolicyPool
 from oppo.stages import Generate
 from oppo.testing import FakePolicy, Fault, FaultyPolicy, Hang, Raise, check_policy, prompts, run_virtual
-from oppo.testing.fake_policy import FakeDecode
-from tests.kit.faulty import Garbage
+from tests.kit.faulty import Garbage, Silent
 from tests.kit.pools import Fate, Mortal
 from tests.kit.responses import read_chunk
 from tests.testing.test_conformance import some_turns
@@ -277,16 +276,8 @@ async def cuts_from_several_threads() -> None:
     assert answers.count(False) == 4
 
 
-class Hasty(FakePolicy):
-    """Gives the end of a rollout without telling the cut."""
-
-    def _end(self, ended: list[FakeDecode]) -> None:
-        for decode in ended:
-            self._remove(decode)
-
-
 async def test_a_member_that_breaks_the_contract_is_left_out() -> None:
-    pool = PolicyPool([Hasty(), FakePolicy()])
+    pool = PolicyPool([Silent(), FakePolicy()])
     found = await decoded(pool, list(prompts(2)))
     assert [pieces[-1].state for pieces in found] == ["eos", "eos"]
     assert [type(each) for each in pool.living] == [FakePolicy]

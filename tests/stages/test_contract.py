@@ -43,7 +43,9 @@ from oppo.testing import (
     run_virtual,
 )
 from oppo.testing.fake_policy import FakeDecode
+from tests.kit.faulty import Silent
 from tests.kit.pipelines import Pipeline, Setting
+from tests.kit.responses import rows_of
 from tests.kit.virtual import virtually
 
 SETTING = Setting(lengths=(5, 9, 3, 30), extra=2, steps=3)
@@ -70,14 +72,6 @@ class Early(FakePolicy):
     async def stop_soon(self) -> None:
         await anyio.sleep(0.025)
         self.defer(list(self._live))
-
-
-class Silent(FakePolicy):
-    """Does not say what has finished."""
-
-    def _end(self, ended: list[FakeDecode]) -> None:
-        for decode in ended:
-            self._remove(decode)
 
 
 class Boasting(FakePolicy):
@@ -332,25 +326,6 @@ class Relaying:
         await out.send(self.change(GAE().batch(scored.rollouts, scored.dropped, scored.deferred)))  # type: ignore[arg-type] # that may be the fault
 
 
-def rows(batch: Batch, chosen: Sequence[int]) -> Batch:
-    """Return some rows of a batch, any number of times."""
-    spans = batch.rows()
-
-    def of(column: Any) -> Any:
-        return np.concatenate([column[spans[row]] for row in chosen])
-
-    lengths = [spans[row].stop - spans[row].start for row in chosen]
-    names = ("tokens", "versions", "sampled", "logprobs", "reference", "values", "rewards", "advantages", "returns")
-    return replace(
-        batch,
-        responses=tuple(batch.responses[row] for row in chosen),
-        reasons=tuple(batch.reasons[row] for row in chosen),
-        scores=batch.scores[list(chosen)],
-        offsets=np.cumsum([0, *lengths]),
-        **{name: of(getattr(batch, name)) for name in names},
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -392,8 +367,8 @@ class Changed(Pipeline):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda batch: rows(batch, range(1, len(batch))), "leaves out rollouts [0]"),
-        (lambda batch: rows(batch, [0, 0, *range(len(batch))]), "repeats rollouts [0]"),
+        (lambda batch: rows_of(batch, range(1, len(batch))), "leaves out rollouts [0]"),
+        (lambda batch: rows_of(batch, [0, 0, *range(len(batch))]), "repeats rollouts [0]"),
         (lambda batch: replace(batch, dropped=(Drop(0, "no"),)), "repeats rollouts [0]"),
         (lambda batch: replace(batch, dropped=(Drop(77, "no"),)), "holds, of another step, rollouts [77]"),
         (lambda batch: replace(batch, deferred=()), "leaves out rollouts ["),

@@ -66,6 +66,15 @@ def first_has_turns(prompt: Prompt) -> Sequence[int]:
 
 
 ONE_STEP = Setting(lengths=(8, 20, 20, 20), steps=1)
+LATE = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
+
+
+def in_two_parts(tool: Tool, folder: Path) -> list[Pipeline]:
+    """Play a run that is killed after its first step, and the run that goes on behind it."""
+    parts = [pipeline(LATE, tool, first_has_turns) for _ in range(2)]
+    run_virtual(partial(parts[0].run_part, 0, 1, folder))
+    run_virtual(partial(parts[1].run_part, 1, 4, folder))
+    return parts
 
 
 def test_answers_are_read_and_not_trained_and_the_next_turn_follows_them() -> None:
@@ -103,12 +112,7 @@ def test_calls_of_tools_are_counted_for_each_response_also_of_one_that_was_defer
         return Answer(np.array([90_000], np.int32), calls=2, failures=turn.number)
 
     tool = Tool(lambda turn: 0.3 if turn.number == 1 else 0.0, outcome=outcome)
-    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
-    measured = []
-    for begin, end in ((0, 1), (1, 4)):
-        made = pipeline(setting, tool, first_has_turns)
-        run_virtual(partial(made.run_part, begin, end, tmp_path))
-        measured += [each.metrics for each in made.reports]
+    measured = [each.metrics for made in in_two_parts(tool, tmp_path) for each in made.reports]
     late = [each for each in measured if each["num_turns/mean"] > 1]
     assert [each["num_turns/mean"] for each in late] == [pytest.approx((3 + 1 + 1 + 1) / 4)]
     assert [each["tools/call_frequency"] for each in late] == [pytest.approx(4 / 4)]
@@ -122,12 +126,8 @@ def test_a_finished_response_has_what_its_answers_said_also_one_that_was_restore
         return Answer(np.array([90_000], np.int32), said=said)
 
     tool = Tool(lambda turn: 0.3 if turn.number == 1 else 0.0, outcome=outcome)
-    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
-    finished: list[Finish] = []
-    for begin, end in ((0, 1), (1, 4)):
-        made = pipeline(setting, tool, first_has_turns)
-        run_virtual(partial(made.run_part, begin, end, tmp_path))
-        finished += [item for _, _, item in made.tap.items if isinstance(item, Finish)]
+    items = [item for made in in_two_parts(tool, tmp_path) for _, _, item in made.tap.items]
+    finished = [item for item in items if isinstance(item, Finish)]
     for each in finished:
         said = [[message["content"] for message in answer] for answer in (turn.said for turn in each.answered)]
         assert said == [[f"{number}</tool_response>"] * 2 for number in range(turns_answered(each.response))]
@@ -137,13 +137,8 @@ def test_a_finished_response_has_what_its_answers_said_also_one_that_was_restore
 def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> None:
     """Within a step, and of a rollout that is deferred or restored with an answer in it."""
     tool = Tool(lambda turn: 0.3 if turn.number == 1 else 0.0, length=50)
-    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
-    told: list[Observation] = []
-    for begin, end in ((0, 1), (1, 4)):
-        made = pipeline(setting, tool, first_has_turns)
-        run_virtual(partial(made.run_part, begin, end, tmp_path))
-        told += [item for _, _, item in made.tap.items if isinstance(item, Observation)]
-    first, *rest = told
+    items = [item for made in in_two_parts(tool, tmp_path) for _, _, item in made.tap.items]
+    first, *rest = [item for item in items if isinstance(item, Observation)]
     assert (first.tokens, first.decode_steps, first.deferred) == (3 * 10 + 8 + 5, 10, (5,))
     assert len(rest) == 3
     gains = [0, *(sum(seen.deferred) for seen in (first, *rest))]
@@ -152,13 +147,15 @@ def test_what_is_told_of_a_step_counts_sampled_tokens_alone(tmp_path: Path) -> N
         assert seen.decode_steps == sum(each.steps for each in seen.stretches) == max(seen.finished) == 10
 
 
-def test_a_rollout_whose_tool_is_slow_is_deferred_and_asked_once() -> None:
+def test_a_rollout_whose_tool_is_slow_is_deferred_and_asked_and_told_of_once() -> None:
     tool = Tool(lambda turn: 0.3 if turn.prompt.rollout == 0 else 0.0)
-    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
-    made = played(setting, tool, first_has_turns)
+    made = played(LATE, tool, first_has_turns)
     deferred = [report.index for report in made.reports if 0 in {each.rollout for each in report.deferred}]
     assert deferred == [0, 1, 2]
     assert [number for rollout, number, _, _ in tool.asked] == [0, 1]
+    told = [(step, each.rollout, each.turn, each.tokens, each.error) for step, each in answers(made)]
+    assert told == [(3, 0, 0, 2, ""), (3, 0, 1, 2, "")], "observers, of each answer once and in the step that it joined"
+    assert [each.seconds for _, each in answers(made)] == pytest.approx([0.3, 0.3])
     (response,) = [each for batch in made.batches for each in batch.responses if each.prompt.rollout == 0]
     assert turns_answered(response) == 2
 
@@ -166,15 +163,6 @@ def test_a_rollout_whose_tool_is_slow_is_deferred_and_asked_once() -> None:
 def answers(made: Pipeline) -> list[tuple[int, Answered]]:
     """Return what observers were told of answers, and the steps."""
     return [(step, item) for step, _, item in made.tap.items if isinstance(item, Answered)]
-
-
-def test_observers_are_told_of_each_answer_once_and_in_the_step_that_it_joined() -> None:
-    tool = Tool(lambda turn: 0.3 if turn.prompt.rollout == 0 else 0.0)
-    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
-    made = played(setting, tool, first_has_turns)
-    told = [(step, each.rollout, each.turn, each.tokens, each.error) for step, each in answers(made)]
-    assert told == [(3, 0, 0, 2, ""), (3, 0, 1, 2, "")]
-    assert [each.seconds for _, each in answers(made)] == pytest.approx([0.3, 0.3])
 
 
 def test_observers_are_told_why_there_was_no_answer() -> None:
@@ -193,9 +181,8 @@ def test_observers_are_told_why_there_was_no_answer() -> None:
 
 
 def test_a_call_that_is_unanswered_at_a_kill_is_made_again(tmp_path: Path) -> None:
-    setting = Setting(lengths=(8, 10, 10, 10), extra=1, steps=4, max_deferrals=3)
     tools = [Tool(lambda turn: 0.3 if turn.number == 1 else 0.0) for _ in range(2)]
-    parts = [pipeline(setting, tool, first_has_turns) for tool in tools]
+    parts = [pipeline(LATE, tool, first_has_turns) for tool in tools]
     run_virtual(lambda: parts[0].run_part(0, 1, tmp_path))
     assert [(number, state) for _, number, _, state in tools[0].asked] == [(0, None), (1, {"answered": 1})]
     assert [(step, each.turn) for step, each in answers(parts[0])] == [(0, 0)]

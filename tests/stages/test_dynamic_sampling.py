@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,10 +15,10 @@ from oppo.errors import GraphError, NothingTrained
 from oppo.events import FloatArray, StepReport
 from oppo.graph import Graph
 from oppo.stages import DynamicSampling, Generate, GroupRelative, Update
-from oppo.stages.dynamic_sampling import REJECTED, Round, Rounds, differ
+from oppo.stages.dynamic_sampling import Round, Rounds, differ
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar, noise, run_virtual
 from tests.invariants.test_groups import Grouped, groups
-from tests.kit.pipelines import Setting, motions, on_policy, same_batches
+from tests.kit.pipelines import Setting, on_policy, same_batches
 
 CARRIED = Setting(lengths=(5, 9, 3, 30, 21, 7, 8, 60), extra=2, steps=4, samples=2, reward=0.03)
 
@@ -57,35 +56,6 @@ def played(setting: Setting, *, proximal: bool = False) -> Selected:
     pipeline = Selected(setting, proximal=proximal)
     run_virtual(pipeline.run)
     return pipeline
-
-
-@pytest.mark.schedules
-@given(motions().map(lambda setting: replace(setting, samples=setting.samples + 1)))
-@example(CARRIED)
-@example(replace(CARRIED, prompts=7))
-@example(replace(CARRIED, lookahead=2))
-@example(replace(CARRIED, lookahead=2, refill=True, in_flight=True, extra=4))
-@example(replace(CARRIED, lookahead=1, refill=True, extra=1, prompts=7))
-def test_every_prompt_is_trained_or_rejected_exactly_once_and_batches_count_accepted_groups(setting: Setting) -> None:
-    pipeline = played(setting, proximal=True)
-    trained = [rollout for batch in pipeline.batches for rollout in batch.rollouts]
-    rejected = [drop.rollout for batch in pipeline.batches for drop in batch.dropped]
-    assert {drop.reason for batch in pipeline.batches for drop in batch.dropped} <= {REJECTED}
-    taken = sorted(trained + rejected)
-    assert max(Counter(taken).values(), default=1) == 1
-    last = {event.rollout for event in pipeline.batches[-1].deferred} if pipeline.batches else set[int]()
-    assert sorted(last | set(taken)) == list(range(len(taken) + len(last))), "no prompt is left out"
-    short = [len(batch) < setting.batch * setting.samples for batch in pipeline.batches]
-    if any(short):
-        assert len(taken) + len(last) == setting.prompts * setting.samples, "a batch is short when the data has ended"
-    for batch in pipeline.batches:
-        scores = batch.scores.reshape(-1, setting.samples)
-        assert all(every_third(group) for group in scores)
-        assert len(scores) <= setting.batch
-        assert len(batch.deferred) <= setting.most_carried
-    for number, batch in enumerate(pipeline.batches):
-        staleness = number - batch.versions
-        assert staleness.max(initial=0) <= setting.max_deferrals + setting.lookahead
 
 
 @pytest.mark.schedules

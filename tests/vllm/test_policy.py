@@ -313,22 +313,20 @@ def test_greedy_decoding_excludes_nothing() -> None:
     assert not len(bench.pieces[0][0].extra[Support].ids), "drawn from the whole vocabulary"
 
 
-def test_a_token_before_the_least_length_lists_the_stop_tokens_as_excluded() -> None:
-    bench = Bench(sampling=Sampling(max_new_tokens=9, min_new_tokens=5, stop=(2, 3)))
-
+@pytest.mark.parametrize(
+    ("barred", "counts", "ids"),
+    [((), [-2] * 5 + [0], [2, 3] * 5), ((7,), [-3] * 5 + [-1], [7, 2, 3] * 5 + [7])],
+    ids=["none", "barred"],
+)
+def test_stop_tokens_before_the_least_length_and_barred_ids_are_never_drawn_and_listed_as_excluded(
+    barred: tuple[int, ...], counts: list[int], ids: list[int]
+) -> None:
+    bench = Bench(sampling=Sampling(max_new_tokens=9, min_new_tokens=5, stop=(2, 3), barred=barred))
     bench.play(limit=100)
     (piece,) = bench.pieces[0]
-    assert piece.extra[Support].counts.tolist()[:6] == [-2] * 5 + [0]
-    assert piece.extra[Support].ids.tolist() == [2, 3] * 5
-
-
-def test_an_id_that_is_barred_is_never_drawn_and_listed_as_excluded() -> None:
-    bench = Bench(sampling=Sampling(max_new_tokens=6, min_new_tokens=2, stop=(2,), barred=(7,)))
-    bench.play(limit=100)
-    (piece,) = bench.pieces[0]
-    assert piece.extra[Support].counts.tolist()[:3] == [-2, -2, -1]
-    assert piece.extra[Support].ids.tolist()[:5] == [7, 2, 7, 2, 7]
-    assert 7 not in piece.tokens
+    assert piece.extra[Support].counts.tolist()[:6] == counts
+    assert piece.extra[Support].ids.tolist()[: len(ids)] == ids
+    assert not {*barred} & {*piece.tokens.tolist()}
 
 
 @pytest.mark.parametrize(

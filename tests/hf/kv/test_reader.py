@@ -129,23 +129,11 @@ def test_rows_stepped_together_share_one_forward_pass_however_they_differ_in_len
         hook.remove()
 
 
-def shapes_of(model: PreTrainedModel) -> list[tuple[int, ...]]:
-    """Return what will hold the rows and columns of each forward pass but those of two short rows."""
-    shapes: list[tuple[int, ...]] = []
-
-    def note(_: object, args: object, kwargs: dict[str, Tensor]) -> None:
-        if kwargs.get("use_cache"):
-            shapes.append(tuple(kwargs["input_ids"].shape))
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    return shapes
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen2-moe", "gemma3", "gpt2"])
 def test_rows_are_read_end_to_end_where_that_costs_less_and_go_on_as_others_do(name: str) -> None:
     model = tiny.causal(name)
     attend(model, "segmented")
-    reader, shapes = Incremental(model, classes=CLASSES), shapes_of(model)
+    reader, shapes = Incremental(model, classes=CLASSES), tiny.shapes_of(model)
     sizes = [40, 5, 12, 90] if name != "gemma3" else [tiny.WINDOW, 1, 2, tiny.WINDOW]
     pieces, last = [sequence(row)[:size] for row, size in enumerate(sizes)], [40, 1, 3, 2]
     last = [min(each) for each in zip(last, sizes, strict=True)]
@@ -159,7 +147,7 @@ def test_rows_are_read_end_to_end_where_that_costs_less_and_go_on_as_others_do(n
 def test_new_rows_of_like_length_are_padded_and_what_goes_on_is_never_packed() -> None:
     model = tiny.causal("llama")
     attend(model, "segmented")
-    reader, shapes = Incremental(model), shapes_of(model)
+    reader, shapes = Incremental(model), tiny.shapes_of(model)
     reader.extend([0, 1], [sequence(0)[:30], sequence(1)[:28]])
     reader.extend([0, 2], [sequence(0)[30:31], sequence(2)[:60]])
     assert shapes == [(2, 30), (2, 60)]

@@ -77,18 +77,9 @@ def test_short_prompts_make_tokens_before_a_huge_one_among_them_is_read() -> Non
     assert [r.tokens for r in rows] == [r.tokens for r in together]
 
 
-def shapes_of(reader: Decoder) -> list[tuple[int, ...]]:
-    """Return what will hold the rows and columns of each forward pass."""
-    shapes: list[tuple[int, ...]] = []
-    reader.reader._model.register_forward_pre_hook(
-        lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    return shapes
-
-
 def test_rows_of_one_portion_are_read_in_the_passes_that_cost_least() -> None:
     reader = decoder(portion=10_000)
-    shapes = shapes_of(reader)
+    shapes = tiny.shapes_of(reader.reader._model)
     rows = [row(k, length, limit=1) for k, length in enumerate([200, 8, HUGE, 9])]
     Log(reader).run(rows)
     assert shapes == [(1, 200 + 8 + HUGE + 9)], "they all join at once, end to end, and each ends with its first token"
@@ -100,7 +91,7 @@ def test_rows_of_one_portion_are_read_in_the_passes_that_cost_least() -> None:
 
 def test_no_portion_is_larger_than_the_budget_padding_included() -> None:
     reader = decoder()
-    shapes = shapes_of(reader)
+    shapes = tiny.shapes_of(reader.reader._model)
     Log(reader).run([row(k, length) for k, length in enumerate([3, 70, 31, 1, 12, 32, 12, 33])])
     assert max(count * width for count, width in shapes) == PORTION
     assert reader.counters.prefilled == 194

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -23,8 +22,9 @@ from oppo.models import Trained
 from oppo.placement import Place, Ranks, Thread
 from oppo.training import TrainerSettings
 from tests.hf import tiny
+from tests.hf.train.test_ranks import SAMPLING
 from tests.hf.train.test_trainer import rollouts
-from tests.hf.train.test_trainer_places import SAMPLING
+from tests.kit.responses import rows_of
 
 Column: TypeAlias = NDArray[np.float32]
 SETTINGS = TrainerSettings(learning_rate=1e-3, epochs=1, micro_batch_tokens=60)
@@ -58,34 +58,6 @@ def top(reference: Column) -> Column:
     """Return log-probs of three ids and of all others that differ from token to token."""
     share = 0.1 + 0.2 / (1.0 + np.arange(len(reference), dtype=np.float32))
     return np.log(np.stack([share, share, share, 1 - 3 * share], 1))
-
-
-def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
-    spans = batch.rows()
-    tokens = np.concatenate([np.arange(spans[row].start, spans[row].stop) for row in rows])
-
-    def of(column: Column | None) -> Column | None:
-        return None if column is None else column[tokens]
-
-    return replace(
-        batch,
-        responses=tuple(batch.responses[row] for row in rows),
-        reasons=tuple(batch.reasons[row] for row in rows),
-        scores=batch.scores[list(rows)],
-        offsets=np.concatenate(([0], np.cumsum([spans[row].stop - spans[row].start for row in rows]))),
-        tokens=batch.tokens[tokens],
-        versions=batch.versions[tokens],
-        sampled=batch.sampled[tokens],
-        logprobs=batch.logprobs[tokens],
-        proximal=of(batch.proximal),
-        reference=of(batch.reference),
-        values=of(batch.values),
-        rewards=of(batch.rewards),
-        advantages=of(batch.advantages),
-        returns=of(batch.returns),
-        teacher_ids=None if batch.teacher_ids is None else batch.teacher_ids[tokens],
-        teacher_top=of(batch.teacher_top),
-    )
 
 
 def joined(batch: Batch) -> Batch:

@@ -22,9 +22,17 @@ from oppo.losses import PPOLoss
 from oppo.placement import Hosting, Member, Thread
 from oppo.placement.ray import Cluster, RayRanks, Room
 from tests.hf import tiny
-from tests.hf.train.test_ranks import SEVERAL_STEPS, difference, norm, require_equal_metrics, trained, weights_of
+from tests.hf.train.test_ranks import (
+    SAMPLING,
+    SEVERAL_STEPS,
+    Models,
+    difference,
+    norm,
+    require_equal_metrics,
+    trained,
+    weights_of,
+)
 from tests.hf.train.test_trainer import rollouts
-from tests.hf.train.test_trainer_places import SAMPLING, Models
 from tests.placement.instances import Caller, gone
 from tests.placement.ray.machines import Machines
 
