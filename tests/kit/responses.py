@@ -9,8 +9,23 @@ from typing import Final
 
 import numpy as np
 
-from oppo.events import Batch, Chunk, Finish, FloatArray, IntArray, Prompt, Response, ToolTokens
+from oppo.events import (
+    Batch,
+    Chunk,
+    Drop,
+    Finish,
+    FloatArray,
+    IntArray,
+    Prompt,
+    Response,
+    RolloutEvent,
+    Scored,
+    ToolTokens,
+)
+from oppo.graph.channel import Channel
 from oppo.models import Decode, Scorer
+from oppo.stages import GAE, GroupRelative
+from oppo.testing import run_virtual
 
 VOCABULARY: Final = 96
 PADDING: Final = 0
@@ -137,3 +152,37 @@ def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
         teacher_ids=None if batch.teacher_ids is None else batch.teacher_ids[tokens],
         teacher_top=of(batch.teacher_top),
     )
+
+
+Said = Scored[float] | Drop
+PerToken = Scored[FloatArray] | Drop
+
+
+def sent(
+    stage: GAE | GroupRelative, events: list[RolloutEvent], scores: list[Said], **logprobs: list[PerToken]
+) -> list[Batch]:
+    """Return what the stage sends when it is given all of this at once."""
+    batches: list[Batch] = []
+
+    class Out:
+        async def send(self, item: Batch, /) -> None:
+            batches.append(item)
+
+    async def main() -> None:
+        rollouts, reward = Channel[RolloutEvent]("generate->advantage", 9), Channel[Said]("reward->advantage", 9)
+        more = {name: Channel[PerToken](f"{name}->advantage", 9) for name in logprobs}
+        for event in events:
+            rollouts.send_nowait(event)
+        for score in scores:
+            reward.send_nowait(score)
+        for name, items in logprobs.items():
+            for item in items:
+                more[name].send_nowait(item)
+        rollouts.close()
+        reward.close()
+        for lane in more.values():
+            lane.close()
+        await stage.run(rollouts, reward, out=Out(), **more)
+
+    run_virtual(main)
+    return batches

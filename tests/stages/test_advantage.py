@@ -25,11 +25,9 @@ from oppo.events import (
     FloatArray,
     Prompt,
     Response,
-    RolloutEvent,
     Scored,
     ToolTokens,
 )
-from oppo.graph.channel import Channel
 from oppo.returns import AdaptiveKL, FixedKL, ScoreShaping, TokenRewards, shaped_rewards, weighted_sum
 from oppo.scorers import ByColumn
 from oppo.stages import GAE, Distillation, GroupRelative, InParts, Score, ScoredRollout
@@ -38,14 +36,17 @@ from oppo.stages.batch import scored_rollout
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
 from tests.kit.known import known
 from tests.kit.pipelines import Pipeline, Setting, same_batches
+from tests.kit.responses import PerToken, Said, sent
 from tests.kit.virtual import virtually
 
 
-def finish(rollout: int) -> Finish:
-    prompt = Prompt(rollout, rollout, np.arange(3, dtype=np.int32), group=rollout)
-    logprobs = np.full(4, -1, np.float32)
-    chunk = Chunk(rollout, 0, np.arange(4, dtype=np.int32), logprobs, np.zeros(4, np.int32))
-    return Finish(rollout, Response.empty(prompt).then(chunk), "eos")
+def finish(rollout: int, *, sampled: int = 4, given: int = 0, group: int | None = None) -> Finish:
+    prompt = Prompt(rollout, rollout, np.arange(3, dtype=np.int32), group=rollout if group is None else group)
+    logprobs = np.full(sampled, -1, np.float32)
+    chunk = Chunk(rollout, 0, np.arange(sampled, dtype=np.int32), logprobs, np.zeros(sampled, np.int32))
+    return Finish(
+        rollout, Response.of(prompt, [chunk, ToolTokens(rollout, sampled, np.arange(given, dtype=np.int32))]), "eos"
+    )
 
 
 def per_token(rollout: int) -> Scored[FloatArray]:
@@ -105,36 +106,21 @@ def test_without_a_critic_the_advantages_are_the_whitened_returns_of_reinforce(
 def test_a_number_that_is_not_finite_drops_its_rollout_alone(
     score: float, reference: float, value: float, reason: str
 ) -> None:
-    async def main(bad: int | None) -> Batch:
-        sent: list[Batch] = []
+    def batch(*, spoilt: bool) -> Batch:
+        rollouts = (1, 2, 3) if spoilt else (1, 3)
 
-        class Out:
-            async def send(self, item: Batch, /) -> None:
-                sent.append(item)
-
-        rollouts = Channel[RolloutEvent]("generate->gae", 9)
-        references = Channel[Scored[FloatArray] | Drop]("ref_logp->gae", 9)
-        scores = Channel[Scored[float] | Drop]("reward->gae", 9)
-        values = Channel[Scored[FloatArray] | Drop]("value->gae", 9)
-        for rollout in (1, 2, 3):
-            if bad is None and rollout == 2:
-                continue
-            spoilt = rollout == bad
-            rollouts.send_nowait(finish(rollout))
-            said = per_token(rollout).value.copy(), per_token(rollout).value.copy()
+        def lane(added: float) -> list[PerToken]:
+            rows = {number: per_token(number).value.copy() for number in rollouts}
             if spoilt:
-                said[0][1] += reference
-                said[1][1] += value
-            references.send_nowait(Scored(rollout, said[0], 0))
-            scores.send_nowait(Scored(rollout, score if spoilt else float(rollout), 0))
-            values.send_nowait(Scored(rollout, said[1], 0))
-        for channel in (rollouts, references, scores, values):
-            channel.close()
-        await GAE(shaping=ScoreShaping(norm=True)).run(rollouts, scores, out=Out(), reference=references, value=values)
-        (batch,) = sent
+                rows[2][1] += added
+            return [Scored(number, row, 0) for number, row in rows.items()]
+
+        scores: list[Said] = [Scored(number, score if number == 2 else float(number), 0) for number in rollouts]
+        stage, ends = GAE(shaping=ScoreShaping(norm=True)), [finish(number) for number in rollouts]
+        (batch,) = sent(stage, [*ends], scores, reference=lane(reference), value=lane(value))
         return batch
 
-    spoilt, without = run_virtual(main, 2), run_virtual(main, None)
+    spoilt, without = batch(spoilt=True), batch(spoilt=False)
     assert spoilt.rollouts == (1, 3)
     assert spoilt.dropped == (Drop(2, reason),)
     assert np.array_equal(known(spoilt.advantages), known(without.advantages))
@@ -364,15 +350,10 @@ def test_what_float32_does_not_hold_drops_its_rollout_before_it_reaches_the_othe
 
 
 def test_one_left_alone_by_a_rollout_that_is_too_large_is_dropped_too() -> None:
-    rows = [ScoredRollout(replace(finish(k), response=in_group(k // 2, k)), None, k or 3e38) for k in range(4)]
+    rows = [ScoredRollout(finish(k, group=k // 2), None, k or 3e38) for k in range(4)]
     batch = GroupRelative().batch(rows)
     assert batch.rollouts == (2, 3)
     assert batch.dropped == (Drop(0, "nonfinite reward"), Drop(1, "left alone in its group"))
-
-
-def in_group(group: int, rollout: int) -> Response:
-    response = finish(rollout).response
-    return replace(response, prompt=replace(response.prompt, group=group))
 
 
 FINITE = st.floats(-8, 8, width=32).map(lambda number: number + 0.0)  # a sum of zeros has no sign
@@ -382,17 +363,8 @@ def floats(*numbers: float) -> FloatArray:
     return np.array(numbers, np.float32)
 
 
-def token_rewards_finish(rollout: int, *, sampled: int = 4, given: int = 0, group: int | None = None) -> Finish:
-    prompt = Prompt(rollout, rollout, np.arange(3, dtype=np.int32), group=rollout if group is None else group)
-    logprobs = np.full(sampled, -1, np.float32)
-    chunk = Chunk(rollout, 0, np.arange(sampled, dtype=np.int32), logprobs, np.zeros(sampled, np.int32))
-    return Finish(
-        rollout, Response.of(prompt, [chunk, ToolTokens(rollout, sampled, np.arange(given, dtype=np.int32))]), "eos"
-    )
-
-
 def row(rollout: int, score: float, **of: int) -> ScoredRollout:
-    end = token_rewards_finish(rollout, **of)
+    end = finish(rollout, **of)
     n = len(end.response)
     return ScoredRollout(end, np.full(n, -1.25, np.float32), score, np.linspace(0, 1, n, dtype=np.float32))
 
@@ -485,7 +457,7 @@ def test_responses_with_and_without_rewards_at_tokens_may_share_a_batch() -> Non
 
 
 def test_rewards_for_another_number_of_tokens_are_refused_and_what_is_not_finite_drops_the_rollout() -> None:
-    end = token_rewards_finish(7)
+    end = finish(7)
     with pytest.raises(ProtocolError, match=r"rollout 7: expected 4 numbers as its token rewards.*shape \(3,\)"):
         scored_rollout(end, Scored(7, TokenRewards([1, 2, 3]), 0))
     for rewards, reason in (

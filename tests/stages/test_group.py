@@ -31,7 +31,6 @@ from oppo.events import (
     ToolTokens,
 )
 from oppo.graph import Graph, GraphBuilder
-from oppo.graph.channel import Channel
 from oppo.models import Trained, Trainer
 from oppo.returns import GROUP_EPSILON, AdaptiveKL, GroupAdvantage, NamedScores, ScoreShaping, TokenRewards
 from oppo.rewards import Rewards
@@ -40,6 +39,7 @@ from oppo.stages.batch import BatchPart
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, Fault, FaultyTrainer, Raise, fake_scalar, run_virtual
 from tests.kit.known import known
 from tests.kit.pipelines import Tap
+from tests.kit.responses import PerToken, Said, sent
 from tests.kit.virtual import virtually
 
 SAMPLES = 3
@@ -150,40 +150,6 @@ def test_a_response_that_is_left_alone_is_dropped_with_a_reason() -> None:
     assert batch.rollouts == (3, 4)
     assert batch.dropped == (Drop(0, "no score"), Drop(1, "left alone in its group"))
     assert batch.deferred == (Defer(9, 1),)
-
-
-Said = Scored[float] | Drop
-PerToken = Scored[FloatArray] | Drop
-
-
-def sent(
-    stage: GroupRelative, events: list[RolloutEvent], scores: list[Said], **logprobs: list[PerToken]
-) -> list[Batch]:
-    """Return what the stage sends when it is given all of this at once."""
-    batches: list[Batch] = []
-
-    class Out:
-        async def send(self, item: Batch, /) -> None:
-            batches.append(item)
-
-    async def main() -> None:
-        rollouts, reward = Channel[RolloutEvent]("generate->advantage", 9), Channel[Said]("reward->advantage", 9)
-        more = {name: Channel[PerToken](f"{name}->advantage", 9) for name in logprobs}
-        for event in events:
-            rollouts.send_nowait(event)
-        for score in scores:
-            reward.send_nowait(score)
-        for name, items in logprobs.items():
-            for item in items:
-                more[name].send_nowait(item)
-        rollouts.close()
-        reward.close()
-        for lane in more.values():
-            lane.close()
-        await stage.run(rollouts, reward, out=Out(), **more)
-
-    run_virtual(main)
-    return batches
 
 
 ENDS: list[RolloutEvent] = [finish(2), finish(0), finish(1)]
