@@ -22,11 +22,12 @@ ids in the vocabulary, in 16 bits::
 
 A pass takes its FLOP over the reached share of the peak, and its bytes over the share of the bandwidth, divided by the
 number of devices. Small models are bound by bytes: these grow with d, FLOP with d^2. An update takes 3 forward passes
-of the layers for each epoch, 4 with checkpointing, and 3 of the head. Two are the backward pass (Kaplan et al. 2020,
-arXiv 2001.08361, section 2.1): one for the gradients of inputs, one for the gradients of weights. Frozen weights below
-adapters (Hu et al. 2021, arXiv 2106.09685, section 4.2), quantised or not, need the first alone, which leaves 2 of
-layers and head; attention has no weights, and takes 3. A decode step of one replica takes the sum of what it reads,
-what it computes and what it starts, which overlaps in part, so the sum is an upper bound::
+of the layers for each epoch, 4 with checkpointing, and 4 of the head, whose logits are computed again, chunk by chunk.
+Two are the backward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1): one for the gradients of inputs, one for
+the gradients of weights. Frozen weights below adapters (Hu et al. 2021, arXiv 2106.09685, section 4.2), quantised or
+not, need the first alone, which leaves 2 of the layers and 3 of the head; attention has no weights, and takes 3. A
+decode step of one replica takes the sum of what it reads, what it computes and what it starts, which overlaps in part,
+so the sum is an upper bound::
 
     step     2 N / (bandwidth * reading) + layer * L        the weights; launching a layer's kernels
     row      2 N / (FLOP/s * computing) + sampling * V      matrices; drawing a token
@@ -317,7 +318,8 @@ class Reached:
         """Return the costs of an epoch on one device; ``frozen``: only adapters of the model are trained."""
         body, times = self._layers(gpu, model, self.training), TRAINED_PASSES + checkpointing
         found = Passes(token=(times - frozen) * body.token, pair=times * body.pair)
-        return found + self._head(gpu, model, self.training, TRAINED_PASSES - frozen, self.logits) if head else found
+        again = TRAINED_PASSES + 1 - frozen  # as with checkpointing
+        return found + self._head(gpu, model, self.training, again, self.logits) if head else found
 
     def _layers(self, gpu: Gpu, model: Transformer, share: float) -> Passes:
         moved = self.activations * model.layers * model.width / (gpu.bandwidth * self.moving)

@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -54,6 +55,7 @@ from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.placement.child import pack_with_blocks, unpack
 from oppo.placement.trainer import TrainerCounts
+from oppo.simulate.costs import GPUS, MODELS, Reached
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE
@@ -105,6 +107,42 @@ def test_gradients_of_short_weights_are_added_up_in_float32(monkeypatch: pytest.
         each.append(found.float())
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.stack(each).sum(0).bfloat16())
+
+
+class Flops(TorchDispatchMode):
+    """Counts what is computed, in the backward pass of a function of its own too."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        self.total += count(*args, **(kwargs or {}), out_val=out) if count else 0
+        return out
+
+
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_passes_of_the_head_in_an_update_are_those_that_the_simulator_counts(
+    monkeypatch: pytest.MonkeyPatch, chunks: int, checkpointing: int
+) -> None:
+    widths, found, tokens = (100, 300), list[int](), 4 * 16
+    for width in widths:
+        model = tiny.causal()
+        model.resize_token_embeddings(width)
+        chosen = TrainerSettings(epochs=1, gradient_checkpointing=checkpointing)
+        core = HfTrainerCore(ActorCritic(model, None), SAMPLING, chosen, ClippedLoss(), TrainerCounts.new())
+        monkeypatch.setattr("oppo.hf.head.CPU_LOGITS_BYTES", 4 * width * tokens // chunks)
+        with Flops() as flops:  # type: ignore[no-untyped-call]  # torch's
+            core.update(longest_batch(4, Load(4, 8, 16, 8), critic=False))
+        found.append(flops.total)
+    passes = round((found[1] - found[0]) / (2 * tiny.HIDDEN * (widths[1] - widths[0]) * tokens))
+    assert passes == (3 if chunks == 1 else 4)
+    free, size = Reached(activations=0.0, logits=0.0), MODELS["qwen2.5-0.5b"]
+    with_it, without = (free.update(GPUS["h100"], size, head=each).token for each in (True, False))
+    simulated = (with_it - without) * GPUS["h100"].flops * free.training / (2 * size.head)
+    assert chunks == 1 or simulated == pytest.approx(passes), "which has chunks, as updates of any size do"
 
 
 @pytest.mark.parametrize("read_by", ["reward", "steps", "critic", "trained"])
