@@ -78,12 +78,16 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The most that a run asks of its models: rollouts in flight, and the longest of each in tokens."""
+    """The most that a run asks of its models: rollouts in flight, and the longest of each in tokens.
+
+    ``one_by_one``: they join as agents ask, so that a cache that grows for one keeps slots to spare for more.
+    """
 
     rollouts: int
     prompt: int
     response: int
     chunk: int
+    one_by_one: bool = False
 
     @property
     def sequence(self) -> int:
@@ -164,7 +168,7 @@ class ServedPolicy:
         part, unread = max(1, prefill_tokens // length), min(length, prefill_tokens)
         with _reading_in_pieces(model), without_data(model) as live, torch.inference_mode():
             weights, reader = live.now, self._reader
-            reader.expect(every)
+            reader.expect(range(len(every) * (2 if load.one_by_one else 1)))
             reader.hold(dict.fromkeys(every[part:], length))
             if length > unread:
                 reader.hold(dict.fromkeys(every[:part], length - unread))

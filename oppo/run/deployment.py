@@ -88,7 +88,8 @@ class Deployment:
         step, response = self.settings.step, self.settings.sampling.max_new_tokens
         # a stage has one step at a time, however many are alive: a model holds the rollouts of one, and the deferred
         rollouts = (step.batch + step.most_overcommit) * self.settings.algorithm.responses
-        return Load(rollouts, prompt, response, step.chunk if isinstance(step.chunk, int) else response)
+        chunk = step.chunk if isinstance(step.chunk, int) else response
+        return Load(rollouts, prompt, response, chunk, one_by_one=bool(self.settings.agents.program))
 
     @property
     def gpus(self) -> int | None:

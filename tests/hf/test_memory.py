@@ -23,6 +23,7 @@ from docs.make_models import PAGE, tiny_config
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Chunk, IntArray, Prompt
 from oppo.hf.head import CPU_LOGITS_BYTES, LOGITS_BYTES
+from oppo.hf.kv.reader import Incremental
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import (
     Bytes,
@@ -85,6 +86,26 @@ def test_a_served_model_is_estimated_without_its_weights(name: str) -> None:
         assert each.keys_values >= LOAD.rollouts * (LOAD.sequence - 1) * 4
         assert each.activations > 0
         assert each.total == each.weights + each.keys_values + each.activations
+
+
+@pytest.mark.parametrize("rollouts", [24, 40])
+@torch.inference_mode()
+def test_slots_to_spare_for_rollouts_that_join_one_by_one_are_counted(rollouts: int) -> None:
+    load, reader = (
+        Load(rollouts, prompt=20, response=3 * rollouts + 20, chunk=16, one_by_one=True),
+        Incremental(tiny.causal()),
+    )
+    longest = torch.ones(load.sequence - 1, dtype=torch.int64)
+    for row in range(rollouts):  # the last joins others that are at their longest
+        reader.expect([row])
+        reader.extend([row], [longest if row < rollouts - 1 else longest[:20]])
+        if row > rollouts - 3:
+            reader.step([*range(row + 1)], longest[: row + 1])
+    counted, without = (
+        ServedPolicy(tiny.causal).under(each, SAMPLING, prefill_tokens=64).keys_values
+        for each in (load, replace(load, one_by_one=False))
+    )
+    assert without < sum(reader.layer_bytes().values()) <= counted
 
 
 @pytest.mark.parametrize("name", ["jamba", "minimax"])
