@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import threading
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import IO, cast
 
 import pytest
 from datasets import Dataset
@@ -216,6 +219,32 @@ def test_what_needs_an_extra_says_how_to_install_it(extra: str, folder: Path, ur
     assert not (folder / "runs" / f"no-{extra}" / "summary.json").exists()
 
 
+@contextmanager
+def cluster(environment: Path) -> Iterator[str]:
+    """Start a cluster of Ray beside any other and yield its address; its processes end with the one that is started."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    asked = ["--head", "--block", "--num-cpus=4", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+    command: list[str | Path] = [
+        environment / "bin" / "python",
+        environment / "bin" / "ray",
+        "start",
+        *asked,
+        f"--port={port}",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            said = list[str]()
+            for line in cast("IO[str]", process.stdout):
+                said.append(line)
+                if "Ray runtime started" in line:
+                    break
+            assert process.poll() is None, "".join(said)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_alone_is_enough_for_a_run(extra: str, environment: Path, folder: Path, url: str) -> None:
     install(environment, extra, *BESIDE.get(extra, ()))
@@ -223,15 +252,9 @@ def test_an_extra_alone_is_enough_for_a_run(extra: str, environment: Path, folde
         code, said = python(environment, "-c", TASKS)
         assert code == 0, said
         (folder / "tasks.jsonl").write_text(said)
-    if extra == "ray":
-        ray = environment / "bin" / "ray"
-        code, said = python(environment, ray, "start", "--head", "--num-cpus=4", "--port=0")
-        assert code == 0, said
-    try:
-        code, said = train(environment, folder, extra, EXTRAS[extra], url)
-    finally:
-        if extra == "ray":
-            python(environment, ray, "stop", "--force")
+    with cluster(environment) if extra == "ray" else nullcontext() as address:
+        here = [] if address is None else [f"placement.cluster={address}"]
+        code, said = train(environment, folder, extra, (*EXTRAS[extra], *here), url)
     assert code == 0, said
     assert json.loads((folder / "runs" / extra / "summary.json").read_text())["complete"]
 

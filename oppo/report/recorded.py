@@ -184,9 +184,11 @@ def _state(path: Path, log: Sequence[Record], *, over: bool) -> str:
 
 
 def _reason(log: Sequence[Record]) -> str:
-    told = next((each.get("exception") for each in reversed(log) if each["event"] == "failed"), None)
+    failed: Record = next((each for each in reversed(log) if each["event"] == "failed"), {})
+    told, notes = failed.get("exception"), failed.get("notes")
     error = told[0] if isinstance(told, list) and told and isinstance(told[0], dict) else {}
-    return on_one_line(excerpt(f"{error.get('exc_type', '')}: {error.get('exc_value', '')}", _REASON)) if error else ""
+    said = [f"{error.get('exc_type', '')}: {error.get('exc_value', '')}", *(notes if isinstance(notes, list) else ())]
+    return on_one_line("\n".join(excerpt(str(each), _REASON) for each in said)) if error else ""
 
 
 def held_out(evaluations: Sequence[Record]) -> Iterator[Record]:

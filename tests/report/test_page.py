@@ -381,18 +381,20 @@ def test_how_a_run_ended_is_shown(path: Path) -> None:
 
 def test_a_run_that_failed_says_why_and_any_other_does_not(path: Path) -> None:
     log, why = path / "log.jsonl", {"exc_type": "RewardFailure", "exc_value": "it said <no>\nand\x1b[31m"}
-    failed = {"event": "failed", "exception": [why, {"exc_type": "ValueError", "exc_value": "behind it"}]}
+    behind = {"exc_type": "ValueError", "exc_value": "behind it"}
+    failed = {"event": "failed", "exception": [why, behind], "notes": ["in stage 'score'", "go on with <resume>"]}
     log.write_text(json.dumps(failed) + "\n")
     run = recorded(path)
     for html in (page([run]), page([run, replace(run, reason="")])):
         assert "RewardFailure: it said &lt;no&gt;" in html
+        assert "in stage &#x27;score&#x27; / go on with &lt;resume&gt;" in html
         assert "behind it" not in html
         assert "\x1b" not in html
     log.write_text("".join(json.dumps(each) + "\n" for each in (failed, {"event": "begin"}, {"event": "end"})))
     assert recorded(path).reason == ""
     unknown: list[object] = [None, 3, [], [3], {}]
     for told in unknown:
-        log.write_text(json.dumps({"event": "failed", "exception": told}) + "\n")
+        log.write_text(json.dumps({"event": "failed", "exception": told, "notes": told}) + "\n")
         assert (recorded(path).state, recorded(path).reason) == ("failed", "")
 
 
