@@ -38,7 +38,7 @@ from oppo.liveness.signals import Stopped, stoppable
 from oppo.log import routed
 from oppo.redact import harmless
 from oppo.report.panel import displays
-from oppo.report.records import ended
+from oppo.report.records import ended, require_unused
 
 if TYPE_CHECKING:
     from oppo.config.settings import Settings
@@ -106,8 +106,8 @@ def train(
         config: The settings; relative paths in them are relative to the file.
         override: Change one setting: section.key=value, the value as in TOML. Can be repeated.
         ray: A Ray cluster for the models that can be on other machines: auto, or host:port. Sets placement.cluster.
-        dry_run: Check settings, data and code, then load the models; print what was decided, a prompt as the policy
-            reads it, and what the reward says of a short response to it; train nothing.
+        dry_run: Check settings, run directory, data and code, then load the models; print what was decided, a prompt as
+            the policy reads it, and what the reward says of a short response to it; train nothing.
         verbose: Print all settings of a dry run too, and its graph.
     """
     if verbose and not dry_run:
@@ -115,6 +115,7 @@ def train(
     from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
 
     settings = load_settings(config, in_cluster(override, ray))
+    require_unused(settings.run_directory)
     try:
         from oppo.run.rewards import first_look  # noqa: PLC0415 - likewise
 

@@ -17,6 +17,8 @@ from html import escape
 from typing import TextIO
 from urllib.parse import quote
 
+from oppo.errors import ConfigError
+
 HIDDEN = "***"
 
 SHORTEST = 6
@@ -174,6 +176,22 @@ def names_secret(name: str) -> bool:
         (True, False, False)
     """
     return _NAME.search(_NUMBER.sub("", name)) is not None and not name.endswith("_env")
+
+
+def key_of(variable: str) -> str:
+    """Return the key in the environment variable that a setting ``api_key_env`` names; empty where it names none.
+
+    Raises:
+        ConfigError: the variable is not set. What was given is not shown, since it may be the key.
+    """
+    if not variable:
+        return ""
+    if key := os.environ.get(variable):
+        return key
+    raise ConfigError(
+        "api_key_env: expected the name of an environment variable that holds the server's key, and none of this name "
+        "is set: set it, or leave api_key_env out"
+    )
 
 
 def _is_secret(value: str) -> bool:

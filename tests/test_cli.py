@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import threading
 import tomllib
@@ -61,12 +62,34 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     assert weights_digest(actor) != weights_digest(tiny.causal("llama", seed=1))
 
 
-def test_a_used_run_directory_is_not_written_again(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (workplace / "runs" / "used").mkdir(parents=True)
+@pytest.mark.parametrize("command", ["", "--dry-run"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.name=used", "is already used (it holds precious)"),
+        ("run.name=precious", "precious: Not a directory; choose another run.directory"),
+        ("run.directory=runs/used/precious/runs", "precious: Not a directory; choose another run.directory"),
+        ("run.directory=/proc", "cannot be used: /proc: "),
+        ("run.name=full", "full: File too large; choose another run.directory"),
+    ],
+)
+def test_a_directory_that_a_run_cannot_have_is_refused_before_anything_is_loaded_also_by_a_dry_run(
+    workplace: Path, capsys: pytest.CaptureFixture[str], command: str, override: str, message: str
+) -> None:
+    for folder in ("used", "full"):
+        (workplace / "runs" / folder).mkdir(parents=True, exist_ok=True)
     (workplace / "runs" / "used" / "precious").write_text("")
-    assert oppo(workplace, "", "run.name=used") == 2
-    assert "is already used (it holds precious)" in capsys.readouterr().err
-    assert oppo(workplace, "--dry-run", "run.name=used") == 0, "which writes nothing"
+    (workplace / "runs" / "precious").write_text("")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if override == "run.name=full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        assert oppo(workplace, command, override) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert message in said
+    assert "loading" not in said
 
 
 @pytest.mark.parametrize(

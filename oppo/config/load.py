@@ -11,9 +11,10 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import tomli_w
 from pydantic import ValidationError
@@ -98,7 +99,7 @@ def resolve(document: Mapping[str, object], folder: Path) -> Settings:
             "agents": replace(
                 settings.agents.within(folder),
                 roles={
-                    role: player if player in {POLICY, INITIAL} else _model(player, folder)
+                    role: player if player in PLAYERS else _model(player, folder, PLAYERS)
                     for role, player in settings.agents.roles.items()
                 },
             ),
@@ -155,12 +156,21 @@ def _why_not_vllm(document: Mapping[str, object]) -> str:
     return "the policy is on a CPU" if device_of(device).type == "cpu" else ""
 
 
-def _model(text: str, folder: Path) -> str:
+PLAYERS = (POLICY, INITIAL)
+
+
+def _model(text: str, folder: Path, known: Sequence[str] = ()) -> str:
     # a hub's name stays as it is; what exists in the folder, or is spelt as a path, becomes absolute
     if SPEC.match(text):
         return placed(text, folder)
-    spelt_as_path = text.startswith((".", "/", "~"))
-    return resolved(text, folder) if text and (spelt_as_path or os.path.lexists(folder / text)) else text
+    if text and (text.startswith((".", "/", "~")) or os.path.lexists(folder / text)):
+        return resolved(text, folder)
+    beside = list[str]()
+    with suppress(OSError, ValueError):
+        beside += [each.name for each in (folder / text).parent.iterdir() if each.is_dir()]
+    if text and (guess := did_you_mean(text, known) or did_you_mean(Path(text).name, beside)):
+        logger.once(f"{text!r} is no directory in {folder}{guess}: taking it for the name of a model at a hub")
+    return text
 
 
 SEEDED = ("data", "sampling", "trainer", "eval")
@@ -181,22 +191,22 @@ def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict
     """Return a parsed file with ``section.key=value`` overrides; ``rewards.0.key=value`` is for an item of a list."""
     changed: dict[str, object] = copy.deepcopy(dict(document))
     parsed = [_parsed(override) for override in overrides]
-    if any(place == ["run", "seed"] for place, _, _ in parsed):
+    if any(place == ["run", "seed"] for place, _ in parsed):
         _drop_equal_seeds(changed)
-    for place, value, override in parsed:
-        _put(changed, place, value, override)
+    for place, value in parsed:
+        _put(changed, place, value)
     return changed
 
 
-def _put(document: dict[str, object], place: Sequence[str], value: object, override: str) -> None:
-    table: object = document
+def _put(document: dict[str, object], place: Sequence[str], value: object) -> None:
+    table, whole = cast("object", document), ".".join(place)
     for depth, name in enumerate(place):
         is_last, where = depth == len(place) - 1, ".".join(place[:depth])
         item = value if is_last else [] if place[depth + 1] == "0" else {}
         if isinstance(table, list):
             if not name.isdecimal() or int(name) > len(table):
                 last = f", and from it to {len(table)}" if table else ""
-                raise ConfigError(f"--set {override}: {where!r} is a list, whose items are numbered from 0{last}")
+                raise ConfigError(f"--set {whole}: {where!r} is a list, whose items are numbered from 0{last}")
             if int(name) == len(table):
                 table.append(item)
             elif is_last:
@@ -210,9 +220,8 @@ def _put(document: dict[str, object], place: Sequence[str], value: object, overr
             table = table.setdefault(name, item)
         else:
             what = "section" if depth == 1 else "table"
-            raise ConfigError(
-                f"--set {override}: {where!r} is not a {what} of this file but the value {in_toml(table)}"
-            )
+            came = in_toml(HIDDEN if VARIABLE in whole else table)
+            raise ConfigError(f"--set {whole}: {where!r} is not a {what} of this file but the value {came}")
 
 
 def seeded(document: Mapping[str, object]) -> dict[str, object]:
@@ -261,12 +270,13 @@ def _seed(section: object) -> int | None:
     return seed if type(seed) is int and seed in SEEDS else None
 
 
-def _parsed(override: str) -> tuple[list[str], object, str]:
+def _parsed(override: str) -> tuple[list[str], object]:
     for equals in re.finditer("=", override):  # a quoted name may have one
         names, value = _names(override[: equals.start()]), _value(override[equals.end() :].strip())
         if len(names) > 1 or (names and isinstance(value, list)):
-            return names, value, override
-    raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {override!r}")
+            return names, value
+    came = f"{override.partition('=')[0]}={HIDDEN}" if VARIABLE in override else override
+    raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {came!r}")
 
 
 def _names(key: str) -> list[str]:
@@ -291,6 +301,14 @@ def _value(text: str) -> object:
 
 SHOWN = 200
 """Characters of a wrong value in its message."""
+
+VARIABLE = "_env"
+"""The end of a setting that names an environment variable: the key itself may have been pasted there."""
+
+
+def _shown(detail: ErrorDetails) -> str:
+    came = in_toml(detail["input"])
+    return HIDDEN if VARIABLE in f"{detail['loc']}{came}" else shortened(came, SHOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,21 +353,21 @@ class Faults:
         ]
         if lengths or detail["type"] == "too_long":
             length = max(lengths) if lengths else detail["ctx"]["max_length"]
-            return f"{where}: expected a list of {length}, got {shortened(in_toml(detail['input']), SHOWN)}"
+            return f"{where}: expected a list of {length}, got {_shown(detail)}"
         if detail["type"] == "missing":
             return f"{where} is missing: {self._wanted(place)}"
         if detail["type"] == "value_error":
             return f"{where}: {detail['msg'].removeprefix('Value error, ')}"
         if detail["type"] in {"model_type", "dataclass_type"} or (detail["type"] == "tuple_type" and len(place) == 1):
-            return f"{where}: expected {self._wanted(place)}, got {shortened(in_toml(detail['input']), SHOWN)}"
+            return f"{where}: expected {self._wanted(place)}, got {_shown(detail)}"
         if detail["loc"][-1:] == ("[key]",):
             home = ".".join(place[:2])
-            return f"{home}: expected names of {expectation(detail)}, got {shortened(in_toml(detail['input']), SHOWN)}"
+            return f"{home}: expected names of {expectation(detail)}, got {_shown(detail)}"
         item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
         expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
         choices = detail.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
         guess = did_you_mean(str(detail["input"]), choices) if detail["type"] == "literal_error" else ""
-        return f"{where}: expected {item}{expected}, got {shortened(in_toml(detail['input']), SHOWN)}{guess}"
+        return f"{where}: expected {item}{expected}, got {_shown(detail)}{guess}"
 
     def _wanted(self, place: tuple[str, ...]) -> str:
         keys = self._declared(place[0])

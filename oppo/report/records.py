@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Final, TypeAlias, cast
 
 from oppo.admission import Observation, Scoring, Stretch
@@ -110,6 +111,7 @@ DRAINED = "drained"
 
 _SHOWN = 5  # numbers in a message
 _LONGEST = 2**26  # bytes of a line
+_BLOCK = 4096  # bytes of a disk's least
 
 
 def unnoticed(number: int, line: bytes) -> None:
@@ -280,18 +282,20 @@ def ended(path: Path) -> int | None:
 
 
 def require_unused(path: Path) -> None:
+    nearest = path
     try:
         nearest = next(each for each in (path, *path.parents) if each.exists())
-        writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-        if writable and nearest == path:
+        if nearest == path:
             if is_locked(path):
                 raise ConfigError(taken(path))
             require_stepless(path)
+        with TemporaryFile(dir=nearest) as file:  # a disk that is full or read-only may allow it and still refuse
+            file.write(bytes(_BLOCK))
     except OSError as error:
-        raise ConfigError(f"the run directory {path} cannot be used: {error.strerror or error}") from error
-    if not writable:
-        fault = "cannot be written to" if nearest.is_dir() else "is no directory"
-        raise ConfigError(f"the run directory {path} cannot be used: {nearest} {fault}; choose another run.directory")
+        raise ConfigError(
+            f"the run directory {path} cannot be used: {nearest}: {error.strerror or error}; choose another "
+            "run.directory"
+        ) from error
 
 
 def require_stepless(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -125,8 +125,8 @@ class RunDirectory(Observer):
         trace: steps at the beginning, and as many at the end, that ``trace.json`` shows; ``None``: all; 0: no trace.
         threaded: write in a thread; otherwise at once, as virtual time needs it.
         source: the stage whose items are the rollouts' events.
-        resumed_at: steps made by the run in this directory, up to its checkpoint. Records of later steps are removed,
-            except for observations and drains; the trace goes on in ``trace-<steps>.json``. ``None``: a new run.
+        resumed_at: steps made by the run in this directory, up to its checkpoint. The directory stays as it is until
+            :meth:`begin`. ``None``: a new run, which begins at once.
         lock: of the directory, if it is already held; released when the directory is complete.
         flushed: what :meth:`flush` returned before the checkpoint; files that begin so are not parsed again.
 
@@ -134,7 +134,7 @@ class RunDirectory(Observer):
         trained: rollouts that the run has trained so far; at least one if records of steps are lost.
         made: steps that it has made.
         evaluated: whether the evaluation before the first step is recorded.
-        faults: messages about records that were damaged when the run was resumed.
+        faults: messages about records that were damaged when the resumed run began.
 
     Raises:
         ConfigError: a number is negative or not whole, ``config`` holds a secret, or the directory is used by another
@@ -157,10 +157,14 @@ class RunDirectory(Observer):
     ) -> None:
         _require(config, keep=keep, trace=trace or 0, resumed_at=resumed_at or 0)
         self.path = path
+        self._config = config
+        self._resumed_at = resumed_at
+        self._flushed = flushed or {}
         self._decode = decode
         self._keep = keep
         self._source = source
         self._trace = None if trace == 0 else Trace()
+        self._traced = trace
         self._trace_file: TraceFile | None = None
         self._timekeeper = Timekeeper(source=source)
         self._threaded = threaded
@@ -174,32 +178,55 @@ class RunDirectory(Observer):
         self._files: dict[str, TextIO] = {}
         self._marks: dict[str, Mark] = {}  # of what is written; the writer's
         self._stack = ExitStack()
+        self._begun = False
         self._closed = False
         self._concluded = False
         if resumed_at is None:
             require_unused(path)
-        try:
+        with self._writable():
             make(path)
             self._lock = lock or Lock(path)
             self._stack.callback(self._lock.release)
-            if resumed_at is None:
-                require_stepless(path)  # again: another run may have ended since
-                clear(path)
+        if resumed_at is None:
+            self.begin()
+
+    def begin(self) -> Self:
+        """Open the files of a resumed run, once its state is known to fit; idempotent.
+
+        Records of steps after the checkpoint are removed, except for observations and drains; the trace goes on in
+        ``trace-<steps>.json``.
+
+        Raises:
+            ConfigError: the directory is used by another run or cannot be written.
+        """
+        if self._begun:
+            return self
+        with self._writable():
+            if self._resumed_at is None:
+                require_stepless(self.path)  # again: another run may have ended since
+                clear(self.path)
             else:
-                self._rewind(resumed_at, flushed or {})
-            put(path / "config.toml", [config])
+                self._rewind(self._resumed_at)
+            put(self.path / "config.toml", [self._config])
             for name in RECORDS:
                 self._open(name, "a")
             if self._trace is not None:
-                name = "trace.json" if resumed_at is None else f"trace-{resumed_at:06d}.json"
-                self._trace_file = TraceFile(self._open(name, "w"), trace)
-        except OSError as error:
+                name = "trace.json" if self._resumed_at is None else f"trace-{self._resumed_at:06d}.json"
+                self._trace_file = TraceFile(self._open(name, "w"), self._traced)
+        self._writer = Writer(threaded=self._threaded)
+        self._begun = True
+        return self
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except (ConfigError, OSError) as error:
+            self._closed = True
             self._stack.close()
-            raise ConfigError(f"the run directory {path} cannot be written: {error.strerror or error}") from error
-        except ConfigError:
-            self._stack.close()
-            raise
-        self._writer = Writer(threaded=threaded)
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"the run directory {self.path} cannot be written: {error.strerror or error}") from error
 
     def model_span(self, span: Span) -> None:
         """Keep a model's span; safe to call from any thread."""
@@ -270,7 +297,7 @@ class RunDirectory(Observer):
         self._lock.release()
 
     def close(self) -> None:
-        """Complete the directory: the last spans, the summary, the page; idempotent.
+        """Complete a directory that has begun: the last spans, the summary, the page; idempotent.
 
         Raises:
             OSError: a file could not be written.
@@ -278,6 +305,9 @@ class RunDirectory(Observer):
         if self._closed:
             return
         self._closed = True
+        if not self._begun:
+            self._stack.close()
+            return
         with self._stack, closing(self._writer):  # closes every file, whatever fails
             self._trace_models(self._timekeeper.take())
             if self._trace is not None and self._trace_file is not None:
@@ -292,9 +322,9 @@ class RunDirectory(Observer):
         with behind(error, f"completing the run directory {self.path}"):
             self.close()
 
-    def _rewind(self, steps: int, flushed: Flushed) -> None:
+    def _rewind(self, steps: int) -> None:
         (self.path / SUMMARY).unlink(missing_ok=True)
-        marks = cast("Mapping[str, Sequence[int]]", flushed.get("marks", {}))
+        marks = cast("Mapping[str, Sequence[int]]", self._flushed.get("marks", {}))
         there = [name for name in (*RECORDS, EVALUATIONS) if (self.path / name).exists()]
         known = {name: Mark(*marks[name]) for name in there if name in marks}
         known = {name: mark for name, mark in known.items() if Mark.of(self.path / name, mark.size) == mark}
@@ -303,7 +333,7 @@ class RunDirectory(Observer):
             self._marks[name] = Mark.of(self.path / name)
         lost, unexplained = ([] if name in known else gaps(self.path / name, steps) for name in (METRICS, JOURNAL))
         self.faults += [*lost, *unexplained]
-        counted = METRICS in known and cast("int", flushed["trained"])
+        counted = METRICS in known and cast("int", self._flushed["trained"])
         self.trained = int(counted or summary(metrics_of(self.path))["trained"]["total"] or bool(lost))
         self.evaluated = any(record["step"] == BEFORE for record in read(self.path / EVALUATIONS))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
@@ -34,17 +33,6 @@ def columns_of(template: str) -> frozenset[str]:
             f"a judge's template names {odd[0]!r}: expected {{prompt}}, {{response}} or a column, and {{{{ for a brace"
         )
     return frozenset(names - OWN)
-
-
-def key_of(variable: str) -> str:
-    """Return the key in an environment variable; empty where none is named."""
-    if not variable:
-        return ""
-    if key := os.environ.get(variable):
-        return key
-    raise ConfigError(
-        f"the key is to be in the environment variable {variable!r}, which is not set: set it, or leave api_key_env out"
-    )
 
 
 class ServiceOptions(TypedDict, total=False):

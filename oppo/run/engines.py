@@ -32,7 +32,7 @@ from oppo.log import logger, with_route
 from oppo.models import Policy, Sampling
 from oppo.observe import Reporter
 from oppo.placement import Hosted, Place, PolicyPool, Process
-from oppo.rewards.judge import key_of
+from oppo.redact import key_of
 from oppo.run.deployment import Deployment, Role
 from oppo.run.loading import RoleLoader, ServedRewardModel
 from oppo.run.rewards import track_of

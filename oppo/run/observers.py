@@ -41,6 +41,7 @@ class RunObservers:
     panel: Panel
     watchdog: Watchdog
     observers: Sequence[Observer]
+    begin: Callable[[Run[Any]], None]  # what lasts: the records and trackers, which a state that does not fit leaves
     alive: Callable[[], Sequence[int]] = tuple
 
     def look_at(self, running: Run[Any]) -> None:
@@ -75,17 +76,23 @@ def watching(
         # A live panel would be drawn over other output to the terminal, so it shows the messages itself.
         shown = (panel.on_notice,) if panel.is_live else ()
         stack.enter_context(routed(log.notice, *shown, onward=not panel.is_live))
-        decode = assembly.tokenizer.decode
-        trackers = stack.enter_context(tracking(chosen, directory.path, config, first, decode))
-        for fault in directory.faults:
-            logger.warning(fault)
         stack.enter_context(panel)
         watchdog = watchdog_of(chosen, assembly, directory, [log.on_stall, panel.on_stall], last_resort)
         stack.enter_context(watchdog)
         assembly.listen(directory.model_span, watchdog.on_span)
-        written, others = (with_names(chosen, algorithm, *seen) for seen in ((directory,), (*trackers, *own)))
+        written, others = (with_names(chosen, algorithm, *seen) for seen in ((directory,), own))
         observers = [*written, log, Expendable(panel), watchdog, *others]
-        yield RunObservers(console, log, panel, watchdog, observers)
+
+        def begin(running: Run[Any]) -> None:
+            directory.begin()
+            for fault in directory.faults:
+                logger.warning(fault)
+            decode = assembly.tokenizer.decode
+            trackers = stack.enter_context(tracking(chosen, directory.path, config, first, decode))
+            for each in with_names(chosen, algorithm, *trackers):
+                running.listen(each)
+
+        yield RunObservers(console, log, panel, watchdog, observers, begin)
 
 
 def with_names(run: RunSection, algorithm: Algorithm, *observers: Observer) -> Sequence[Observer]:

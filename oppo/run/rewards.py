@@ -45,9 +45,10 @@ from oppo.hf.tool_calls import ToolSchema
 from oppo.libraries import require
 from oppo.models import Scorer
 from oppo.placement import Hosting
+from oppo.redact import key_of
 from oppo.rewards import FunctionReward, RewardInputs, Rewards, load_reward
 from oppo.rewards.combined import names_function
-from oppo.rewards.judge import columns_of, judge, key_of
+from oppo.rewards.judge import columns_of, judge
 from oppo.rewards.tasks import CHECKERS
 from oppo.run.prompts import encoding_of
 from oppo.scorers import OfLastSegment, Unscored
@@ -348,11 +349,14 @@ def first_look(settings: Settings) -> FirstLook | None:
         elif is_hub_name(source.path):
             ask_hub(source.path)
     models = settings.models
-    named = {"policy": models.policy, "reference": models.reference, "critic": models.critic, **settings.teachers}
+    named = {"models.policy": models.policy, "models.adapter": models.adapter}
     scored = {key: each.source for key, each in settings.reward_tables.items() if isinstance(each, ModelRewardSection)}
     scored |= {f"agents.roles.{role}": each for role, each in settings.agents.frozen.items() if each != INITIAL}
-    for key, path in [*((f"models.{name}", path) for name, path in named.items() if path), *scored.items()]:
-        if not Path(path).expanduser().is_dir():
+    derived = {"models.reference": models.reference, "models.critic": models.critic}  # from the others by default
+    taught = {f"models.{name}": path for name, path in settings.teachers.items()}
+    loaded = named | scored | derived | taught
+    for key, path in sorted(loaded.items(), key=lambda each: not Path(each[1]).is_absolute()):  # hubs are asked last
+        if path and not Path(path).expanduser().is_dir():
             try:
                 copy_without_hub(path)
             except ConfigError as error:

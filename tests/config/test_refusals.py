@@ -366,6 +366,27 @@ def test_a_malformed_override_says_what_one_looks_like(override: str) -> None:
         overridden(MINIMAL, [override])
 
 
+JUDGE = "rewards=[{source='http://judge/v1', model='m', template='x'}]"
+PASTED = entries("""
+JUDGE rewards.0.api_key_env=['canary']
+JUDGE rewards.0.api_key_env={x='canary'}
+JUDGE rewards.0.api_key_env=canary rewards.0.api_key_env.x=1
+JUDGE rewards.3.api_key_env=canary
+rewards={api_key_env='canary'}
+rewards.source=http://judge/v1 rewards.api_key_env=canary
+api_key_env=canary
+scorers.reference.url=http://judge scorers.reference.engine=vllm scorers.reference.api_key_env=['canary']
+scorers.reference=[{api_key_env='canary'}]
+""")
+
+
+@pytest.mark.parametrize("chosen", [chosen for chosen, *_ in PASTED])
+def test_a_key_in_the_place_of_its_variable_s_name_is_not_shown(chosen: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(overridden(MINIMAL, chosen.replace("JUDGE", JUDGE.replace(" ", "")).split(" ")), Path("/"))
+    assert "canary" not in str(caught.value)
+
+
 def test_every_rule_is_broken_by_some_of_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = set[str]()
 

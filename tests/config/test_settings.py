@@ -36,6 +36,32 @@ def loaded(folder: Path, text: str = "", *overrides: str, base: str = MINIMAL) -
     return load_settings(path, overrides)
 
 
+@pytest.mark.parametrize(
+    ("override", "guess"),
+    [
+        ("models.policy=actr", "actor"),
+        ("models.reference=actr", "actor"),
+        ("models.critic=mine/critc", "critic"),
+        ("models.adapter=actr", "actor"),
+        ("rewards.0={source='mine/critc'}", "critic"),
+        ("agents.roles.helper=actr", "actor"),
+        ("agents.roles.helper=initail", "initial"),
+        ("agents.roles.helper=polcy", "policy"),
+    ],
+)
+def test_a_model_whose_name_is_like_that_of_a_folder_is_told_before_a_hub_is_asked(
+    tmp_path: Path, messages: list[str], override: str, guess: str
+) -> None:
+    for folder in ("actor", "mine/critic"):
+        (tmp_path / folder).mkdir(parents=True)
+    if override.startswith("agents"):
+        loaded(tmp_path, "", override, AGENT, "agents.roles.asked=policy", base=BY_AGENT)
+    else:
+        loaded(tmp_path, "", override)
+    (message,) = [each for each in messages if "did you mean" in each]
+    assert f"is no directory in {tmp_path} (did you mean '{guess}'?)" in message
+
+
 def refused(folder: Path, text: str, *overrides: str, base: str = MINIMAL) -> str:
     with pytest.raises(ConfigError) as caught:
         loaded(folder, text, *overrides, base=base)

@@ -136,7 +136,7 @@ def test_a_resumed_run_leaves_the_records_of_one_that_was_never_killed(tmp_path:
     for name in RECORDS:
         with (path / name).open("a") as file:
             file.write('{"step": 3, "event": "a step that the kill ca')
-    with RunDirectory(path, config="a = 1\n", decode=decode, threaded=False, resumed_at=1) as directory:
+    with RunDirectory(path, config="a = 1\n", decode=decode, threaded=False, resumed_at=1).begin() as directory:
         assert [each["step"] for each in lines(path / "metrics.jsonl")] == [1]
         play_second(directory)
     for name in (*RECORDS, "summary.json", "trace.json"):
@@ -150,7 +150,7 @@ def test_what_was_observed_outlives_the_steps_that_are_taken_back(tmp_path: Path
         for step in range(3):
             directory.on_item(step, "generate", Observation(step, seconds=0.1 + step, score=0.5), float(step))
     for resumed_at in (2, 1):
-        with RunDirectory(path, threaded=False, resumed_at=resumed_at) as directory:
+        with RunDirectory(path, threaded=False, resumed_at=resumed_at).begin() as directory:
             directory.on_item(resumed_at, "generate", Defer(7, 1), 5.0)
     told = [(line["step"], line["event"]) for line in lines(path / JOURNAL)]
     assert told == [(1, "observed"), (2, "observed"), (3, "observed"), (2, "deferred")]
@@ -174,13 +174,13 @@ def test_drains_outlive_the_steps_that_are_taken_back_and_end_the_course_of_what
 
     with RunDirectory(path, threaded=False) as directory:
         observed(directory, 0, 1, 2, 3, 4, seconds=1.0)
-    with RunDirectory(path, threaded=False, resumed_at=1) as directory:
+    with RunDirectory(path, threaded=False, resumed_at=1).begin() as directory:
         directory.drained(2)  # repeating the steps, it was ended after this one
     assert told() == {0: 1.0, 1: 1.0, 2: 1.0}, "steps 3 and 4 were those of a run that did not drain"
-    with RunDirectory(path, threaded=False, resumed_at=3) as directory:
+    with RunDirectory(path, threaded=False, resumed_at=3).begin() as directory:
         observed(directory, 3, 4, seconds=2.0)
     for resumed_at in (2, 1):
-        with RunDirectory(path, threaded=False, resumed_at=resumed_at):
+        with RunDirectory(path, threaded=False, resumed_at=resumed_at).begin():
             pass
         assert read_replay(path / JOURNAL).drains == {2}
         assert told() == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
@@ -214,7 +214,7 @@ def test_records_that_a_checkpoint_knows_are_gone_on_with_as_if_they_were_read_a
         done, parsed, parse = 0, list[bytes](), records._record
         for number, (steps, later) in enumerate(lives):
             resumed_at = done if number else None
-            with RunDirectory(path, threaded=False, resumed_at=resumed_at, flushed=flushed) as directory:
+            with RunDirectory(path, threaded=False, resumed_at=resumed_at, flushed=flushed).begin() as directory:
                 made(directory, done, steps)
                 state = json.loads(json.dumps(directory.flush()))
                 flushed = state if knows else None
@@ -231,7 +231,7 @@ def test_records_that_a_checkpoint_knows_are_gone_on_with_as_if_they_were_read_a
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(records, "_record", noting)
-            directory = RunDirectory(path, threaded=False, resumed_at=done, flushed=flushed)
+            directory = RunDirectory(path, threaded=False, resumed_at=done, flushed=flushed).begin()
         with directory:
             kept = [(path / name).read_bytes() for name in RECORDS if name != JOURNAL]
             told = [each.replace(str(path), "") for each in directory.faults]
@@ -306,6 +306,6 @@ def test_a_metric_that_is_no_number_is_left_out_of_the_summary_and_the_page(tmp_
     first, *rest = lines(path / "metrics.jsonl")
     told = [{**first, "score": "many", "trained": [1], "kl": {}}, *rest]
     (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
-    with RunDirectory(path, decode=decode, threaded=False, resumed_at=2) as directory:
+    with RunDirectory(path, decode=decode, threaded=False, resumed_at=2).begin() as directory:
         assert directory.trained == sum(int(str(each["trained"])) for each in rest)
     assert (path / "report.html").exists()

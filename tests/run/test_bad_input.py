@@ -107,7 +107,7 @@ models.policy=pickled | models.policy: | as pickles (pytorch_model.bin) | models
 models.dtype=float16 | models.policy: float16 is not for a CPU | 'float32' or 'bfloat16'
 models.policy=with-code | models.policy: | its own (code.py) | models.trust_remote_code = true
 models.reference=with-code | models.reference: | models.trust_remote_code = true
-run.directory=file | file is no directory; choose another run.directory
+run.directory=file | file: Not a directory; choose another run.directory
 run.directory=/proc/1/fdinfo/x | the run directory /proc/1/fdinfo/x/refused cannot be
 placement.reward=cuda:7 | placement.reward: there is no 'cuda:7' here
 placement.scorers=cuda:7 | placement.scorers: there is no 'cuda:7' here
@@ -551,7 +551,7 @@ def test_weights_in_shards_of_the_directory_are_read(folder: Path) -> None:
         ("data.prompts=loop", "loop"),
         (f"data.prompts={'a' * 5_000}.jsonl", "File name too long"),
         ("run.directory=loop", "loop"),
-        ("run.directory=pipe.jsonl", "pipe.jsonl is no directory; choose another run.directory"),
+        ("run.directory=pipe.jsonl", "pipe.jsonl: Not a directory; choose another run.directory"),
         (f"run.steps={DIGITS}", "run.steps: expected a whole number"),
         (f"run.steps={DEEP}", "run.steps: expected a whole number"),
     ],

@@ -282,7 +282,7 @@ def test_classes_and_tools_that_cannot_be_called_are_refused(
     played: Path, chosen: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = re.sub(r"TOOL=(\w+)", r'environment.tools=["tools.py:\1"] rewards=["reward.py:short"]', chosen)
-    assert oppo(played, "--dry-run", *named.split(" ")) == UNUSABLE
+    assert oppo(played, "--dry-run", "run.name=refused", *named.split(" ")) == UNUSABLE
     said = " ".join("".join(capsys.readouterr()).split())
     assert [each for each in words if each not in said] == [], said
 

@@ -412,8 +412,8 @@ def test_its_calls_are_seen_and_it_is_killed_where_a_run_hangs(folder: Path, sco
     [
         ((*REWARD_ON_VLLM, "rewards.0.vllm.max_num_seq=3"), "rewards.0: unknown argument 'max_num_seq'"),
         (
-            (*REWARD_ON_VLLM, "rewards.0.url=http://localhost:1", "rewards.0.api_key_env=NOT_SET"),
-            "rewards.0: the key is to be in the",
+            (*REWARD_ON_VLLM, "rewards.0.url=http://localhost:1", "rewards.0.api_key_env=canary"),
+            "rewards.0: api_key_env: expected the name of an environment variable",
         ),
         ((*REWARD_ON_VLLM, "rewards.0.source=several"), "several is no causal model with one label"),
         ((*REWARD_ON_VLLM, "rewards.0.source=foreign-reward"), "rewards.0: "),

@@ -113,7 +113,7 @@ class Life:
     async def _live(self) -> None:
         pipeline, done = self._pipeline, self.start or 0
         source = pipeline.prompts()
-        with RunDirectory(self.path, keep=0, trace=0, threaded=False, resumed_at=self.start) as directory:
+        with RunDirectory(self.path, keep=0, trace=0, threaded=False, resumed_at=self.start).begin() as directory:
             self._inherited = len(self.journal)
             async with pipeline.graph().open(source, observers=[directory], lookahead=self.lookahead) as run:
                 if done:

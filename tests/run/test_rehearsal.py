@@ -13,7 +13,7 @@ import pytest
 
 from oppo.cli import DONE, FAILED, UNUSABLE
 from oppo.config.load import load_settings
-from oppo.errors import RewardError
+from oppo.errors import ConfigError, RewardError
 from oppo.hf import HfTokenizer, load_tokenizer
 from oppo.hf.tokenizer import quick_tokenizer
 from oppo.run.rehearsal import SAID, TURNS, rehearse_code
@@ -94,6 +94,22 @@ def test_columns_are_compared_only_where_all_rows_were_looked_at(folder: Path) -
     (folder / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(RewardError, match="asks for 'gold'"):
         first_look(load_settings(folder / "config.toml", [*WANTING, "data.prompts=late.jsonl"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "missing"),
+    [(key, key) for key in ("models.adapter", "models.critic")] + [("rewards.0.source", "rewards.0")],
+)
+def test_a_folder_that_is_missing_is_named_before_a_hub_is_asked_for_another_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str, missing: str
+) -> None:
+    def asked(_: object, name: str, *, timeout: float) -> None:
+        raise AssertionError(f"asked for {name} with a timeout of {timeout} s")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", asked)
+    settings = load_settings(folder / "config.toml", ["models.policy=of/nobody", f"{key}=./rewrd"])
+    with pytest.raises(ConfigError, match=rf"^{missing}: '.*/rewrd' is no directory here \(did you mean 'reward'\?\)"):
+        first_look(settings)
 
 
 WANTING = ["rewards.0.source=wants.py:wants"]

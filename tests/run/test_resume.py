@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from oppo.cli import DONE, FAILED, UNUSABLE, main
 from oppo.config.load import load_settings
@@ -469,7 +470,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_the_run_s_own(
 _DEFERRED = ("admission", "sample", "group", "branch", "prompt", "tokens", "logprobs", "versions", "sampled", "rollout")
 EARLIER: dict[str, object] = {
     "run": {
-        "steps": 6,
+        "steps": 4,
         "stages": {
             "advantage": {"kl": 0.05, "moments": {}},
             "generate": {"units": [{"age": 1, "rollouts": [dict.fromkeys(_DEFERRED, 1)]}]},
@@ -487,18 +488,32 @@ EARLIER: dict[str, object] = {
         ({"run": {}}, "does not fit this run (KeyError: 'stages')"),
         ({"prompts": []}, "does not fit this run (TypeError: "),
         (EARLIER, "does not fit this run (KeyError: 'limit'): it is of another version of oppo, or was edited; start"),
+        ({"optimizer": "of others"}, "trainer.safetensors"),
     ],
 )
-def test_a_state_that_was_edited_by_hand_is_an_error(
+def test_a_state_that_does_not_fit_is_an_error_and_the_records_of_later_steps_stay(
     folder: Path, change: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copied(folder, "forged")
-    checkpoint = run / "checkpoints" / "step-000006"
+    shutil.rmtree(run / "checkpoints" / "step-000006")
+    checkpoint = run / "checkpoints" / "step-000004"
+    if "optimizer" in change:
+        (checkpoint / COMPLETE).unlink()
+        save_file({"other": np.zeros(1)}, checkpoint / "trainer.safetensors")
+        seal(checkpoint, 4, 0.0)
     reseal(checkpoint, json.loads((checkpoint / "state.json").read_text()) | change)
-    assert resume(folder, "forged", "run.steps=7") != DONE
+    before = files(run)
+    assert resume(folder, "forged", "run.steps=7", "run.track=['tensorboard']") != DONE
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
+    assert files(run) == before
+    assert not is_locked(run)
+
+
+def files(run: Path) -> dict[str, bytes]:
+    """Return what a run directory holds, but for the log, which tells of every attempt."""
+    return {str(file): file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != "log.jsonl"}
 
 
 def test_other_libraries_and_damaged_records_are_told_and_the_run_goes_on(

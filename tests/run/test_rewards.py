@@ -353,7 +353,7 @@ rewards.0.source=reasoning-gym rewards.0.form=chat | unknown key 'rewards.0.form
 rewards=[{name='first',source='reward'},{name='second',source='nowhere/at-all',weight=0.5}] | rewards.1:
 JUDGE rewards.0.template="{answer}" | rewards.0 asks a judge about 'answer', which is no column of the data
 JUDGE rewards.0.template="{" | rewards.0: a judge's template has a brace that is no field
-JUDGE rewards.0.template=x rewards.0.api_key_env=NOT_SET | rewards.0: the key is to be in the environment variable
+JUDGE rewards.0.template=x rewards.0.api_key_env=canary | rewards.0: api_key_env: expected the name of an environment
 JUDGE rewards.0.template=x rewards.0.score=best | rewards.0.score: expected 'number', 'regex:PATTERN', 'json:FIELD'
 JUDGE rewards.0.template=x rewards.0.process=true |
     unknown key 'rewards.0.process' (it is a key of a reward whose source is a function)
@@ -373,4 +373,5 @@ def test_a_reward_that_cannot_be_had_is_refused_by_its_key(
     assert oppo(workplace, "--dry-run", "run.name=refused", *settings) == UNUSABLE
     said = capsys.readouterr().err
     assert [each for each in words if each not in said] == []
+    assert "canary" not in said
     assert not (workplace / "runs" / "refused").exists()
