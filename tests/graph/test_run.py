@@ -565,15 +565,6 @@ def test_an_input_by_name_that_does_not_fit_is_refused(stage: Sum, named: dict[s
     assert message in str(caught.value)
 
 
-class Slow:
-    """Takes a second over each item."""
-
-    async def run(self, numbers: Receiver[int], /, *, out: Sender[int]) -> None:
-        async for number in numbers:
-            await anyio.sleep(1)
-            await out.send(number)
-
-
 class Double:
     """Sends everything twice, at once."""
 
@@ -601,7 +592,7 @@ async def snapshots(*times: float) -> list[Snapshot]:
 
     g: GraphBuilder[int] = GraphBuilder("three", capacity=1)
     doubled = g.add("double", Double(), g.prompts)
-    graph = g.build(g.add("last", Last(), g.add("slow", Slow(), doubled)))
+    graph = g.build(g.add("last", Last(), g.add("slow", Relay(1.0), doubled)))
     seen: list[Snapshot] = []
     async with graph.open(numbers()) as run:
         assert not run.snapshots()

@@ -27,6 +27,7 @@ from oppo.testing import (
     run_virtual,
 )
 from tests.kit.pipelines import Tap, same_batches
+from tests.stages.test_conversations import Weightless
 
 
 class Kept:
@@ -91,11 +92,6 @@ MAKERS: dict[str, Callable[[dict[str, Any]], Graph[StepReport]]] = {
         admission=Overcommit(batch=4, overcommit=1),
     ),
 }
-
-
-class Weightless:
-    def state_dict(self) -> dict[str, object]:
-        return {}
 
 
 @pytest.mark.parametrize("name", MAKERS)

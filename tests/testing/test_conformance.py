@@ -31,6 +31,7 @@ from oppo.testing import (
     run_virtual,
 )
 from oppo.testing.fake_policy import FakeDecode
+from tests.kit.faulty import Silent
 from tests.kit.virtual import virtually
 
 
@@ -142,12 +143,6 @@ class Frugal(FakeDecode):
 class FrugalPolicy(FakePolicy):
     async def open(self, rollouts: Sequence[Prompt | Response]) -> Sequence[FakeDecode]:
         return [Frugal(self, decode.prompt, decode.length) for decode in await super().open(rollouts)]
-
-
-class Deaf(FakePolicy):
-    def _end(self, ended: list[FakeDecode]) -> None:
-        for decode in ended:
-            self._remove(decode)
 
 
 class Restless(FakePolicy):
@@ -331,7 +326,7 @@ TOOLLESS = "rollout 1: expected the answer [0, 1] as tool tokens after its first
         (Elsewhere, "outside of its own support"),
         (Short, "whose support is of 2 tokens"),
         (FrugalPolicy, "a live chunk holds 2 of 3 tokens"),
-        (Deaf, "readable before cut"),
+        (Silent, "readable before cut"),
         (Restless, "gives other tokens"),
         (partial(Talkative, DeafDecode), TOOLLESS),
         (partial(Talkative, Stammering), TOOLLESS),
