@@ -287,12 +287,19 @@ PLACES = ("rewards", "trainer", "decoding", "scorers")
 
 def fits(row: Row) -> bool:
     """Return whether the values go together, which may be those of some axes only."""
-    return not any(all(row.get(axis) in values for axis, values in clash) for clash in _clashes())
+    clashes = (others for each in row.items() for others in _clashes().get(each, ()))
+    return not any(all(row.get(axis) in values for axis, values in others) for others in clashes)
 
 
 @cache
-def _clashes() -> list[list[tuple[str, list[str]]]]:
-    return [[(axis, values.split("|")) for axis, values in clash.items()] for clash, _ in (*CLASHES, *IN_A_RUN)]
+def _clashes() -> Mapping[tuple[str, str], list[list[tuple[str, list[str]]]]]:
+    # By each of the values that a clash names first: the others.
+    found: dict[tuple[str, str], list[list[tuple[str, list[str]]]]] = {}
+    for clash, _ in (*CLASHES, *IN_A_RUN):
+        (axis, values), *others = [(axis, values.split("|")) for axis, values in clash.items()]
+        for value in values:
+            found.setdefault((axis, value), []).append(others)
+    return found
 
 
 @cache
