@@ -23,6 +23,7 @@ from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -59,7 +60,7 @@ from oppo.hf.model_parts import longest, only_whole, reach, vocabulary
 from oppo.hf.processor import Processor
 from oppo.hf.servable import probe
 from oppo.hf.sight import let_see
-from oppo.hf.weights import ALIGNMENT, SharedModel
+from oppo.hf.weights import ALIGNMENT, SentWeights, SharedModel, changing
 from oppo.log import logger, routed
 
 T = TypeVar("T")
@@ -539,6 +540,25 @@ def positions_of(model: Loadable) -> int:
 
 def vocabulary_of(model: Loadable) -> int:
     return int(model.config().get_text_config().vocab_size) if isinstance(model, ModelRecipe) else vocabulary(model)
+
+
+# A model that is loaded by its recipe has memory of its own, which no trainer writes.
+def trained_addresses(model: Loadable) -> frozenset[int]:
+    if isinstance(model, ModelRecipe):
+        return frozenset()
+    return frozenset(each.data_ptr() for each in model.parameters() if each.requires_grad and each.numel())
+
+
+def share_storage(model: Loadable, weights: Mapping[str, object]) -> bool:
+    served = {} if isinstance(model, ModelRecipe) else dict(model.named_parameters())
+    return any(
+        each.requires_grad and isinstance(value := weights.get(name), Tensor) and value.data_ptr() == each.data_ptr()
+        for name, each in served.items()
+    )
+
+
+def sent_to(model: Loadable, actor: Mapping[str, object]) -> SentWeights:
+    return SentWeights(changing(actor) if isinstance(model, ModelRecipe) else actor)
 
 
 def worker_maker(kind: Callable[..., T], model: Loadable, *args: object) -> Callable[[], T]:

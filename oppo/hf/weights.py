@@ -115,23 +115,11 @@ def _opened(
     return SentWeights({name: rebuild(*arguments) for name, (rebuild, arguments) in handles.items()} | dict(others))
 
 
-def addresses(module: nn.Module) -> frozenset[int]:
-    return frozenset(each.data_ptr() for each in module.parameters() if each.requires_grad and each.numel())
-
-
 def copies(weights: Mapping[str, object]) -> dict[str, object]:
     copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
     for device in {value.device for value in copied.values() if isinstance(value, Tensor)}:
         synchronised(device)
     return copied
-
-
-def share_storage(module: nn.Module, weights: Mapping[str, object]) -> bool:
-    for name, parameter in module.named_parameters():
-        value = weights.get(name)
-        if parameter.requires_grad and isinstance(value, Tensor) and value.data_ptr() == parameter.data_ptr():
-            return True
-    return False
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -22,7 +22,7 @@ from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.limits import UNLIMITED
 from oppo.losses import ClippedLoss, PPOLoss
-from oppo.models import Sampling, Weights
+from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
 from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
@@ -87,7 +87,7 @@ def decode(load: Load, *, small: bool) -> None:
             signals.stop()
 
     core.run(rows, everyone, lambda ended: False, signals, stop_before_the_end)
-    core.load(Weights(1))
+    core.load({}, 1)
     core.run([], everyone, lambda ended: False, Signals.of(len(rows)), steps.append)
 
 

@@ -52,7 +52,7 @@ from oppo.hf.weights import adopt, copies
 from oppo.hf.without_data import WithoutData
 from oppo.limits import UNLIMITED
 from oppo.losses import ClippedLoss, PPOLoss
-from oppo.models import Sampling, Weights
+from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
 from oppo.rollout_buffer import DecodeStep
 from oppo.training import TrainerSettings
@@ -101,7 +101,7 @@ def decode(make: Make = causal, *, temperature: float = 1.0, kernels: ModuleType
                 found[names.pop(0)] = watch.taken() | {"segments": _segments(core)}
 
         core.run(rows, given, lambda ended: False, Signals.of(len(rows)), deliver)
-        core.load(Weights(1, actor={name: each.clone() for name, each in model.state_dict().items()}))
+        core.load({name: each.clone() for name, each in model.state_dict().items()}, 1)
         names[:] = ["prefill of another version"]
         again = [DecodeRow(k, Prompt(k, k, np.arange(8, dtype=np.int32)), 2) for k in range(8, 10)]
         core.run(

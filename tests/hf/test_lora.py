@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oppo.admission.chunking import Fixed
 from oppo.errors import ConfigError, ModelError, ModelRefused
-from oppo.events import Chunk, Prompt
+from oppo.events import Chunk, Finish, Prompt, Response
 from oppo.hf.devices import ModelPlace
 from oppo.hf.kv.states import CONTINUED
 from oppo.hf.loading import ModelRecipe, load_causal, outline
@@ -38,10 +37,12 @@ from oppo.hf.lora import (
 from oppo.hf.model_files import CAUSAL
 from oppo.hf.servable import probe
 from oppo.hf.serve.policy import HfPolicy
+from oppo.hf.serve.scorers import SelfTeacher
 from oppo.hf.weights import SentWeights, SharedModel, changing, weights_digest
 from oppo.models import Sampling, Weights
 from oppo.placement import Process
-from oppo.placement.child import pack_with_blocks, unpack
+from oppo.placement.child import Call, pack_with_blocks, unpack
+from oppo.scheduling import Priority
 from tests.hf import tiny
 from tests.invariants import test_equivalence as equivalence
 from tests.kit.known import deep, known
@@ -554,35 +555,43 @@ def test_arguments_of_peft_that_a_new_adapter_does_not_take_are_refused(more: di
         add_lora(tiny.causal("llama"), 4, 8, more=more)
 
 
-def test_a_policy_that_was_loaded_elsewhere_is_sent_its_adapters_alone(
+def test_a_policy_and_a_live_teacher_that_were_loaded_elsewhere_are_sent_the_adapters_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, actor = tiny.causal("llama", seed=1), tiny.causal("llama", seed=1)
     base.save_pretrained(tmp_path)
     add_lora(actor, 4, 8, seed=3)
     tiny.shaken(actor)
-    sent: list[list[str]] = []
+    load, sampling, sent = Process.load_in_child, Sampling(max_new_tokens=9), list[object]()
+    prompt = Prompt(0, 0, np.array([5, 6, 7], np.int32))
 
-    def sending(weights: Mapping[str, object]) -> SentWeights:
-        sent.append([*weights])
-        return SentWeights(weights)
+    async def noted(place: Process, priority: Priority, instance: Any, call: Call, loaded: Any) -> None:
+        sent.extend(call.args)
+        await load(place, priority, instance, call, loaded)
 
     async def decoded() -> Chunk:
         with Process("policy") as process:
-            policy = HfPolicy(recipe, sampling=Sampling(max_new_tokens=9), place=ModelPlace(process, "policy", ""))
-            await policy.load(Weights(1, actor.state_dict()))
-            (decode,) = await policy.open([Prompt(0, 0, np.array([5, 6, 7], np.int32))])
+            policy = HfPolicy(recipe, sampling=sampling, place=ModelPlace(process, "policy", ""))
+            teacher = SelfTeacher(recipe, sampling=sampling, place=ModelPlace(process, "teacher", ""))
+            for model in (policy, teacher):
+                await model.load(Weights(1, actor.state_dict()))
+            (decode,) = await policy.open([prompt])
             async with policy.decoding([decode], lambda ended: False):
                 piece = await read_chunk(decode, 9)
+            await teacher.extend([prompt, piece])
+            (taught,) = await teacher.finish([Finish(0, Response.of(prompt, [piece]), "length")])
+            assert isinstance(taught, np.ndarray)
+            assert np.allclose(taught, piece.logprobs, atol=1e-5)
             with pytest.raises(ModelError, match=r"1 missing \[.*lora_"):
                 await policy.load(Weights(2, dict([*changing(actor.state_dict()).items()][1:])))
             assert policy.version == 1
         return piece
 
-    monkeypatch.setattr("oppo.hf.serve.policy.SentWeights", sending)
+    monkeypatch.setattr(Process, "load_in_child", noted)
     recipe = ModelRecipe(path=str(tmp_path), lora_rank=4, lora_alpha=8, lora_seed=3, device="cpu")
     piece = anyio.run(decoded)
-    assert sent[0] == [name for name in actor.state_dict() if ".lora_" in name]
+    adapters = [name for name in actor.state_dict() if ".lora_" in name]
+    assert [[*each] for each in sent[:2] if isinstance(each, SentWeights)] == [adapters, adapters]
     with torch.no_grad():
         read = torch.tensor([[5, 6, 7, *piece.tokens.tolist()]])
         expected = actor.train(mode=False)(read).logits[0, 2:-1].log_softmax(-1)

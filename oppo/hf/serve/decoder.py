@@ -35,7 +35,7 @@ from oppo.hf.routers import RouteRecords, RouterReplay
 from oppo.hf.serve.sampling import Drawing
 from oppo.hf.weights import adopt
 from oppo.limits import UNLIMITED, TurnLimit
-from oppo.models import Cut, Detokenize, Sampling, Weights
+from oppo.models import Cut, Detokenize, Sampling
 from oppo.placement.shared_memory import Counts, Gauge, Notice
 from oppo.rollout_buffer import DecodeStep
 from oppo.turns import StopCriteria
@@ -303,12 +303,12 @@ class PolicyCore:
             self._rows.pop(key, None)
         self._decoder.reader.forget(keys)
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: Mapping[str, object], version: int) -> None:
         # Every core over the same memory serves them. Where a tensor does not fit, the old weights are still served.
-        if weights.actor:
-            adopt(self._decoder.model, weights.actor)
+        if weights:
+            adopt(self._decoder.model, weights)
             synchronised(self._decoder.model.device)  # the trainer's tensors may change now
-        self.counters.version = weights.version
+        self.counters.version = version
         self.counters.loads += 1
 
     def refresh(self) -> None:

@@ -20,9 +20,18 @@ import anyio
 from oppo.declared import require_whole
 from oppo.errors import ModelLost, ProtocolError
 from oppo.events import Prompt, Response, RoutedExperts
-from oppo.hf.loading import Loadable, ModelRecipe, ResidentRecipe, name_of, positions_of, vocabulary_of, worker_maker
+from oppo.hf.loading import (
+    Loadable,
+    ResidentRecipe,
+    name_of,
+    positions_of,
+    sent_to,
+    share_storage,
+    trained_addresses,
+    vocabulary_of,
+    worker_maker,
+)
 from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, policy_core
-from oppo.hf.weights import SentWeights, addresses, changing, share_storage
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.placement import Callback, Hosted, Hosting
 from oppo.rollout_buffer import DecodeSteps, RolloutBuffer, raise_first, response_to, unfinished
@@ -154,15 +163,15 @@ class HfPolicy:
             ModelError: a tensor is missing, unknown or of another shape; the old weights are still served.
         """
         async with nullcontext() if self._calls is None else self._calls.between_steps():
-            actor = changing(weights.actor) if isinstance(self._model, ModelRecipe) else weights.actor
-            await self._core.load(PolicyCore.load, Weights(weights.version, actor=SentWeights(actor)))
+            load = partial(PolicyCore.load, version=weights.version)
+            await self._core.load(load, sent_to(self._model, weights.actor))
             await self._core.call("refresh", PolicyCore.refresh)
 
     def serves(self, weights: Weights) -> bool:
-        return not isinstance(self._model, ModelRecipe) and share_storage(self._model, weights.actor)
+        return share_storage(self._model, weights.actor)
 
     def tensors(self) -> frozenset[int]:
-        return frozenset() if isinstance(self._model, ModelRecipe) else addresses(self._model)
+        return trained_addresses(self._model)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.

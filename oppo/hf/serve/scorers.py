@@ -42,9 +42,9 @@ from oppo.hf.devices import synchronised
 from oppo.hf.head import Measure, OwnHead, separable_head, token_measures, widen_head
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
-from oppo.hf.loading import Loadable, ModelRecipe, worker_maker
+from oppo.hf.loading import Loadable, sent_to, share_storage, trained_addresses, worker_maker
 from oppo.hf.model_parts import backbone, score_head, token_head, vocabulary
-from oppo.hf.weights import SentWeights, addresses, adopt, copies, share_storage
+from oppo.hf.weights import SentWeights, adopt, copies
 from oppo.images import ImageRef
 from oppo.losses import Input, top_logprobs
 from oppo.models import Sampling, Weights
@@ -301,11 +301,11 @@ class ScorerHandle(Generic[T]):
     def capabilities(self) -> ScorerCapabilities:
         return ScorerCapabilities(time_slice=self._worker.time_slice)
 
-    async def _follow(self, weights: Mapping[str, object], version: int) -> None:
+    async def _follow(self, weights: SentWeights, version: int) -> None:
         def served() -> None:
             self.version = version
 
-        await self._worker.load(_load, SentWeights(weights), served)
+        await self._worker.load(_load, weights, served)
 
     async def extend(self, events: Sequence[Prompt | Chunk | ToolTokens], *, priority: Priority = IN_ORDER) -> None:
         inputs = ScorerInput(events, extra=self._extra, columns=self._columns)
@@ -352,10 +352,10 @@ class Following(StreamedScorer[T]):
         self._model = model
 
     def serves(self, weights: Weights) -> bool:
-        return not isinstance(self._model, ModelRecipe) and share_storage(self._model, getattr(weights, self._part))
+        return share_storage(self._model, getattr(weights, self._part))
 
     def tensors(self) -> frozenset[int]:
-        return frozenset() if isinstance(self._model, ModelRecipe) else addresses(self._model)
+        return trained_addresses(self._model)
 
     async def copied(self, weights: Weights) -> Weights:
         own = await anyio.to_thread.run_sync(copies, getattr(weights, self._part))
@@ -363,7 +363,9 @@ class Following(StreamedScorer[T]):
 
     async def load(self, weights: Weights) -> None:
         """Serve its part of ``weights`` from the next call on; weights that do not fit are a ``ModelError``."""
-        await self._follow(getattr(weights, self._part), weights.version)
+        part = getattr(weights, self._part)  # of which a critic's head changes too, beside adapters
+        sent = sent_to(self._model, part) if self._part == "actor" else SentWeights(part)
+        await self._follow(sent, weights.version)
 
 
 class ReferenceLogprobs(StreamedScorer[FloatArray]):
@@ -521,7 +523,7 @@ class RecomputedLogprobs(ReferenceLogprobs):
 
         An empty ``weights.actor`` changes the version only. Errors as of :meth:`ValueModel.load`.
         """
-        await self._follow(weights.actor, weights.version)
+        await self._follow(SentWeights(weights.actor), weights.version)
 
 
 class ProximalLogprobs(RecomputedLogprobs):
@@ -651,7 +653,7 @@ class AveragedTeacher(SelfTeacher):
         """Serve the average with these weights from the next call on; each version is added once."""
         await self._add(weights)
         newest = weights.version == self._added
-        await self._follow(self._average if newest else weights.actor, weights.version)
+        await self._follow(SentWeights(self._average if newest else weights.actor), weights.version)
 
     def state_dict(self) -> Mapping[str, object]:
         """Return the average, float32, and the version of the newest weights in it."""

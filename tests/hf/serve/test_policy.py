@@ -688,7 +688,7 @@ def test_rows_read_their_tokens_again_before_their_memory_is_freed() -> None:
         core.run(new, {0: ((), (UNLIMITED, 0))}, lambda _: False, signals, stop)
 
     run_one_step(DecodeRow(0, prompt, 9))
-    core.load(Weights(1))
+    core.load({}, 1)
     run_one_step()
     assert versions == [0, 1]
     assert core.counters.prefilled == len(prompt.tokens) + len(prompt.tokens) + 1
