@@ -70,7 +70,7 @@ BUDGETS = {
     "environments": 1_456,
     "evaluation": 527,
     "graph": 2_151,
-    "hf": 13_179,
+    "hf": 13_195,
     "liveness": 724,
     "losses": 1_061,
     "oppo": 6_405,
@@ -79,7 +79,7 @@ BUDGETS = {
     "rewards": 1_776,
     "run": 5_711,
     "simulate": 2_521,
-    "stages": 4_104,
+    "stages": 4_103,
     "testing": 2_501,
     "vllm": 4_298,
 }

@@ -550,11 +550,8 @@ def trained_addresses(model: Loadable) -> frozenset[int]:
 
 
 def share_storage(model: Loadable, weights: Mapping[str, object]) -> bool:
-    served = {} if isinstance(model, ModelRecipe) else dict(model.named_parameters())
-    return any(
-        each.requires_grad and isinstance(value := weights.get(name), Tensor) and value.data_ptr() == each.data_ptr()
-        for name, each in served.items()
-    )
+    own = trained_addresses(model)
+    return any(isinstance(each, Tensor) and each.data_ptr() in own for each in weights.values())
 
 
 def sent_to(model: Loadable, actor: Mapping[str, object]) -> SentWeights:

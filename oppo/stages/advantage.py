@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from oppo.declared import Fraction, NonNegative, Positive, validated
 from oppo.errors import ConfigError, ProtocolError
-from oppo.events import Batch, BoolArray, Defer, Drop, FloatArray, Prompt
+from oppo.events import Batch, BoolArray, Drop, FloatArray, Prompt
 from oppo.returns import (
     AdaptiveKL,
     Credit,
@@ -32,7 +32,7 @@ from oppo.returns import (
     whiten,
     zero_filled,
 )
-from oppo.stages.batch import LARGEST, NONFINITE, BatchStage, ScoredRollout, flat
+from oppo.stages.batch import LARGEST, NONFINITE, BatchStage, ScoredRollouts, flat
 from oppo.stages.generate import Generate
 
 KLControl: TypeAlias = FixedKL | AdaptiveKL
@@ -146,11 +146,9 @@ class AdaptiveObjective(BatchStage):
         fault = f"has distill = {self.distill:g}, which needs a teacher: connect teacher=stream, or leave distill out"
         return [*super().faults(stages, named), *([fault] if lacking else [])]
 
-    def batch(
-        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
-    ) -> Batch:
-        """Return the training batch of these rollouts, in their order, with the teacher's part and the loss mask."""
-        batch = self._taught(super().batch(rollouts, dropped, deferred))
+    def batch_of(self, scored: ScoredRollouts) -> Batch:
+        """Return the training batch of a step's rollouts, in their order, with the teacher's part and the loss mask."""
+        batch = self._taught(super().batch_of(scored))
         if not self.mask_truncated:
             return batch
         return replace(batch, sampled=batch.sampled & np.repeat(~truncated(batch), np.diff(batch.offsets)))

@@ -354,7 +354,7 @@ class BatchStage(ABC):
             rollout, score, reference=reference, values=value, proximal=proximal, teacher=teacher
         )
         if scored:
-            await out.send(self.batch(scored.rollouts, scored.dropped, scored.deferred))
+            await out.send(self.batch_of(scored))
 
     def faults(self, stages: Sequence[object], named: Collection[str], /) -> Sequence[str]:
         """Report a KL penalty whose reference is not connected."""
@@ -362,15 +362,16 @@ class BatchStage(ABC):
         fault = "has a KL penalty, which needs a reference: connect reference=stream, or set kl to 0"
         return [fault] if self.refers and "reference" not in named else []
 
-    def batch(
-        self, rollouts: Sequence[ScoredRollout], dropped: Sequence[Drop] = (), deferred: Sequence[Defer] = ()
-    ) -> Batch:
-        """Return the training batch of these rollouts, in their order, without the unfit ones.
+    def batch(self, rollouts: Sequence[ScoredRollout]) -> Batch:
+        """Return the training batch of a step in which these rollouts alone ended; see :meth:`batch_of`."""
+        return self.batch_of(ScoredRollouts(rollouts))
+
+    def batch_of(self, scored: ScoredRollouts) -> Batch:
+        """Return the training batch of a step's rollouts, in their order, without the unfit ones.
 
         Raises:
             ProtocolError: an estimate does not have one number for each token, or no batch was estimated.
         """
-        scored = ScoredRollouts(rollouts, dropped, deferred)
         plain = scored.batch()
         if drops := self.unfit(plain):
             plain = scored.without(drops).batch()

@@ -206,7 +206,7 @@ class InParts:
             teacher=teacher,
         )
         if scored:
-            await out.send(self.estimator.batch(scored.rollouts, scored.dropped, scored.deferred))
+            await out.send(self.estimator.batch_of(scored))
 
     def _early(self, members: Sequence[ScoredRollout]) -> Batch:
         return copy.copy(self.estimator).batch(sorted(members, key=lambda each: each.rollout))

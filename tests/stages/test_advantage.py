@@ -30,7 +30,7 @@ from oppo.events import (
 )
 from oppo.returns import AdaptiveKL, FixedKL, ScoreShaping, TokenRewards, shaped_rewards, weighted_sum
 from oppo.scorers import ByColumn
-from oppo.stages import GAE, Distillation, GroupRelative, InParts, Score, ScoredRollout
+from oppo.stages import GAE, Distillation, GroupRelative, InParts, Score, ScoredRollout, ScoredRollouts
 from oppo.stages.advantage import AdaptiveObjective
 from oppo.stages.batch import scored_rollout
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_per_token, fake_scalar, run_virtual
@@ -135,7 +135,7 @@ def test_a_rollout_of_which_nothing_was_sampled_is_dropped_by_name_and_the_other
     ends = ((finish(1), per_token(1)), (silent, zeros), (finish(3), per_token(3)))
     outcomes = [scored_rollout(end, Scored(end.rollout, 1.0, 0), scored, scored) for end, scored in ends]
     rollouts = [outcome for outcome in outcomes if isinstance(outcome, ScoredRollout)]
-    batch = GAE().batch(rollouts, [outcome for outcome in outcomes if isinstance(outcome, Drop)])
+    batch = GAE().batch_of(ScoredRollouts(rollouts, [outcome for outcome in outcomes if isinstance(outcome, Drop)]))
     assert batch.rollouts == (1, 3)
     assert batch.dropped == (Drop(2, "nothing was sampled"),)
 

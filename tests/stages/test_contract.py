@@ -323,7 +323,7 @@ class Relaying:
         value: Receiver[Scored[FloatArray] | Drop] | None = None,
     ) -> None:
         scored = await ScoredRollouts.of(rollout, score, reference=reference, values=value)
-        await out.send(self.change(GAE().batch(scored.rollouts, scored.dropped, scored.deferred)))  # type: ignore[arg-type] # that may be the fault
+        await out.send(self.change(GAE().batch_of(scored)))  # type: ignore[arg-type] # that may be the fault
 
 
 @pytest.mark.parametrize(

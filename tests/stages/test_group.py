@@ -34,7 +34,7 @@ from oppo.graph import Graph, GraphBuilder
 from oppo.models import Trained, Trainer
 from oppo.returns import GROUP_EPSILON, AdaptiveKL, GroupAdvantage, NamedScores, ScoreShaping, TokenRewards
 from oppo.rewards import Rewards
-from oppo.stages import Generate, GroupRelative, InParts, Score, ScoredRollout, Update
+from oppo.stages import Generate, GroupRelative, InParts, Score, ScoredRollout, ScoredRollouts, Update
 from oppo.stages.batch import BatchPart
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, Fault, FaultyTrainer, Raise, fake_scalar, run_virtual
 from tests.kit.known import known
@@ -146,7 +146,9 @@ def test_scores_are_shaped_before_they_are_compared_and_what_was_learned_of_them
 
 def test_a_response_that_is_left_alone_is_dropped_with_a_reason() -> None:
     deferred = [Defer(9, 1)]
-    batch = GroupRelative().batch([row(1, 5.0), row(3, 1.0), row(4, 2.0)], [Drop(0, "no score")], deferred)
+    batch = GroupRelative().batch_of(
+        ScoredRollouts([row(1, 5.0), row(3, 1.0), row(4, 2.0)], [Drop(0, "no score")], deferred)
+    )
     assert batch.rollouts == (3, 4)
     assert batch.dropped == (Drop(0, "no score"), Drop(1, "left alone in its group"))
     assert batch.deferred == (Defer(9, 1),)

@@ -24,7 +24,7 @@ from oppo.models import Decode, Passes
 from oppo.observe import Span
 from oppo.report import RunDirectory
 from oppo.stages import GAE
-from oppo.stages.batch import ScoredRollout
+from oppo.stages.batch import ScoredRollout, ScoredRollouts
 from oppo.stages.ledger import InFlightRollout
 from oppo.stages.metrics import (
     WINDOW,
@@ -248,7 +248,7 @@ def batch(lengths: dict[int, int], deferred: Sequence[int] = ()) -> Batch:
         ints, floats = np.zeros(length, np.int32), np.zeros(length, np.float32)
         response = Response.empty(prompt).then(Chunk(rollout, 0, ints, floats, ints))
         rows.append(ScoredRollout(Finish(rollout, response, "eos"), floats, 0.0, floats))
-    return GAE().batch(rows, deferred=[Defer(rollout, 1) for rollout in deferred])
+    return GAE().batch_of(ScoredRollouts(rows, deferred=[Defer(rollout, 1) for rollout in deferred]))
 
 
 def test_a_long_response_that_is_deferred_is_missing_until_it_is_trained() -> None:
