@@ -686,7 +686,7 @@ class StepReport:
         deferred: the rollouts deferred to the next step.
         score: mean of the reward model's scalars over the trained rollouts, and those of their batch that were left out
             of the loss; NaN when there are none.
-        seconds: from the step's start to its last weight sync.
+        seconds: from the step's start, or the last weight sync before if that is later, to its last weight sync.
         metrics: by the names that ``docs/metrics.md`` lists first.
     """
 

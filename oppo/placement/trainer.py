@@ -121,8 +121,8 @@ class HostedTrainer(SyncsByReference, ResumableTrainer, Generic[C]):
 
 
 def _training_part(batch: Batch) -> Batch:
-    # A trainer needs none of its columns, metrics, drops and deferrals, and a column may hold objects that cannot go to
-    # another process.
+    # A trainer needs neither the columns of prompts, which may hold objects that cannot go to another process, nor the
+    # metrics, drops and deferrals of the batch.
     responses = tuple(
         replace(response, prompt=replace(response.prompt, columns={})) if response.prompt.columns else response
         for response in batch.responses

@@ -222,7 +222,7 @@ def scored_rollout(
 ) -> ScoredRollout | Drop:
     """Return a rollout with its results, or its first ``Drop``: of generation, a scorer, or a number not finite."""
     drops = [each for each in (finish, reference, score, values, proximal, teacher) if isinstance(each, Drop)]
-    if isinstance(finish, Drop) or isinstance(score, Drop) or isinstance(teacher, Drop) or drops:
+    if drops or isinstance(finish, Drop) or isinstance(score, Drop) or isinstance(teacher, Drop):  # as types need it
         return drops[0]
     require_score(score.value, finish)
     lesson = None if teacher is None else _read(teacher.value, finish)

@@ -194,7 +194,7 @@ class Score(Generic[T]):
         async with self._same_weights():
             with Urgent() as priority:
                 await self._read(unread, step, priority)
-                await self._replay(finished, step, priority)
+                await self._replay(finished, step, priority)  # here, since a finish apart should find nothing to read
                 if self._concurrent:
                     tasks.start_soon(self._finish_apart, finished, out, step, name="finish")
                 else:

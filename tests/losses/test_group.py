@@ -258,7 +258,7 @@ def test_turns_in_several_conversations_have_the_weight_of_one_in_every_micro_ba
             part = pack(batch, [row], torch.device("cpu"), loss.reads)
             own = logprobs[spans[row]]
             given = {**part.given, "logprobs": own, "entropies": own.detach()}
-            found = loss(Inputs(part.mask, part.row, part.groups, size, given, part.shares))
+            found = loss(Inputs(part.mask, part.rows, part.groups, size, given, part.shares))
             total = total + found.loss
             measured += [float(each.detach()) for each in found.measured.values()]
         total.backward()

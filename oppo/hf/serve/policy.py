@@ -165,7 +165,7 @@ class HfPolicy:
         async with nullcontext() if self._calls is None else self._calls.between_steps():
             load = partial(PolicyCore.load, version=weights.version)
             await self._core.load(load, sent_to(self._model, weights.actor))
-            await self._core.call("refresh", PolicyCore.refresh)
+            await self._core.call("refresh", PolicyCore.refresh)  # now, not when it decodes next: it frees memory
 
     def serves(self, weights: Weights) -> bool:
         return share_storage(self._model, weights.actor)

@@ -45,7 +45,7 @@ class MicroBatch:
     lengths: Sequence[int]  # the ids of each row that are not padding
     keep: Tensor  # int64 [K], the columns that predict a response token of some row
     at: Tensor  # int64 [T], of [n * K, ...], the place in an [n, K, ...] output that predicts each response token
-    row: Tensor  # int64 [T], the row of each response token
+    rows: Tensor  # int64 [T], the row of each response token
     tokens: Tensor  # int64 [T]
     mask: Tensor  # bool [T], the tokens that are trained
     groups: Tensor  # int64 [n]
@@ -186,7 +186,7 @@ def pack(
             "positions": positions,
             "keep": keep,
             "at": at,
-            "row": row,
+            "rows": row,
             "tokens": batch.tokens[taken],
             "groups": np.array([batch.responses[row].prompt.group for row in rows]),
             "versions": batch.versions[taken],

@@ -402,7 +402,7 @@ class HfTrainerCore:
     def _evaluated(self, part: MicroBatch, outputs: Mapping[Input, Tensor], size: Whole) -> LossValue:
         inputs = {name: tensor if name in self.loss.reads else tensor.detach() for name, tensor in outputs.items()}
         given = {**part.given, **inputs}
-        return evaluated(self.loss, Inputs(part.mask, part.row, part.groups, size, given, part.shares))
+        return evaluated(self.loss, Inputs(part.mask, part.rows, part.groups, size, given, part.shares))
 
     def outputs(self, part: MicroBatch) -> dict[Input, Tensor]:
         def measure(logits: Tensor, at: slice, again: bool) -> dict[Input, Tensor]:
