@@ -283,6 +283,14 @@ def _is_of_a_signal(error: BaseException) -> bool:
     return any(frame.f_code in own for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
+def promised(call: Awaitable[T], what: str) -> Awaitable[T]:
+    """Return what ``what``, a call of user code, returned, or raise ``ProtocolError`` if it cannot be awaited."""
+    given: object = call
+    if not isinstance(given, Awaitable):
+        raise ProtocolError(f"{what} must be `async def`, or return what can be awaited; it returned {shown(given)}")
+    return call
+
+
 @types.coroutine
 def awaited(call: Awaitable[T]) -> Generator[Any, Any, T]:
     """Await a call of user code, which can neither cancel this task nor go on for ever after it was cancelled.
@@ -445,9 +453,12 @@ def in_toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
+_UNTELLING: Final = re.compile(r"\boppo_user_\w+?_[0-9a-f]{16}\.| at 0x[0-9a-f]+\b")  # of a default `repr`
+
+
 def _printed(value: object, how: Callable[[object], str]) -> str:
     try:
-        return how(value)
+        return _UNTELLING.sub("", how(value)) if how is repr else how(value)
     except BaseException as failure:  # the boundary to the user's code: its value cannot even be printed
         if _is_of_a_signal(failure):
             raise
@@ -467,7 +478,8 @@ def place_of(error: BaseException) -> str:
 
 def place_among(frames: Sequence[traceback.FrameSummary], *, foreign: bool = False) -> str:
     """Return the last frame in the user's code as :func:`place_of`, or if ``foreign`` the last one in a library."""
-    others = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    made = ("<string>", "__init__")  # of a dataclass
+    others = [each for each in frames if not each.filename.startswith(_OURS) and (each.filename, each.name) != made]
     theirs = [frame for frame in others if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
     last = next(reversed(theirs or others * foreign), None)
     return "" if last is None else f" at {last.filename}:{last.lineno} in {last.name}"

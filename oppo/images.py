@@ -115,7 +115,6 @@ def described(path: Path, place: str) -> tuple[ImageRef, Any]:
 
 
 def picture_of(image: ImageRef) -> Any:
-    """Return the picture of an image, in RGB, upright."""
     data = _read(Path(image.path), "a prompt")
     if (now := hashlib.sha256(data).hexdigest()) != image.sha256:
         raise DataError(

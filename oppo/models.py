@@ -22,7 +22,7 @@ from annotated_types import Gt, Le
 from numpy.typing import NDArray
 
 from oppo.declared import Count, Filled, FromList, NonNegative, PositiveCount, Seed, require_metrics, setting, validated
-from oppo.errors import ProtocolError
+from oppo.errors import ProtocolError, promised
 from oppo.events import Batch, Chunk, Finish, Prompt, Response, ToolTokens, described
 from oppo.scheduling import IN_ORDER, Priority
 
@@ -503,7 +503,7 @@ async def sync(weights: Weights, synced: Sequence[SyncedModel]) -> None:
     """
     for model in synced:
         try:
-            await model.load(weights)
+            await promised(model.load(weights), f"load() of {name_of(model)}")
         except Exception as error:
             held = ", ".join(f"{name_of(one)} has version {one.version}" for one in synced)
             error.add_note(f"while syncing version {weights.version}: {held}; do not go on from here")

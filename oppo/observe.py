@@ -226,7 +226,6 @@ def busy(work: Iterable[Span], *roles: Role) -> list[Interval]:
 
 
 def union(intervals: Iterable[Interval], *, gap: float = 0.0) -> list[Interval]:
-    """Return the union as disjoint intervals in order, without empty ones; gaps of up to ``gap`` are closed."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:

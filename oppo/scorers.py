@@ -11,7 +11,7 @@ from typing import Final, Generic, TypeAlias, TypeVar, cast
 import anyio
 import numpy as np
 
-from oppo.errors import ModelError, ProtocolError, as_itself, shown
+from oppo.errors import ModelError, ProtocolError, as_itself, promised, shown
 from oppo.events import NO_COLUMNS, Chunk, Drop, Finish, FloatArray, Prompt, Response, TokenColumns, ToolTokens
 from oppo.models import PrioritisedScorer, Scorer, Shared, entered
 from oppo.returns import NamedScores, TokenRewards, TopLogprobs
@@ -256,6 +256,9 @@ def prioritised(scorer: Scorer[T]) -> PrioritisedScorer[T]:
     return _InOrder(scorer)
 
 
+CALLED: Final = "{}() of the scorer"
+
+
 class _InOrder(Generic[T]):
     def __init__(self, scorer: Scorer[T]) -> None:
         self._scorer = scorer
@@ -266,15 +269,15 @@ class _InOrder(Generic[T]):
 
     async def extend(self, events: Sequence[Growth], *, priority: Priority = IN_ORDER) -> None:
         with urged(priority):
-            await self._scorer.extend(events)
+            await promised(self._scorer.extend(events), CALLED.format("extend"))
 
     async def finish(self, finished: Sequence[Finish], *, priority: Priority = IN_ORDER) -> Sequence[T]:
         with urged(priority):
-            return await self._scorer.finish(finished)
+            return await promised(self._scorer.finish(finished), CALLED.format("finish"))
 
     async def forget(self, rollouts: Sequence[int], *, priority: Priority = IN_ORDER) -> None:
         with urged(priority):
-            await self._scorer.forget(rollouts)
+            await promised(self._scorer.forget(rollouts), CALLED.format("forget"))
 
 
 class ByColumn(Shared, Generic[T]):

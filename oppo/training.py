@@ -27,7 +27,7 @@ from oppo.declared import (
 )
 from oppo.errors import ConfigError, ModelError, in_toml
 from oppo.events import Batch
-from oppo.models import SyncsByReference, Trained, Weights
+from oppo.models import SyncsByReference, Trained, Weights, require_model
 from oppo.placement import Thread
 
 LearningRateSchedule: TypeAlias = Literal["constant", "constant_with_warmup", "linear", "cosine"]
@@ -236,6 +236,9 @@ class FunctionTrainer(SyncsByReference):
     def __init__(
         self, step: TrainStep, actor: Module, critic: Module | None = None, *, place: Thread | None = None
     ) -> None:
+        require_model(step, "TrainStep", ("__call__",))
+        for module in (actor, critic) if critic is not None else (actor,):
+            require_model(module, "Module", ("state_dict",))
         self.version = 0
         self._step = step
         self._actor = actor

@@ -87,7 +87,6 @@ def _small_pages() -> Iterator[None]:
 
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
-    """What the test's code logs, each as it comes."""
     said: list[str] = []
     with routed(said.append):
         yield said

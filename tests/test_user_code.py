@@ -57,7 +57,6 @@ class Unfloatable:
 
 
 def replaced(finished: Finish, columns: dict[str, object]) -> Finish:
-    """Return the same rollout with other columns."""
     return ended(finished.rollout, finished.response.tokens.tolist(), columns)
 
 
@@ -103,7 +102,6 @@ async def interrupting(prompts: list[str], completions: list[str]) -> list[float
 
 
 async def suicidal(prompts: list[str], completions: list[str]) -> list[float]:
-    """Cancel the task that it is called in."""
     task = asyncio.current_task()
     assert task is not None
     task.cancel()

@@ -90,10 +90,10 @@ def streamed(
     name: str, roles: Roles, advantage: AdaptiveObjective, samples: int, select: DynamicSampling | None = None
 ) -> Graph[StepReport]:
     """Return the graph of a step: all scorers read responses while they are written, and their advantages follow."""
-    capacity = max(16, 4 * roles.admission.batch * samples)  # a busy scorer wakes to the events of all rollouts
-    g: GraphBuilder[Prompt] = GraphBuilder(name, capacity=capacity, merge=merge_chunks, key=rollout_of)
     policy, environment = roles.policy, roles.environment
     generate = Generate(policy, roles.admission, roles.chunks, samples, select=select, environment=environment)
+    capacity = max(16, 4 * roles.admission.batch * samples)  # a busy scorer wakes to the events of all rollouts
+    g: GraphBuilder[Prompt] = GraphBuilder(name, capacity=capacity, merge=merge_chunks, key=rollout_of)
     rollout = g.add("generate", generate, g.prompts)
     ref = None if roles.reference is None else g.add("ref_logp", Score(roles.reference), rollout)
     score = g.add("reward", Score(roles.reward), rollout)
@@ -141,9 +141,9 @@ def wrap(
         place: where the step is called; ``None``: on the event loop, where everything else waits for it.
     """
     trainer = FunctionTrainer(step, actor, critic_module, place=place)
+    generate = Generate(policy, admission, chunks or Fixed(), samples, environment=environment)
     capacity = max(16, 4 * admission.batch * samples)
     g: GraphBuilder[Prompt] = GraphBuilder("wrapped", capacity=capacity, merge=merge_chunks, key=rollout_of)
-    generate = Generate(policy, admission, chunks or Fixed(), samples, environment=environment)
     rollout = g.add("generate", generate, g.prompts)
     score = g.add("reward", Score(reward), rollout)
     ref = None if reference is None else g.add("ref_logp", Score(reference), rollout)

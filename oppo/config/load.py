@@ -30,7 +30,7 @@ from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import MOST, SEEDS, Declared, declared, expectation, table_in
 from oppo.durable import read_text
-from oppo.errors import ConfigError, did_you_mean, in_toml, shortened
+from oppo.errors import ConfigError, did_you_mean, in_toml, shortened, shown
 from oppo.libraries import is_installed
 from oppo.log import logger
 from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
@@ -189,6 +189,8 @@ for stale tokens with it.
 
 def overridden(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Return a parsed file with ``section.key=value`` overrides; ``rewards.0.key=value`` is for an item of a list."""
+    if isinstance(overrides, str | Mapping):
+        raise ConfigError(f"overrides are a list, such as ['step.batch=16', ...]; got {type(overrides).__name__}")
     changed: dict[str, object] = copy.deepcopy(dict(document))
     parsed = [_parsed(override) for override in overrides]
     if any(place == ["run", "seed"] for place, _ in parsed):

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast, overload
 
 from oppo.declared import require_whole
-from oppo.errors import GraphError
+from oppo.errors import GraphError, shown
 from oppo.graph.channel import Key, Merge
 from oppo.graph.engine import Source
 from oppo.graph.run import Run, opened
@@ -93,6 +93,11 @@ class Graph(Generic[O]):
         """
         removed = frozenset(without)
         old = self.topology.by_name
+        for name, node in nodes.items():
+            if not isinstance(node, tuple):
+                raise GraphError(
+                    f'{name!r} is rebuilt from its stage and its inputs, (stage, "input", ...); got {shown(node)}'
+                )
         faults = [self._unknown("removed", name) for name in sorted(removed) if name not in old]
         kept = [node for node in self.topology.nodes if node.name not in removed and node.name not in nodes]
         added = [

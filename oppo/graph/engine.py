@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import anyio
 
-from oppo.errors import ProtocolError, blaming, errors_only, leaves, note_others, running_loop, shown
+from oppo.errors import GraphError, ProtocolError, blaming, errors_only, leaves, note_others, running_loop, shown
 from oppo.graph.channel import Channel, ChannelStatistics, Sender, channel_table
 from oppo.graph.stage import Step
 from oppo.graph.topology import SOURCE, Node, Topology, in_words
@@ -77,6 +77,8 @@ class Source:
     """Takes one item from an iterable per read, never ahead; it lives as long as the run, with one reader."""
 
     def __init__(self, items: Iterable[object] | AsyncIterable[object]) -> None:
+        if not isinstance(items, AsyncIterable | Iterable):
+            raise GraphError(f"a graph reads prompts from an iterable, async or not; got {shown(items)}")
         self._items: Iterator[object] | AsyncIterator[object] = (
             aiter(items) if isinstance(items, AsyncIterable) else iter(items)
         )

@@ -45,7 +45,6 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"  # the file of an adapter's
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a second model over the same parameters; adapters added to one of them do not affect the other."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, shared)
 
@@ -220,7 +219,10 @@ def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, 
     config.init_lora_weights = True
     _add(model, config, 0, what=what, remedy="leave models.adapter out", anywhere=not trained)
     added = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    given = {_of_model(name): each for name, each in tensors.items()}
+    given = {
+        re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix("base_model.model.")): each
+        for name, each in tensors.items()
+    }
     wrong = sorted(name for name in {*given, *added} if _shape(given, name) != _shape(added, name)) if weights else []
     if wrong:
         raise ConfigError(
@@ -247,11 +249,6 @@ def _fit(model: PreTrainedModel) -> set[str]:
     # The layers that may have adapters, before any has.
     fit = _linear(model)[1].keys() - {*_read_past_adapters(model)}
     return fit | {name.rpartition(".")[0] for name in _fused_experts(model)}
-
-
-def _of_model(name: str) -> str:
-    # The name in a model of a tensor in an adapter's file.
-    return re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix("base_model.model."))
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> object:
@@ -392,7 +389,6 @@ def _of_attention(name: str) -> bool:
 
 
 def require_peft(what: str) -> None:
-    """Check that PEFT, which ``what`` needs, is installed in a version that works with transformers'."""
     require("lora", what, module="peft")
     try:
         check_peft_version(min_version=MIN_PEFT_VERSION)

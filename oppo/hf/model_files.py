@@ -256,7 +256,6 @@ def require_no_code(directory: Path, *, trusted: bool) -> None:
 
 
 def require_adapter(directory: Path, *, allow_pickle: bool | None) -> Adapter | None:
-    """Return the adapter in a directory, if any; ``None``: not even ``models.allow_pickle`` allows pickles."""
     if not (file := directory / ADAPTER).is_file() or (directory / CONFIG).exists():
         return None
     base = read_object(file).get("base_model_name_or_path")

@@ -137,7 +137,6 @@ def passes_at(speed: float, model: PreTrainedModel, *, epochs: float = 0) -> Pas
 
 
 def transformer(model: PreTrainedModel) -> Transformer:
-    """Return the sizes of a model by which its costs are estimated: of a mixture, with the experts that a token has."""
     text, numbers = model.config.get_text_config(), passes_at(1.0, model).token / 2
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

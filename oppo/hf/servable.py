@@ -245,7 +245,6 @@ def _compare(model: PreTrainedModel, limit: float) -> None:
 
 @full_precision()
 def probe_images(model: PreTrainedModel) -> None:
-    """Check that ``model`` reads a prompt with an image in pieces as transformers does in one pass from its pixels."""
     served = model if model.get_output_embeddings() is not None else backbone(model)
     limit = TOLERANCES.get(model.dtype, 1e-4)
     if has_experts(model) and model.dtype.itemsize == 2:

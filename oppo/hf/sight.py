@@ -159,7 +159,6 @@ class Eyes:
 
 
 def taken_by(model: PreTrainedModel, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of images on the device of a model, floats in its type."""
     return {
         name: value.to(model.device, model.dtype if value.is_floating_point() else None)
         for name, value in given.items()
@@ -173,7 +172,6 @@ def _trained_beside_text(model: PreTrainedModel) -> list[str]:
 
 
 def pixels_of(model: PreTrainedModel) -> Processor:
-    """Return the processor of the images of a model, or refuse one that cannot be shown any."""
     trunk, name = backbone(model), f"{type(model).__name__} (model type {model.config.model_type!r})"
     if not pads_of(model.config) or not hasattr(trunk, "get_image_features"):
         raise ModelRefused(f"{name} cannot be shown images: it has no image tokens, or no tower that reads images")

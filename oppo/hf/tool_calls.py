@@ -47,7 +47,6 @@ class ToolCall:
 
 
 def tool_schema(function: Callable[..., object]) -> ToolSchema:
-    """Return a tool's schema: its own ``schema``, or one of its type hints and its docstring in Google's style."""
     if isinstance(own := getattr(function, "schema", None), Mapping):
         return own
     words = f"tool {getattr(function, '__name__', repr(function))!r} cannot be shown to the policy"

@@ -200,7 +200,6 @@ class LastWord:
 
 
 def held_at(thread: int) -> str:
-    """Return the place in the user's code, or else in a library, at which the event loop of a thread is."""
     stack = traceback.extract_stack(sys._current_frames().get(thread))  # noqa: SLF001 - as above
     begun = max((at for at, frame in enumerate(stack) if frame.filename == asyncio.events.__file__), default=0)
     return place_among(stack[begun:], foreign=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo.errors import ConfigError, shortened, shown
+from oppo.errors import ConfigError, shown
 from oppo.events import Batch
 from oppo.losses.terms import masked_mean
 from oppo.training import Aggregation
@@ -257,13 +257,12 @@ def means(minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def require_loss(loss: Loss, *, critic: bool) -> None:
-    """Raise ``ConfigError`` unless the loss is well-formed, and reads a critic's values exactly if there is one."""
     sets = [isinstance(getattr(loss, name, None), AbstractSet) for name in ("reads", "measures")]
     others = [hasattr(loss, name) for name in ("unit", "metrics", "__call__")]
     if isinstance(loss, type) or not all(sets + others):
         raise ConfigError(
             "expected the protocol oppo.losses.Loss, an object with unit, metrics and __call__, whose reads and "
-            f"measures are sets of names, for example PPOLoss(); got {shortened(repr(loss))}"
+            f"measures are sets of names, for example PPOLoss(); got {shown(loss)}"
         )
     for name, inputs in (("reads", loss.reads), ("measures", loss.measures)):
         if unknown := sorted(inputs - set(get_args(Input))):
@@ -309,8 +308,20 @@ def evaluated(loss: Loss, inputs: Inputs) -> LossValue:
         raise ConfigError(
             f"{_named(loss)} must return oppo.losses.LossValue(loss, measurements), not {type(value).__name__}"
         )
+    if torch.is_grad_enabled() and not value.loss.requires_grad:
+        raise ConfigError(
+            f"{_named(loss)} returned a number without gradient: compute it from logprobs, entropies or values of its "
+            "inputs, and detach() measurements only"
+        )
     return value
 
 
+def metrics_of(loss: Loss, minibatches: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    metrics: object = loss.metrics(minibatches)
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics() of {_named(loss)} must return numbers by name, not {shown(metrics)}")
+    return metrics
+
+
 def _named(loss: Loss) -> str:
-    return f"the loss {shortened(repr(loss))}"
+    return f"the loss {shown(loss)}"

@@ -159,7 +159,6 @@ class _Unpacker(Unpickler):
 
 
 def packed(message: object, aside: Callable[[object], int | None]) -> bytes:
-    """Return ``message`` pickled; an object for which ``aside`` returns a number is replaced by that number."""
     file = io.BytesIO()
     with _crossing():
         _Packer(file, aside).dump(message)

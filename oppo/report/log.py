@@ -41,7 +41,6 @@ ARRAYS = (
 
 
 def dump_batch(batch: Batch, folder: Path) -> Path:
-    """Write ``batch.safetensors`` and ``batch.json`` into ``folder``, which is made, and return it."""
     prompts = [response.prompt.tokens for response in batch.responses]
     held = {name: getattr(batch, name) for name in ARRAYS}
     arrays = {name: np.ascontiguousarray(array) for name, array in held.items() if array is not None}

@@ -56,7 +56,6 @@ from oppo.stages.dynamic_sampling import Rounds
 def samples(
     step: int, batch: Batch, count: int, decode: Detokenize, extras: Mapping[int, Mapping[str, object]] | None = None
 ) -> Iterator[Record]:
-    """Yield up to ``count`` rollouts of a batch, spread evenly from the worst score to the best."""
     order = sorted(range(len(batch)), key=lambda row: (float(batch.scores[row]), row))
     last, rows = len(order) - 1, batch.rows()
     spread = [k * last // (count - 1) for k in range(count)] if count > 1 else [last]

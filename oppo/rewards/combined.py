@@ -299,7 +299,6 @@ def load_reward(
 
 
 def names_function(spec: str) -> bool:
-    """Return whether ``file.py:name`` is a plain reward function, no scorer, maker of one, or dictionary of rewards."""
     found = user_code.load_object(spec, RewardError)
     return not (isinstance(found, Mapping) or _makes_scorer(found) or is_scorer(found))
 

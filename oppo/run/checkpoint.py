@@ -370,7 +370,6 @@ def settings_of(directory: Path, overrides: Sequence[str] = ()) -> Settings:
 
 
 def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "") -> None:
-    """Check that a resumed run has the settings it began with, except for those that may change."""
     now = fingerprints(settings)
     changed = {
         key for key, value in before.items() if now.get(key, value) != value and not key.startswith(ENGINE_ARGUMENTS)

@@ -100,7 +100,6 @@ def serve(request: ServeRequest) -> Serving:
 
 
 def require_engines(deployment: Deployment) -> None:
-    """Check, before anything is loaded, that engines and trackers are there, and engines take what they are given."""
     settings, assumed = deployment.settings, deployment.assumed
     for name in settings.run.track if assumed is None else ():
         require(name, f"run.track = [{name!r}]")

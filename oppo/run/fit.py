@@ -52,7 +52,6 @@ class Fit:
 
 
 def fitted(deployment: Deployment) -> Deployment:
-    """Check that the models fit, and choose the tokens of a micro-batch and the memory share of an engine."""
     faults = list[str]()
     with routed(), suppress(ConfigError, ModelRefused):  # loading reports the error
         faults = crowded(expected(deployment, None))

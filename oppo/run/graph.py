@@ -154,7 +154,6 @@ SCORE: Final = "eval/score"  # the metric by which the best checkpoint is chosen
 
 
 def is_due(index: int, every: int, steps: int) -> bool:
-    """Whether step ``index`` is a multiple of ``every``, or the last; 0 disables it."""
     return every > 0 and ((index + 1) % every == 0 or index + 1 == steps)
 
 

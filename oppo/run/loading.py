@@ -55,7 +55,6 @@ _AS_FUNCTION = (
 
 
 def adapter_of(models: ModelsSection) -> Path:
-    """Return the directory of ``models.adapter``, once its files say that it is for ``models.policy``."""
     try:
         directory = located(models.adapter, weights=True)
         base = str(read_object(directory / ADAPTER).get("base_model_name_or_path"))
@@ -441,7 +440,6 @@ def check_sight(
     *,
     reads_text: bool,
 ) -> None:
-    """Check that every model of a run, by role, is shown images exactly, and the same pixels as the policy."""
     for key, reward in rewards.items():
         if reward.model is None:
             raise ConfigError(

@@ -179,7 +179,6 @@ def assemble(
     environment: AnyEnvironment | None,
     images: bool,
 ) -> Assembly:
-    """Return the models of a run, loaded and probed, once the ``columns`` of its kinds of prompts have been checked."""
     settings = deployment.settings
     deployment = fitted(deployment)
     places = places_of(deployment)

@@ -49,7 +49,6 @@ CITATION: Final = """\
 
 
 def push(run: Path, repo: str, *, private: bool = False, dry_run: bool = False, api: HfApi | None = None) -> str:
-    """Push a run's card and trained policy in one commit; return where they are, or of a dry run the card's path."""
     from huggingface_hub import CommitOperationAdd, HfApi  # noqa: PLC0415 - with its HTTP clients, .2 s
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # noqa: PLC0415 - likewise
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # noqa: PLC0415 - likewise

@@ -339,7 +339,6 @@ class FirstLook:
 
 
 def first_look(settings: Settings) -> FirstLook | None:
-    """Check paths, templates, code and the first rows of each file; ``None`` if the policy's tokenizer needs torch."""
     data, chosen = settings.data, [*sources(settings.data.prompts), *sources(settings.eval.prompts)]
     for source in chosen:
         if source.file is not None:

@@ -23,7 +23,7 @@ from oppo.config.load import BY_DATA, load_settings, overridden, resolve
 from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
 from oppo.durable import nearby
-from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, RunComplete, behind, exits_told
+from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, RunComplete, behind, exits_told, shown
 from oppo.evaluation import Evaluate, Evaluated
 from oppo.evaluation.evaluate import BEFORE
 from oppo.events import Drop, StepReport
@@ -508,6 +508,10 @@ def _settings(config: str | Path | Mapping[str, object] | Settings, overrides: S
         if not overrides:
             return config
         config = config.document()
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"settings are a file's path, a mapping of what a file holds, or Settings; got {shown(config)}"
+        )
     return resolve(overridden(with_name(config), overrides), Path.cwd())
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from oppo.declared import require_real
-from oppo.errors import ProtocolError, awaited, blaming, noted, one_line
+from oppo.errors import ProtocolError, awaited, blaming, noted, one_line, promised
 from oppo.events import AnsweredTurn, Chunk, Drop, IntArray, Prompt, Response, described
 from oppo.graph import Step
 from oppo.limits import UNLIMITED, TurnLimit
@@ -201,7 +201,9 @@ class Conversations:
         try:
             with call.scope, blaming(f"{type(self._environment).__name__}.answer()"):
                 await anyio.lowlevel.checkpoint_if_cancelled()  # its rollout may have been closed
-                call.outcome = _require_outcome(await awaited(self._environment.answer(turn)))
+                call.outcome = _require_outcome(
+                    await awaited(promised(self._environment.answer(turn), "answer() of the environment"))
+                )
         except Exception as error:  # noqa: BLE001 - the rollout's own task raises it
             call.error = error
         call.ended = anyio.current_time()

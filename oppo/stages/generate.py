@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from oppo.admission import Admission, Observation, Refilling, ReportsMetrics, Restarting
 from oppo.admission.chunking import ChunkSize, Fixed
 from oppo.declared import PositiveCount, require_whole, validated
-from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted, shown
+from oppo.errors import ConfigError, NothingTrained, ProtocolError, blaming, noted, promised, shown
 from oppo.events import (
     NO_COLUMNS,
     Chunk,
@@ -384,7 +384,7 @@ class Generate:
         with noted(f"while decoding rollout {number}"):
             await self._announce(rollout, out)  # in this task: decoding does not wait for scorers busy with others
             while rollout.reason is None:
-                chunk = await rollout.decode.read(size)
+                chunk = await promised(rollout.decode.read(size), "read() of a decode")
                 start, oldest = rollout.length, rollout.newest_version
                 require_chunk(chunk, self.policy, size, rollout=number, start=start, oldest=oldest, turns=turns)
                 if len(chunk.tokens):
@@ -497,7 +497,6 @@ def _without_dropped(rollouts: Iterable[RolloutSnapshot]) -> list[RolloutSnapsho
 def require_chunk(
     chunk: object, policy: Policy, limit: int, *, rollout: int, start: int, oldest: int, turns: bool
 ) -> None:
-    """Raise ``ProtocolError`` unless ``chunk`` can follow the tokens before ``start``, the last by ``oldest``."""
     if fault := _fault_of(chunk, limit, rollout, start, turns) or _fault_of_sampled(chunk, oldest, policy.version):
         raise ProtocolError(f"rollout {rollout}: read({limit}) of {type(policy).__name__} returned {fault}")
 

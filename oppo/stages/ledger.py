@@ -29,7 +29,7 @@ import numpy as np
 
 from oppo.admission import Admission, AdmitView, CutView, Refilling, RefillView, Restarting
 from oppo.declared import require_whole
-from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, shown
+from oppo.errors import AdmissionError, DataError, ProtocolError, blaming, noted, promised, shown
 from oppo.events import (
     COLUMN_KINDS,
     AnsweredTurn,
@@ -311,7 +311,7 @@ class InFlightRollout:
 
     async def aclose(self) -> None:
         with noted(f"while closing rollout {self.prompt.rollout}"):
-            await self.decode.aclose()
+            await promised(self.decode.aclose(), "aclose() of a decode")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,12 +14,12 @@ from typing import Final, Generic, Self, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from oppo.errors import SessionsLost, as_itself, awaited, noted
+from oppo.errors import SessionsLost, as_itself, awaited, noted, promised
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, RolloutEvent, Scored, ToolTokens
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import PrioritisedScorer, Scorer, SyncedModel, entered, require_count, require_model
 from oppo.scheduling import IN_ORDER, Preempted, Preemptible, Priority, Urgent
-from oppo.scorers import Extras, Growth, RolloutSession, capabilities_of, prioritised
+from oppo.scorers import CALLED, Extras, Growth, RolloutSession, capabilities_of, prioritised
 from oppo.stages.metrics import Averaged, ScorerAnswer, ScorerReading
 from oppo.stages.sync import ScorerWeights
 
@@ -248,8 +248,10 @@ class Score(Generic[T]):
         while True:
             await self._replay(finished, step, priority)
             with _working(finished, step, "finish"), self._sessions_may_be_lost():
-                values = await awaited(self._prioritised.finish(finished, priority=priority))
-                require_count(values, len(finished), "finish() of the scorer")
+                values = await awaited(
+                    promised(self._prioritised.finish(finished, priority=priority), CALLED.format("finish"))
+                )
+                require_count(values, len(finished), CALLED.format("finish"))
                 return values
 
     async def _read(self, events: Sequence[Growth], step: Step, priority: Priority) -> None:
@@ -265,7 +267,7 @@ class Score(Generic[T]):
     async def _extend(self, accepted: Sequence[Growth], step: Step, priority: Priority) -> None:
         start = anyio.current_time()
         with _working(accepted, step, "extend"):
-            await awaited(self._prioritised.extend(accepted, priority=priority))
+            await awaited(promised(self._prioritised.extend(accepted, priority=priority), CALLED.format("extend")))
         seconds, tokens, pairs = anyio.current_time() - start, 0, 0.0
         for event in accepted:
             session, n = self._sessions[event.rollout], len(event.tokens)
@@ -303,7 +305,7 @@ class Score(Generic[T]):
             self._kept.pop(rollout, None)
         if known:
             with noted(f"while forgetting rollouts {known}"), self._sessions_may_be_lost():
-                await self._prioritised.forget(known, priority=priority)
+                await promised(self._prioritised.forget(known, priority=priority), CALLED.format("forget"))
 
     @contextmanager
     def _sessions_may_be_lost(self) -> Iterator[None]:

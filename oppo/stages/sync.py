@@ -20,7 +20,7 @@ from typing import cast
 
 import anyio
 
-from oppo.errors import ConfigError, ProtocolError, as_itself, noted
+from oppo.errors import ConfigError, ProtocolError, as_itself, noted, promised
 from oppo.graph import Step
 from oppo.models import (
     BorrowsWeights,
@@ -120,7 +120,7 @@ class ScorerWeights:
 
     async def _load(self, weights: Weights) -> None:
         async with self._reading:
-            await self.scorer.load(weights)
+            await promised(self.scorer.load(weights), "load() of the scorer")
 
     # For the stage that reads.
 
@@ -216,7 +216,7 @@ class WeightSync:
         for each in self._scorers:
             each.updated = step
         with step.working("update", "weight_sync"):
-            await self._trainer.sync_weights(*self._synced)
+            await promised(self._trainer.sync_weights(*self._synced), "sync_weights() of the trainer")
         version = self._trainer.version
         if any(model.version != version for model in self._synced):
             versions = ", ".join(f"{name_of(model)} has version {model.version}" for model in self._synced)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from oppo.admission import bottleneck
 from oppo.declared import Count, validated
-from oppo.errors import ConfigError, ModelDiverged, ProtocolError
+from oppo.errors import ConfigError, ModelDiverged, ProtocolError, promised
 from oppo.events import Batch, Drop, StepReport, described
 from oppo.graph import Receiver, Sender, Step
 from oppo.models import (
@@ -127,6 +127,10 @@ class Update:
             if isinstance(batch, BatchPart):
                 await self._accumulate(batch, step)
                 continue
+            if whole is not None:
+                raise ProtocolError(
+                    f"stage {_sender(batches)!r} sent a second batch, and a step trains one: merge them"
+                )
             whole = batch
             _require_once(whole, step, batches)
             version = self.trainer.version
@@ -195,7 +199,7 @@ class Update:
         parts, self._parts = self._parts, 0
         if parts:
             return await cast("StreamingTrainer", self.trainer).commit(batch)
-        return await self.trainer.update(batch)
+        return await promised(self.trainer.update(batch), "update() of the trainer")
 
     def _require_finite(self, batch: Batch, trained: Trained) -> None:
         rollouts = nonfinite(batch, trained)
@@ -242,10 +246,14 @@ def require_trained(trained: Trained, trainer: Trainer, before: int, batch: Batc
 
 
 def _require_once(batch: Batch | None, step: Step, batches: Receiver[Batch | BatchPart]) -> None:
-    sender, _, _ = str(getattr(batches, "name", "another stage")).partition("->")
     for _, ended in step.recorded(Ended):
         if fault := ended.fault_of(batch):
-            raise ProtocolError(f"the batch of stage {sender!r} {fault}")
+            sent = "the batch of stage {!r}" if batch is not None else "stage {!r} sent no batch, which"
+            raise ProtocolError(f"{sent.format(_sender(batches))} {fault}")
+
+
+def _sender(batches: Receiver[Batch | BatchPart]) -> str:
+    return str(getattr(batches, "name", "another stage")).partition("->")[0]
 
 
 def nonfinite(batch: Batch, trained: Trained) -> tuple[int, ...]:

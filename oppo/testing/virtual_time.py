@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import inspect
 import math
 import selectors
 import threading
@@ -40,6 +41,9 @@ def run_virtual(main: Callable[[*Ts], Awaitable[R]], *args: *Ts) -> R:
         DeadlockError: every task waits, and no timer can wake one.
         ProtocolError: a thread was used.
     """
+    if inspect.iscoroutine(main):
+        main.close()
+        raise ProtocolError("run_virtual calls an async function itself: give it main, not main()")
     return anyio.run(main, *args, backend_options={"loop_factory": VirtualTimeLoop})
 
 

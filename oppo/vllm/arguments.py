@@ -230,7 +230,6 @@ def check_routed_experts(given: Mapping[str, object]) -> None:
 def engine_arguments(
     model: str, given: Mapping[str, object], *, on_cpu: bool, backend: str, sleeps: bool = False, images: bool = False
 ) -> dict[str, Any]:
-    """Return all arguments of an engine; those that were chosen come before the defaults."""
     routed_experts = bool(given.get("enable_return_routed_experts"))
     if on_cpu:
         check_on_cpu(given, sleeps=sleeps, routed_experts=routed_experts)
@@ -313,7 +312,8 @@ def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequenc
     count = torch.cuda.device_count() if gpus is None else gpus
     if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
         chosen = range(workers)
-    numbers = {uuid_of(number): number for number in range(count)} if gpus is None else {}
+    uuids = (str(torch.cuda.get_device_properties(number).uuid) for number in range(count))
+    numbers = {uuid: number for number, uuid in enumerate(uuids)} if gpus is None else {}
     ids = [each if isinstance(each, int) else numbers.get(str(each).removeprefix("GPU-"), -1) for each in chosen]
     if not all(0 <= each < count for each in ids[:workers]) or len(ids) < workers:
         known = f", or some of {', '.join(f'GPU-{each}' for each in numbers)}" if numbers else ""
@@ -322,10 +322,6 @@ def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequenc
             f"numbers from 0 to {count - 1}{known}, as placement.policy (the first) or vllm.device_ids name them"
         )
     return ids[:workers]
-
-
-def uuid_of(number: int) -> str:
-    return str(torch.cuda.get_device_properties(number).uuid)
 
 
 @dataclass(frozen=True, slots=True)

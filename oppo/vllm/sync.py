@@ -185,7 +185,6 @@ class HostedFiles:
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the first of tied tensors, each contiguous."""
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     for name, tensor in tensors.items():
         first.setdefault((tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())), name)

@@ -170,7 +170,6 @@ async def test_a_deterministic_teacher_lists_the_same_bits_for_any_arrival_and_n
 
 
 def taught(batch: Batch, k: int = 6) -> Batch:
-    """Return a batch with what a random teacher lists."""
     dice = torch.Generator().manual_seed(1)
     logits = torch.randn(len(batch.tokens), tiny.VOCABULARY, generator=dice)
     ids = logits.topk(k).indices

@@ -109,7 +109,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def carry_out(folder: Path, config: Path, *overrides: str) -> RunDirectory:
-    """Train, or go on, as the program of a user does."""
     defined: dict[str, Callable[..., RunDirectory]] = {}
     exec(compile(TRAINER, "<program>", "exec"), defined)
     return defined["carry_out"](folder, config, *overrides)

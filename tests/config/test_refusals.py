@@ -387,6 +387,12 @@ def test_a_key_in_the_place_of_its_variable_s_name_is_not_shown(chosen: str) -> 
     assert "canary" not in str(caught.value)
 
 
+@pytest.mark.parametrize("overrides", ["run.steps=3", {"run.steps": 3}])
+def test_overrides_are_a_list(overrides: Any) -> None:
+    with pytest.raises(ConfigError, match=r"overrides are a list, such as \['step.batch=16', \.\.\.\]; got "):
+        overridden(MINIMAL, overrides)
+
+
 def test_every_rule_is_broken_by_some_of_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = set[str]()
 

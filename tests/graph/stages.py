@@ -94,7 +94,6 @@ class Diary:
 
 
 def line(capacity: int = 16) -> Graph[tuple[int, ...]]:
-    """Return ``take -> relay -> collect``."""
     g = GraphBuilder[int]("line", capacity=capacity)
     taken = g.add("take", Take(), g.prompts)
     relayed = g.add("relay", Relay(), taken)

@@ -56,7 +56,6 @@ class Demanding:
 
 
 def broken(g: Builder, taken: Stream[object], name: str, stage: object, *more: object) -> Stream[Any]:
-    """Add what the type checker would refuse."""
     add: Callable[..., Stream[Any]] = g.add
     return add(name, stage, taken, *more)
 
@@ -222,6 +221,13 @@ def test_rebuild_says_what_is_wrong() -> None:
         line().rebuild(extra=(Relay(), "take"))
     with pytest.raises(GraphError, match="is a cycle: no stage may wait for itself"):
         line().rebuild(relay=(Any0(), "take", "late"), late=(Relay(), "relay"))
+    with pytest.raises(GraphError, match=r"'relay' is rebuilt from its stage and its inputs, .*; got Relay\("):
+        line().rebuild(relay=Relay())  # type: ignore[arg-type] # wrong on purpose
+
+
+def test_what_is_no_iterable_holds_no_prompts() -> None:
+    with pytest.raises(GraphError, match=r"prompts from an iterable, async or not; got None \(NoneType\)"):
+        line().open(None)  # type: ignore[arg-type] # wrong on purpose
 
 
 def test_a_graph_shows_who_waits_for_whom() -> None:

@@ -46,7 +46,6 @@ def phases(*seconds: float | Seconds) -> Graph[tuple[int, ...]]:
 
 
 async def ends_of(graph: Graph[tuple[int, ...]], lookahead: int, count: int = 6) -> list[float]:
-    """Return when each step ended."""
     async with graph.open(range(1000), lookahead=lookahead) as run:
         return [anyio.current_time() async for _ in run.steps(count)]
 

@@ -69,7 +69,6 @@ class Plan:
 
     @property
     def sinks(self) -> list[int]:
-        """The places that no other reads."""
         read = {number for place in self.places for number in place.inputs}
         return [number for number in range(len(self.places)) if number not in read]
 

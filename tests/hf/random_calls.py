@@ -92,7 +92,6 @@ class Case:
 
     @property
     def call(self) -> dict[str, object]:
-        """The call as messages have it."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": "123456789", "type": "function", "function": function}
 

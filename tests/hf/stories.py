@@ -136,7 +136,6 @@ async def told(policy: HfPolicy, asked: Sequence[Prompt], limit: int = 7) -> Sto
 @tiny.apart
 @torch.inference_mode()
 def reference(model: PreTrainedModel, prompt: Prompt, sampling: Sampling) -> tuple[list[int], list[float]]:
-    """The same with one full forward for each token."""
     sequence, logprobs = prompt.tokens.tolist(), list[float]()
     for position in range(sampling.max_new_tokens):
         logits = model(torch.tensor([sequence])).logits[:, -1]

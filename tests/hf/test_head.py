@@ -70,7 +70,6 @@ SAMPLING = Sampling(max_new_tokens=120, seed=1)
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a CPU do what a GPU does in one kernel."""
     monkeypatch.setattr("oppo.hf.head.WIDE", {"cpu"})
     monkeypatch.setattr("oppo.hf.head._product", lambda rows, weight: rows.float() @ weight.float().t())
 

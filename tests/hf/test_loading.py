@@ -263,7 +263,6 @@ def test_running_out_of_memory_is_no_damage(causal: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    """An adapter that changes what its base says."""
     base = tmp_path / "base"
     tiny.causal("llama", seed=1).save_pretrained(base)
     model = load_causal(base)

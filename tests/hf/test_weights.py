@@ -47,7 +47,6 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 
 
 def crossed(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model as another process gets it."""
     packet = pack_with_blocks(SharedModel(model))
     assert len(packet.data) < 200_000, "the weights are in the pickle"
     return cast("SharedModel[PreTrainedModel]", unpack(packet)).load()

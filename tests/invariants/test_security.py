@@ -52,14 +52,12 @@ def _one_thread_here() -> None:
 
 
 def leaks(folder: Path, *said: str) -> list[str]:
-    """Return where a canary can be found."""
     files = [path for path in folder.rglob("*") if path.is_file() and b"canary" in path.read_bytes().lower()]
     return [*map(str, files), *(text for text in said if "canary" in text.lower())]
 
 
 @pytest.fixture
 def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant secrets in the environment."""
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
 

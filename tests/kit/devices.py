@@ -45,7 +45,6 @@ class Device:
         self._jobs: dict[SharedJob, None] = {}  # an ordered set
 
     async def work(self, kind: str, seconds: float) -> None:
-        """Do this many seconds of work."""
         with self.job(kind) as job:
             await job.reach(job.position + seconds)
 

@@ -302,12 +302,10 @@ class FaultyPipeline(Pipeline):
         return [deferred["rollout"] for unit in units for deferred in unit["rollouts"]]
 
     def taken(self) -> int:
-        """Return how many rollouts had been taken by then."""
         return int(self.saved["prompts"]["position"]) * self.setting.samples
 
 
 def judged(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Score each response by its text."""
     return [zlib.crc32(text.encode()) / 2**32 for text in completions]
 
 
@@ -330,7 +328,6 @@ class Case:
     judge: OnFailure | None = None
 
     def play(self) -> FaultyPipeline:
-        """Return the run, over."""
         return FaultyPipeline(self.setting, script=self.script, kind=self.kind, judge=self.judge).play()
 
     def without_faults(self) -> FaultyPipeline:

@@ -12,7 +12,6 @@ T = TypeVar("T")
 
 
 def known(value: T | None) -> T:
-    """Return the value, which is there."""
     assert value is not None
     return value
 

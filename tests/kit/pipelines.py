@@ -68,30 +68,25 @@ class Setting:
 
     @property
     def admission(self) -> Admission:
-        """Overcommit, or continuous batching."""
         if self.refill:
             return Continuous(self.batch, max(1, self.extra), self.max_deferrals)
         return Overcommit(self.batch, self.extra, self.max_deferrals)
 
     @property
     def most_carried(self) -> int:
-        """How many rollouts may be deferred."""
         return max(self.extra, self.refill) * self.samples
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the policy must be able to do."""
         loads: Loads = "between decode steps" if self.in_flight else "refused"
         return Capabilities(turns=True, adds_while_decoding=self.refill, loads_while_decoding=loads)
 
     @property
     def after(self) -> tuple[str, ...]:
-        """What an update waits for before it syncs."""
         return () if self.in_flight else ("generate",)
 
     @property
     def pace(self) -> Callable[[Prompt], float] | None:
-        """Of a rollout, if each is decoded on its own."""
         return (lambda prompt: self.paces[prompt.rollout % len(self.paces)]) if self.paces else None
 
 

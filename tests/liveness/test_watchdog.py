@@ -80,7 +80,6 @@ class Scene:
         )
 
     def at(self, seconds: float) -> tuple[float, bool] | None:
-        """Return the stall that is told of at this time."""
         self.time = seconds
         stall = self.dog.look()
         return None if stall is None else (stall.seconds, stall.final)
@@ -190,7 +189,6 @@ def hanging(trap: Trap) -> Graph[StepReport]:
 
 
 async def play_on(graph: Graph[StepReport], watchdog: Watchdog, lookahead: int = 0) -> None:
-    """Run a graph under a watchdog."""
     opened = graph.open(prompts(10), observers=[watchdog], lookahead=lookahead)
     async with opened as run, watchdog.guarding(run):
         async for _ in run.steps(3):

@@ -315,11 +315,6 @@ class Unsummed(Clipped):
         return LossValue(inputs["logprobs"] / inputs.whole.tokens)
 
 
-async def test_a_loss_is_one_number(thread: Thread) -> None:
-    with pytest.raises(ConfigError, match=r"the loss of a micro-batch must be one number, but has the shape \(\d+,\)"):
-        await trainer_on(Unsummed(), thread, epochs=1).update(batch())
-
-
 class Bare(Clipped):
     """It returns the number alone."""
 
@@ -327,9 +322,42 @@ class Bare(Clipped):
         return inputs["logprobs"].mean()  # type: ignore[return-value] # wrong on purpose
 
 
-async def test_a_loss_returns_its_value_with_the_measurements(thread: Thread) -> None:
-    with pytest.raises(ConfigError, match=r"Bare.* must return oppo\.losses\.LossValue\(.*\), not Tensor"):
-        await trainer_on(Bare(), thread, epochs=1).update(batch())
+class Detached(Clipped):
+    """Its loss has no gradient."""
+
+    def __call__(self, inputs: Inputs) -> LossValue:
+        return LossValue(inputs["logprobs"].detach().sum())
+
+
+class Unmeasured(Clipped):
+    """It makes no metrics."""
+
+    def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return None  # type: ignore[return-value] # wrong on purpose
+
+
+class Sly(Clipped):
+    """It reads what it does not declare."""
+
+    def __call__(self, inputs: Inputs) -> LossValue:
+        return LossValue(inputs["reference"].sum())
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (Unsummed(), r"the loss of a micro-batch must be one number, but has the shape \(\d+,\)"),
+        (Bare(), r"Bare.* must return oppo\.losses\.LossValue\(.*\), not Tensor"),
+        (Sly(), r"a loss reads 'reference' and was given .*: name it in its `reads`"),
+        (Detached(), r"the loss Detached.* returned a number without gradient.* compute it from logprobs, entropies"),
+        (Unmeasured(), r"metrics\(\) of the loss Unmeasured.* must return numbers by name, not None \(NoneType\)"),
+    ],
+)
+async def test_what_a_loss_gives_is_a_number_with_a_gradient_and_metrics_by_name(
+    loss: Loss, words: str, thread: Thread
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        await trainer_on(loss, thread, epochs=1).update(batch())
 
 
 class Unbound:
@@ -342,18 +370,6 @@ class Unbound:
 
     def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
         raise NotImplementedError
-
-
-class Sly(Clipped):
-    """It reads what it does not declare."""
-
-    def __call__(self, inputs: Inputs) -> LossValue:
-        return LossValue(inputs["reference"].sum())
-
-
-async def test_what_a_loss_does_not_declare_it_is_not_given(thread: Thread) -> None:
-    with pytest.raises(ConfigError, match=r"a loss reads 'reference' and was given .*: name it in its `reads`"):
-        await trainer_on(Sly(), thread, epochs=1).update(batch())
 
 
 async def test_a_loss_is_refused_the_batch_that_lacks_what_it_reads(thread: Thread) -> None:

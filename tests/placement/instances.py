@@ -73,7 +73,6 @@ class Total:
         time.sleep(600)
 
     def hold_the_lock(self) -> None:
-        """Let no other thread of this interpreter run."""
         print("begun", flush=True)  # noqa: T201 - to the test
         ctypes.PyDLL(None).sleep(600)
 
@@ -82,7 +81,6 @@ class Total:
         time.sleep(60)
 
     def say(self, words: str) -> None:
-        """Print and log the words."""
         print(words)  # noqa: T201 - as user code does
         print(words, file=sys.stderr)  # noqa: T201
         logging.getLogger("grader").warning(words)
@@ -162,7 +160,6 @@ class Caller:
             tell(1)
 
     def ask_again(self, ask: Callable[[int], int]) -> int:
-        """Ask a second time though the first was refused."""
         with suppress(Exception):
             ask(1)
         return ask(2)
@@ -194,7 +191,6 @@ class Meter:
         self.gauge = gauge
 
     def count(self, ask: Callable[[int], int], numbers: int) -> None:
-        """Count, and ask after each."""
         for number in range(1, numbers + 1):
             self.gauge[0] = number
             ask(number)
@@ -242,5 +238,4 @@ class Crew:
 
 
 def gone(pids: Iterable[int]) -> bool:
-    """Return whether none of the processes is left."""
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)

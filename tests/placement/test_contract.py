@@ -62,26 +62,22 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="module")
 def place(kind: Kind) -> Iterator[Place]:
-    """A place for tests that leave it as it is."""
     with kind.make("shared") as place:
         yield place
 
 
 @pytest.fixture(params=["process", "ranks"])
 def apart(request: pytest.FixtureRequest) -> Kind:
-    """Kinds that start children."""
     return KINDS[request.param]
 
 
 @pytest.fixture
 def replaced() -> Kind:
-    """A kind that replaces them."""
     return KINDS["process"]
 
 
 @pytest.fixture(scope="module", params=["inline", "thread", "process"])
 def calling(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Places whose work calls back."""
     with KINDS[request.param].make("caller") as place:
         yield place
 
@@ -95,7 +91,6 @@ def process() -> Iterator[Process]:
 
 @pytest.fixture
 def pipes(tmp_path: Path) -> tuple[Path, Path]:
-    """Two named pipes."""
     for name in ("begun", "go-on"):
         os.mkfifo(tmp_path / name)
     return tmp_path / "begun", tmp_path / "go-on"

@@ -31,7 +31,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Process]:
-    """A process for tests that leave it alive."""
     with Process("shared") as process:
         yield process
 

@@ -21,7 +21,6 @@ from tests.placement.instances import Caller, Crew, gone
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Ranks for tests that leave them alive."""
     with Ranks("shared", 3) as ranks:
         yield ranks
 

@@ -59,7 +59,6 @@ class FakeCore:
 
 
 async def steps(trainer: ResumableTrainer, policy: FakePolicy, critic: FakeCritic) -> list[float]:
-    """Make three steps; return when each ended."""
     graph = ppo(
         policy=policy,
         reference=FakeScorer(fake_per_token),

@@ -35,7 +35,6 @@ def length(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
 
 
 def third(prompts: Sequence[str], completions: Sequence[str]) -> list[float | None]:
-    """Apply to those of an even length."""
     return [len(each) / 3 if len(each) % 2 == 0 else None for each in completions]
 
 

@@ -31,7 +31,6 @@ NAMED = "http://judge.example:8000/score"
 
 
 def lengths(request: httpx.Request) -> httpx.Response:
-    """Answer the length of each completion."""
     return httpx.Response(200, json={"scores": [len(each) for each in json.loads(request.content)["completions"]]})
 
 
@@ -174,7 +173,6 @@ async def refuse(stream: anyio.abc.SocketStream) -> None:
 
 
 async def trickle(stream: anyio.abc.SocketStream) -> None:
-    """Send a byte now and then, for ever."""
     async with stream:
         await stream.receive()
         await stream.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -185,7 +183,6 @@ async def trickle(stream: anyio.abc.SocketStream) -> None:
 
 
 async def pour(stream: anyio.abc.SocketStream) -> None:
-    """Send as much as there is room for, for ever."""
     async with stream:
         await stream.receive()
         await stream.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -201,7 +198,6 @@ async def nest(stream: anyio.abc.SocketStream) -> None:
 
 
 def answering(body: bytes, *headers: bytes) -> Callable[[anyio.abc.SocketStream], Awaitable[None]]:
-    """Return a service that answers this."""
     head = b"".join(b"%s\r\n" % each for each in (b"HTTP/1.1 200 OK", b"Content-Length: %d" % len(body), *headers))
 
     async def answer(stream: anyio.abc.SocketStream) -> None:

@@ -41,7 +41,6 @@ def accuracy(
     log_extra: Callable[[str, list[str]], None] | None = None,
     **kwargs: object,
 ) -> list[float | None]:
-    """Of the shape of ``trl.rewards.accuracy_reward``."""
     contents = [completion[0]["content"] for completion in completions]
     if log_extra is not None:
         log_extra("solution", list(solution))

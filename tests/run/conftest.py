@@ -11,5 +11,4 @@ from tests.kit.workplace import furnish
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which ``oppo train`` can be run."""
     return furnish(tmp_path_factory.mktemp("workplace"))

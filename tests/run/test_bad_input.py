@@ -380,13 +380,10 @@ def refused(code: int, capsys: pytest.CaptureFixture[str], *messages: str) -> No
 
 
 def says(file: str, text: str | bytes) -> Damage:
-    """Let a file say something else."""
     return lambda model: (model / file).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 def sets(**changes: object) -> Damage:
-    """Let ``config.json`` set something else."""
-
     def damage(model: Path) -> None:
         described = json.loads((model / CONFIG).read_text()) | changes
         (model / CONFIG).write_text(json.dumps({key: value for key, value in described.items() if value is not ...}))
@@ -395,8 +392,6 @@ def sets(**changes: object) -> Damage:
 
 
 def holds(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Damage:
-    """Let the weights be others."""
-
     def damage(model: Path) -> None:
         weights = {name: tensor.clone() for name, tensor in load_file(model / WEIGHTS).items()}
         save_file(change(weights), model / WEIGHTS, metadata={"format": "pt"})
@@ -405,8 +400,6 @@ def holds(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Damage:
 
 
 def put(number: float) -> Damage:
-    """Let one weight be this number."""
-
     def change(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         weights[UP][3, 5] = number
         return weights
@@ -444,8 +437,6 @@ def becomes_a_pipe(file: str) -> Damage:
 
 
 def lacks(*files: str) -> Damage:
-    """Let files be gone."""
-
     def damage(model: Path) -> None:
         for file in files:
             (model / file).unlink()

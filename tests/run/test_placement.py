@@ -64,7 +64,6 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def learned(folder: Path, *files: str) -> np.ndarray:
-    """Return all weights of the files, as one vector."""
     tensors = [load_file(folder / file / "model.safetensors") for file in files]
     return np.concatenate([each[key].ravel() for each in tensors for key in sorted(each)])
 

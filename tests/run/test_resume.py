@@ -63,7 +63,6 @@ def steps_of(run: Path) -> int:
 
 
 def wait(process: Program, seconds: float) -> None:
-    """Let time pass, unless the process ends."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
 
@@ -77,7 +76,6 @@ def same_as_whole(folder: Path, name: str) -> None:
 
 
 def stable(told: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Return records without what depends on time."""
     timed = (
         "timing_s/",
         "throughput/",
@@ -292,7 +290,6 @@ def resumed_with(folder: Path, damage: Callable[[Path], object], name: str, caps
 
 
 def files_of(run: Path) -> list[str]:
-    """Return the files of a run that was killed."""
     gone = {SUMMARY, "running.lock"}
     names = [file.relative_to(run).as_posix() for file in run.rglob("*") if file.is_file()]
     return sorted(each for each in names if each not in gone and not each.startswith(str(FINAL)))

@@ -72,7 +72,6 @@ class Grader(BaseHTTPRequestHandler):
     questions: ClassVar[list[tuple[str, str]]] = []
 
     def do_POST(self) -> None:
-        """Grade a response."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
         self.questions.append((asked, self.headers["Authorization"]))
         content = f"grade: {len(asked)}" if len(asked) % 3 else "I cannot say."
@@ -88,7 +87,6 @@ class Grader(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service() -> Iterator[str]:
-    """Return the URL of a judge."""
     Grader.questions.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Grader) as server:
         thread = Thread(target=server.serve_forever, daemon=True)

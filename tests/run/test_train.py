@@ -121,7 +121,6 @@ def test_an_adapter_is_trained_on_and_compared_with_itself(folder: Path) -> None
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, object]]:
-    """Return a run's metrics; all of them are finite."""
     lines = records(folder, name, "metrics.jsonl")
     assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
     assert [line["trained"] for line in lines] == [4, 4]

@@ -128,6 +128,27 @@ class ByRollout(FakeScorer[float]):
         return {event.rollout: score for event, score in zip(finished, scores, strict=True)}  # type: ignore[return-value] # that is the fault
 
 
+ASYNC: list[tuple[str, type, str]] = [
+    ("policy", FakePolicy, "load"),
+    ("trainer", FakeTrainer, "update"),
+    ("trainer", FakeTrainer, "sync_weights"),
+    ("reward", FakeScorer, "extend"),
+    ("reward", FakeScorer, "finish"),
+    ("critic", FakeCritic, "load"),
+]
+
+
+@pytest.mark.parametrize(("role", "kind", "method"), ASYNC)
+def test_a_method_that_is_not_async_is_named(
+    role: str, kind: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, method, lambda *args, **keywords: None)
+    with pytest.raises(
+        ProtocolError, match=rf"{method}\(\) of .* must be `async def`, .* it returned None \(NoneType\)"
+    ):
+        run_virtual(Pipeline(SETTING).run)
+
+
 def in_words(finish: Finish, tokens: tuple[int, ...], version: int) -> Any:
     return np.array(["x"] * len(finish.response))
 
@@ -383,6 +404,26 @@ def test_each_rollout_that_ended_is_trained_or_dropped_once(change: Callable[[Ba
     assert not pipeline.batches, "nothing was trained"
 
 
+def test_a_second_batch_of_a_step_is_refused_by_its_sender_and_not_trained() -> None:
+    class Twice:
+        async def run(self, batches: Receiver[Batch], /, *, out: Sender[Batch]) -> None:
+            async for batch in batches:
+                await out.send(batch)
+                await out.send(batch)
+
+    pipeline = Pipeline(SETTING)
+    graph = pipeline.graph()
+    graph = graph.rebuild(twice=(Twice(), "advantage"), update=(graph.stage("update", Update), "twice"))
+
+    async def main() -> None:
+        async with graph.open(prompts(40)) as run:
+            await run.step()
+
+    with pytest.raises(ProtocolError, match="stage 'twice' sent a second batch, and a step trains one"):
+        run_virtual(main)
+    assert pipeline.trainer.version == 1
+
+
 def test_a_step_whose_rollouts_are_in_no_batch_is_refused() -> None:
     class Swallowing:
         async def run(self, rollout: Receiver[Any], score: Receiver[Any], /, *, out: Sender[Batch]) -> None:
@@ -400,7 +441,7 @@ def test_a_step_whose_rollouts_are_in_no_batch_is_refused() -> None:
             batch = g.add("advantage", Swallowing(), rollout, score)
             return g.build(g.add("update", Update(self.trainer, synced=[self.policy]), batch))
 
-    with pytest.raises(ProtocolError, match=r"the batch of stage 'advantage' leaves out rollouts \["):
+    with pytest.raises(ProtocolError, match=r"stage 'advantage' sent no batch, which leaves out rollouts \["):
         run_virtual(NoBatch(SETTING).run)
 
 

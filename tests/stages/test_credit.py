@@ -247,7 +247,6 @@ class Walk:
         return found
 
     def gradient(self) -> NDArray[np.float64]:
-        """Return the true gradient of the expected reward."""
         found = np.zeros_like(self.policy)
         for path in self.paths():
             found += self.probability(path) * self.score(path, [sum(self.earned(path))] * len(path))

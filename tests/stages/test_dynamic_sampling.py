@@ -24,7 +24,6 @@ CARRIED = Setting(lengths=(5, 9, 3, 30, 21, 7, 8, 60), extra=2, steps=4, samples
 
 
 def every_third(scores: FloatArray) -> bool:
-    """Reject about a third of all groups."""
     return int(np.abs(scores).sum() * 1_000) % 3 > 0
 
 

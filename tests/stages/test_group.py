@@ -357,7 +357,6 @@ class Made:
 
 
 def trained_by(trainer: Trainer, made: Made) -> Graph[StepReport]:
-    """Return the graph with another trainer."""
     graph = made.graph()
     return graph.replace(update=Update(trainer, graph.stage("update", Update).synced))
 

@@ -270,7 +270,6 @@ def test_what_is_known_of_lengths_goes_into_a_checkpoint_and_back() -> None:
 
 @functools.cache
 def simulated(extra: int) -> Pipeline:
-    """A long run over lognormal lengths, up to a cap."""
     drawn = np.random.default_rng(3).lognormal(2.3, 0.9, 2 * STEPS * BATCH)
     setting = Setting(
         lengths=tuple(int(length) for length in drawn.clip(1, 120)),

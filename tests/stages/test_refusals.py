@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from oppo import grpo, wrap
 from oppo.admission import Continuous, Overcommit, SlopeAdaptive, Synchronous, TailAdaptive, TailBatched
 from oppo.admission.chunking import Tuned
 from oppo.algorithms.distill import Distill
@@ -16,9 +17,10 @@ from oppo.errors import AdmissionError, ConfigError, ProtocolError
 from oppo.models import Capabilities
 from oppo.returns import AdaptiveKL, ScoreShaping
 from oppo.stages import GAE, Distillation, DynamicSampling, Generate, GroupRelative, InParts, Score, Update
-from oppo.testing import FakePolicy, FakeTrainer
+from oppo.testing import FakePolicy, FakeScorer, FakeTrainer, fake_scalar
 
 ANYTHING: Any = object()
+REWARD = FakeScorer(fake_scalar)
 wrong: Any = partial  # also of arguments that no type checker lets through
 NO_CONTROLLER = "kl must be a number, or a controller such as oppo.returns.AdaptiveKL, not '0.1'"
 NO_ESTIMATOR = "kl_estimator must be 'k1', 'k2' or 'k3', not 'k9'"
@@ -100,6 +102,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (wrong(Generate, ANYTHING, Overcommit(2)), "Policy, an object with version, capabilities, load, open, decoding"),
     (lambda: Generate(FakePolicy(), ANYTHING), "Admission, an object with batch, max_deferrals, admit, cut"),
     (lambda: Generate(FakePolicy(), Overcommit(2), ANYTHING), "ChunkSize, an object with size, observe"),
+    (lambda: grpo(policy=FakePolicy(), reward=REWARD, trainer=FakeTrainer(), admission=ANYTHING), "Admission, an"),
+    (lambda: wrap(length, ANYTHING, policy=FakePolicy(), reward=REWARD, admission=Overcommit(2)), "with state_dict"),  # type: ignore[arg-type] # wrong on purpose
+    (lambda: wrap(ANYTHING, ANYTHING, policy=FakePolicy(), reward=REWARD, admission=ANYTHING), "with __call__"),
     (wrong(Update, ANYTHING), "Trainer, an object with version, update, sync"),
     (wrong(Update, FakeTrainer(), [ANYTHING]), "SyncedModel, an object with version, load; got object, which"),
     (wrong(Score, length), f"an object with version, extend, finish, forget; got function 'length', {WRAPPED}"),

@@ -212,7 +212,6 @@ def test_what_policy_and_critic_serve_together_changes_when_neither_uses_it(sett
 
 
 def refused(pipeline: Pipeline, *sync: SyncedModel) -> str:
-    """Return why weights cannot be synced in flight."""
     graph = pipeline.graph()
     update = Update(pipeline.trainer, synced=sync or graph.stage("update", Update).synced)
     pipeline.graph = lambda: graph.replace(update=update)  # type: ignore[method-assign] # the same, but for one stage

@@ -280,6 +280,11 @@ def test_tasks_wake_in_the_order_of_their_timers() -> None:
     assert run_virtual(main) == [(0.1, 1), (0.1, 3), (0.2, 2), (0.3, 0)]
 
 
+def test_a_call_in_place_of_the_function_is_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"give it main, not main\(\)"):
+        run_virtual(anyio.sleep(1))  # type: ignore[arg-type] # wrong on purpose
+
+
 def test_a_wait_that_cannot_end_is_a_deadlock() -> None:
     async def main() -> None:
         async with anyio.create_task_group() as tasks:

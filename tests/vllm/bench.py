@@ -25,7 +25,6 @@ WEIGHTS = {"weight": torch.zeros(1)}
 
 
 def varied(count: int) -> list[Prompt]:
-    """Return prompts whose responses differ in length."""
     return [Prompt(n, n, np.array([10 + n, 4], np.int32)) for n in range(count)]
 
 

@@ -363,7 +363,6 @@ PADDED = VOCABULARY - 7
 
 
 def known() -> list[Response]:
-    """Return responses of ids below :data:`PADDED`."""
     return [
         answered(n, (made.prompt.tokens % PADDED).tolist(), (made.tokens % PADDED).tolist())
         for n, made in enumerate(responses())

@@ -13,6 +13,7 @@ from oppo.hf.routers import router_metrics
 from oppo.hf.train.packing import MicroBatch
 from oppo.hf.train.ranks import Team
 from oppo.losses import Loss, LossValue
+from oppo.losses.base import metrics_of
 
 AUX = "loss/aux"
 
@@ -143,7 +144,7 @@ class UpdateMetrics:
         if AUX in self.measured[0]:
             routers[AUX] = float(np.mean([each[AUX] for each in self.measured]))
         norms = zip(("train/grad_norm", "train/critic_grad_norm"), np.mean(self.norms, axis=0).tolist(), strict=False)
-        return work | self.staleness.metrics() | routers | dict(self.loss.metrics(self.measured)) | dict(norms)
+        return work | self.staleness.metrics() | routers | dict(metrics_of(self.loss, self.measured)) | dict(norms)
 
 
 def _sum(tensors: Sequence[Tensor], none: Tensor) -> Tensor:

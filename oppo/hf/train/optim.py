@@ -65,7 +65,6 @@ _BUFFER = "momentum_buffer"
 
 
 def matrices(models: Sequence[PreTrainedModel]) -> Iterator[nn.Parameter]:
-    """Yield the trained matrices of layers: no embeddings, heads, vectors, adapters, nor experts in one tensor."""
     for model in models:
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         apart = filter(None, [*tables, model.get_output_embeddings(), getattr(model, "score", None)])

@@ -170,7 +170,6 @@ def deal(costs: Sequence[float], size: int, rank: int) -> list[int | None]:
 
 
 def shard(models: ActorCritic, mesh: DeviceMesh) -> None:
-    """Give each rank of ``mesh`` a shard of every parameter; a layer's are whole only while it computes."""
     # Gradients are summed over the ranks, not averaged: losses divide by the size of the whole minibatch.
     dtypes = {str(parameter.dtype) for parameter in models.parameters() if parameter.requires_grad}
     if len(dtypes) > 1:

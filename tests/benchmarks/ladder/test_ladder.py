@@ -56,7 +56,6 @@ def started(program: str, folder: Path, patience: float = 60.0) -> Contestant:
 
 
 def asked(program: str, folder: Path, patience: float = 60.0) -> None:
-    """Ask for two steps, once it is ready."""
     with started(program, folder, patience) as contestant:
         contestant.ready()
         contestant.run(2)

@@ -440,7 +440,6 @@ def test_every_part_is_dealt_once_and_rounds_are_equally_many(costs: list[int], 
 
 
 def port(number: int, first: Child) -> str:
-    """Ranks meet as those of several machines do."""
     del number
     return str(first.ask(pack(Call(None, listen, ("127.0.0.1",)))).result("rank 0"))
 

@@ -12,13 +12,11 @@ from tests.placement.ray.machines import Machines, machines
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Machines]:
-    """Two machines, this one and another."""
     with machines(2) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def cluster(two: Machines) -> Iterator[Cluster]:
-    """This process as a driver."""
     with Cluster(two.address) as connected:
         yield connected

@@ -61,7 +61,6 @@ class Machines:
     all: list[Machine] = field(default_factory=list)
 
     def add(self) -> Machine:
-        """Add a machine."""
         said = self._asked("add")
         self.all.append(Machine(said["raylet"], said["node"]))
         return self.all[-1]

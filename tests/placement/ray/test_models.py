@@ -41,7 +41,6 @@ SAMPLING = Sampling(max_new_tokens=40, temperature=0.9, stop=tuple(range(3, 9)),
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models on a disk that all machines share."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("actor", "reference"):
         tiny.causal("llama", seed=1).save_pretrained(folder / name)
@@ -68,7 +67,6 @@ def recipe(folder: Path, name: str) -> ModelRecipe:
 
 
 def on(machine: Machine) -> NodeAffinitySchedulingStrategy:
-    """On this machine as long as it is there."""
     return NodeAffinitySchedulingStrategy(machine.node, soft=True)
 
 

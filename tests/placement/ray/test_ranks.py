@@ -74,7 +74,6 @@ def recipe(folder: Path) -> ActorCriticRecipe:
 
 
 def plain() -> Models:
-    """Return models that no disk holds."""
     return Models(tiny.causal(seed=1), tiny.causal(seed=1), tiny.scalar(seed=3))
 
 
@@ -98,12 +97,10 @@ class Where:
         self.rank = -1
 
     def join(self, rank: int, size: int, meeting: str) -> None:
-        """Note the number."""
         del size, meeting
         self.rank = rank
 
     def note(self, folder: Path) -> None:
-        """Write down the machine."""
         node = ray.get_runtime_context().get_node_id() if self.rank else "the driver's"
         (folder / str(self.rank)).write_text(node)
 
