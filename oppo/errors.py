@@ -284,7 +284,6 @@ def _is_of_a_signal(error: BaseException) -> bool:
 
 
 def promised(call: Awaitable[T], what: str) -> Awaitable[T]:
-    """Return what ``what``, a call of user code, returned, or raise ``ProtocolError`` if it cannot be awaited."""
     given: object = call
     if not isinstance(given, Awaitable):
         raise ProtocolError(f"{what} must be `async def`, or return what can be awaited; it returned {shown(given)}")
@@ -439,6 +438,11 @@ def worded(error: BaseException) -> str:
 def counted(count: int, noun: str, several: str = "") -> str:
     """Return a count as a person writes it: ``1 response``, ``1,024 responses``."""
     return f"{count:,} {noun if count == 1 else several or noun + 's'}"
+
+
+def enumerated(numbers: Sequence[int]) -> str:
+    first, more = ", ".join(map(str, numbers[:8])), len(numbers) - 8
+    return f"{first} and {more:,} more" if more > 0 else first
 
 
 def shown(value: object) -> str:

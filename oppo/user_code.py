@@ -105,6 +105,13 @@ class UserFunction:
             return UserFunction.of, (self.spec, self.name, self.refuse)
         return UserFunction, (self.name, self.function, self.refuse)
 
+    def must_take(self, kind: str, what: str, *given: object) -> None:
+        try:
+            with suppress(ValueError):  # a builtin without a signature: the call will tell
+                inspect.signature(self.function).bind(*given)
+        except TypeError as error:
+            raise ConfigError(f"{kind} {self.name!r} is called with {what}: {error}") from error
+
     @property
     def is_async(self) -> bool:
         return is_async(self.function)

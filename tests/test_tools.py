@@ -200,8 +200,8 @@ def test_a_cancelled_turn_cancels_its_calls() -> None:
     ("tools", "words"),
     [
         ([print], "is not shown the tool 'print'"),
-        ([add, add], "tools need names of their own"),
-        ([], "there must be one"),
+        ([add, add], "each with a name of its own; got add, add"),
+        ([], "got none: of a class, public methods are tools"),
     ],
 )
 def test_tools_that_the_policy_cannot_tell_are_refused(tools: list[Callable[..., object]], words: str) -> None:
@@ -210,6 +210,13 @@ def test_tools_that_the_policy_cannot_tell_are_refused(tools: list[Callable[...,
     plain = ChatFormat(chatting(byte_tokenizer(special=("<|im_end|>", "<|im_start|>")), template=TEMPLATE))
     with pytest.raises(ConfigError, match="give it the role 'tool'"):
         Tools(tools, plain)
+
+
+@pytest.mark.parametrize("function", [lambda: None, lambda turn, more: None])
+def test_a_function_that_takes_no_turn_is_refused_at_once(function: Callable[..., object]) -> None:
+    environment(type)  # without a signature: the call will tell
+    with pytest.raises(ConfigError, match=r"environment '<lambda>' is called with a turn: "):
+        environment(function)
 
 
 def test_a_tool_that_cannot_be_called_as_it_is_shown_is_refused() -> None:

@@ -16,7 +16,6 @@ its conversations begins another one, a branch: a further response of the rollou
 
 from __future__ import annotations
 
-import inspect
 import math
 import secrets
 from collections import Counter, defaultdict, deque
@@ -138,10 +137,7 @@ class Agents(Shared, Branching):
         if timeout is not None:
             require_real("timeout", timeout, 0, error=ConfigError)
         user = UserFunction.of(run, None, EnvironmentFailure)
-        try:
-            inspect.signature(user.function).bind({}, "url", "key")
-        except TypeError as error:
-            raise ConfigError(f"agent {user.name!r} is called with a row, a URL and a key: {error}") from error
+        user.must_take("agent", "a row, a URL and a key", {}, "url", "key")
         self.name = user.name
         played = roles or {}
         if odd := [role for role in played if NAME.fullmatch(role) is None]:

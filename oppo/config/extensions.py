@@ -101,8 +101,8 @@ class Extension:
             elif required:
                 raise ConfigError(
                     f"{key}: nothing is given for the parameter {parameter.name!r} of {spec}: a run has "
-                    f"{', '.join(sorted(offered))}, and a setting has a type that a file can hold, such as int, float "
-                    "or str"
+                    f"{', '.join(sorted(offered)) or 'nothing for it'}, and a setting has a type that a file can hold, "
+                    "such as int, float or str"
                 )
         return cls(key, spec, make, frozenset(takes), takes_all, _table(spec, settings))
 

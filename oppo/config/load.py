@@ -30,7 +30,7 @@ from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import MOST, SEEDS, Declared, declared, expectation, table_in
 from oppo.durable import read_text
-from oppo.errors import ConfigError, did_you_mean, in_toml, shortened, shown
+from oppo.errors import ConfigError, did_you_mean, in_toml, shortened
 from oppo.libraries import is_installed
 from oppo.log import logger
 from oppo.redact import HIDDEN, holds_secret, names_secret, redacted
@@ -58,6 +58,11 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
 
 
 def parsed(path: Path) -> dict[str, object]:
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a directory, and settings are a file, such as {path / 'config.toml'}; a run's directory is "
+            "what `oppo resume`, `oppo report` and `oppo simulate --from` take"
+        )
     try:
         return tomllib.loads(read_text(path, linked=True))
     except OSError as error:
@@ -365,10 +370,12 @@ class Faults:
         if detail["loc"][-1:] == ("[key]",):
             home = ".".join(place[:2])
             return f"{home}: expected names of {expectation(detail)}, got {_shown(detail)}"
+        text = isinstance(detail["input"], str) and not detail["input"].startswith("[")
         item = next((f"item {part} to be " for part in detail["loc"][2:] if isinstance(part, int)), "")
         expected = " or ".join(dict.fromkeys(expectation(each) for each in details))
         choices = detail.get("ctx", {}).get("expected", "").replace("'", "").replace(" or ", ", ").split(", ")
         guess = did_you_mean(str(detail["input"]), choices) if detail["type"] == "literal_error" else ""
+        guess = f": write [{_shown(detail)}]" if detail["type"] == "tuple_type" and text else guess
         return f"{where}: expected {item}{expected}, got {_shown(detail)}{guess}"
 
     def _wanted(self, place: tuple[str, ...]) -> str:
@@ -381,7 +388,7 @@ class Faults:
             kind, home, known = "section", "a configuration", list(self.sections)
         near, foreign = did_you_mean(place[-1], known), self._foreign(place, given)
         guess = self._home_of(place) or (near or foreign if kind == "section" else foreign or near)
-        return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known)}"
+        return f"unknown {kind} {'.'.join(place)!r}{guess}; the {kind}s of {home} are {', '.join(known) or '(none)'}"
 
     def _foreign(self, place: tuple[str, ...], given: object) -> str:
         del place, given

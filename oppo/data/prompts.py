@@ -122,7 +122,9 @@ class Encoding:
             with noted(f"while reading {place}"):
                 begun, tokenizer = self.begin(row, column)
         if column not in (raw if begun is row else begun):
-            raise DataError(f"{place}: no column {column!r}; the columns there are {', '.join(raw) or '(none)'}")
+            raise DataError(
+                f"{place}: no column {column!r}; the columns there are {', '.join(raw) or '(none)'}: name one as column"
+            )
         return begun, tokenizer
 
     def fitted(self, tokens: IntArray, place: str, images: Sequence[ImageRef]) -> IntArray | None:

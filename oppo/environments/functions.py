@@ -153,6 +153,7 @@ class FunctionEnvironment(CallsFunction[TextTurn, str, Said]):
         prompt_column: str = "prompt",
     ) -> None:
         user = UserFunction.of(function, None, EnvironmentFailure)
+        user.must_take("environment", "a turn", TextTurn("", "", 0, None, {}))
         self.name = user.name
         self._function = CalledEnvironment(user)
         self._calls = UserCalls(self._function, concurrency=concurrency, timeout=timeout, process=process)
@@ -381,7 +382,8 @@ class Tools(Shared):
                 f"the policy is not shown the tool {missing[0]!r}: give it to its tokenizer by chatting()"
             )
         if len(set(self.names)) < len(self.names) or not self.names:
-            raise ConfigError(f"tools need names of their own, and there must be one; got {self.names}")
+            got = ", ".join(self.names) or "none: of a class, public methods are tools"
+            raise ConfigError(f"expected at least one tool, each with a name of its own; got {got}")
         self.signatures = {user.name: inspect.signature(user.function) for user in users}
         for name in self.names:
             wrong, properties = ToolResult(name), chat.tools[name].get("properties")

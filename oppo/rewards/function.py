@@ -24,7 +24,7 @@ import anyio
 import numpy as np
 
 from oppo import user_code
-from oppo.errors import RewardError, counted, one_line, shown
+from oppo.errors import RewardError, counted, enumerated, one_line, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.log import logger
 from oppo.models import RewardFunction, Scorer
@@ -114,7 +114,7 @@ def token_rewards(rewards: Placed, finish: Finish, decode: Callable[[Sequence[in
         return TokenRewards.at(len(response), rewards)
     if len(rewards.rewards) != len(response):
         given, made = counted(len(rewards.rewards), "reward"), counted(len(response), "token")
-        raise ValueError(f"got {given} for a completion of {made}")
+        raise ValueError(f"got {given} for a completion of {made}, each of which a list rewards: its score is a number")
     return rewards
 
 
@@ -255,7 +255,7 @@ class Rollouts(tuple[int, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return f"rollouts {', '.join(map(str, self))}"
+        return f"rollouts {enumerated(self)}"
 
 
 @dataclass(frozen=True)
@@ -318,6 +318,7 @@ def _items(result: object, count: int) -> tuple[Sequence[object], str]:
     ordered = isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping | AbstractSet)
     if not ordered:
         return (), shown(result)
+    result = getattr(result, "detach", lambda: result)()  # of a tensor, which may have a gradient
     if tuple(getattr(result, "shape", ())) == (count, 1):  # what a head of one label gives: a score each
         result = cast("Any", result).reshape(count)
     items = list(islice(cast("Iterable[object]", result), count + 1))
@@ -515,8 +516,8 @@ class FunctionReward(
             return await self._scored(finished)
         except RewardFailure as failure:
             if self._on_failure != "drop":
-                if self._pauses:
-                    failure.add_note(f"it was the last of {attempts} attempts")
+                choice = "on_failure decides: 'fail' ends the run, 'retry' calls again, 'drop' leaves out what fails"
+                failure.add_note(f"it was the last of {attempts} attempts" if self._pauses else choice)
                 raise
         return await self._apart(self._or_drop, finished)
 

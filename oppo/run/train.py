@@ -501,8 +501,6 @@ def _named(rows: ProgramRows) -> list[str]:
 
 def _settings(config: str | Path | Mapping[str, object] | Settings, overrides: Sequence[str]) -> Settings:
     if isinstance(config, str | Path):
-        if Path(config).is_dir():
-            raise ConfigError(f"{config} is a directory, and settings are a file: oppo.resume goes on with a run")
         return load_settings(Path(config), overrides)
     if isinstance(config, Settings):
         if not overrides:

@@ -14,7 +14,7 @@ from typing import Final, Generic, Self, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from oppo.errors import SessionsLost, as_itself, awaited, noted, promised
+from oppo.errors import SessionsLost, as_itself, awaited, enumerated, noted, promised
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, RolloutEvent, Scored, ToolTokens
 from oppo.graph import Receiver, Sender, Stateful, Step
 from oppo.models import PrioritisedScorer, Scorer, SyncedModel, entered, require_count, require_model
@@ -325,7 +325,7 @@ class _scoring(noted):  # noqa: N801 - as noted is
 @contextmanager
 def _working(events: Sequence[Growth | Finish], step: Step, label: str) -> Iterator[None]:
     rollouts = list(dict.fromkeys(event.rollout for event in events))
-    with _scoring(f"while scoring rollouts {rollouts}"), step.working("score", label):
+    with _scoring(f"while scoring rollouts [{enumerated(rollouts)}]"), step.working("score", label):
         yield
 
 

@@ -35,6 +35,8 @@ def entries(table: str) -> list[list[str]]:
 
 
 WRONG = entries("""
+environment.tools=a.py:b | environment.tools: expected a list, got 'a.py:b': write ['a.py:b']
+run.track=wandb | run.track: expected a list, got 'wandb': write ['wandb']
 rewards=[] | [rewards]: expected at least one table, got none
 rewards=[1] | [rewards.0]: expected a section with the keys source, name, weight, on_drop, engine,
 rewards.0.source=reward.py | 'reward.py' is a file of code: name what scores in it, as file.py:name

@@ -18,6 +18,7 @@ Seconds = Callable[[int, int], float]
 
 
 def at_once(k: int, turn: int) -> float:
+    """Return 0."""
     return 0.0
 
 
@@ -92,6 +93,7 @@ class Dialogue:
         return [pieces[-1].state for pieces in self.pieces]
 
     def responses(self) -> list[Response]:
+        """Return what was read of each."""
         return [Response.of(asked, pieces) for asked, pieces in zip(self.asked, self.pieces, strict=True)]
 
 

@@ -69,6 +69,15 @@ async def test_an_async_function_is_awaited_on_the_loop() -> None:
     assert await FunctionReward(reward, decode).finish(TWO) == [3.0, 1.0]
 
 
+async def test_scores_may_have_a_gradient_and_a_failure_says_what_may_be_done(recwarn: pytest.WarningsRecorder) -> None:
+    many, weight = [ended(number, [5]) for number in range(12)], torch.ones(12, requires_grad=True)
+    assert await FunctionReward(lambda prompts, completions: weight, decode).finish(many) == [1.0] * 12
+    assert not recwarn.list
+    with pytest.raises(RewardError, match=r"\(rollouts 0, 1, 2, 3, 4, 5, 6, 7 and 4 more\)") as caught:
+        await FunctionReward(lambda prompts, completions: None, decode).finish(many)
+    assert "'drop' leaves out what fails" in caught.value.__notes__[0]
+
+
 async def test_nothing_finished_calls_nothing() -> None:
     assert await FunctionReward(lambda prompts, completions: 1 / 0, decode).finish([]) == []
 
@@ -80,7 +89,10 @@ async def test_nothing_finished_calls_nothing() -> None:
         ([float("nan"), 1.0], "for rollout 3 it returned nan (float)"),
         ([1.0, float("inf")], "for rollout 8 it returned inf (float)"),
         ([1.0, "2"], "for rollout 8 it returned '2' (str)"),
-        ([1.0, [2.0, 3.0]], "2 rewards for a completion of 1 token (rollouts 8)"),
+        (
+            [1.0, [2.0, 3.0]],
+            "2 rewards for a completion of 1 token, each of which a list rewards: its score is a number (rollouts 8)",
+        ),
         ([1.0, np.ones((1, 2))], "for rollout 8 it returned array([[1., 1.]]) (ndarray)"),
         ([1.0], "must return 2 numbers, one for each completion, in a list; got 1"),
         (1.0, "must return 2 numbers, one for each completion, in a list; got 1.0 (float)"),

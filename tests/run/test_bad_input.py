@@ -591,7 +591,7 @@ def test_a_row_that_cannot_be_read_is_named_with_its_line(
     ("make", "message"),
     [
         (os.mkfifo, "cannot read the configuration {file}: config.toml is no plain file"),
-        (Path.mkdir, "cannot read the configuration {file}: "),
+        (Path.mkdir, "{file} is a directory, and settings are a file, such as {file}/config.toml; "),
         (str, "cannot read the configuration {file}: "),
         (lambda file: file.write_text("[run\n"), "{file} is not valid TOML: "),
         (

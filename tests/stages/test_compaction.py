@@ -302,4 +302,5 @@ def test_a_row_s_own_tools_are_shown_behind_its_summary() -> None:
 
 
 def compaction_free() -> str:
+    """Do nothing."""
     return ""
