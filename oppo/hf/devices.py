@@ -143,7 +143,6 @@ def numbered(device: torch.device) -> torch.device:
 
 
 def synchronised(device: torch.device) -> None:
-    """Wait for the work of this process on all streams of the device; all threads then see the results."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -50,7 +50,6 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def quantise_base(model: PreTrainedModel, kind: Quantization, device: torch.device) -> None:
-    """Quantise the frozen weights of the layers that :func:`add_lora` chooses to 4 bits (QLoRA, arXiv 2305.14314)."""
     # In blocks of 64, whose scales are 8 bits. Layers move to the device one by one, the others stay; products are in
     # the dtype that the weights had. On meta they have as many bytes.
     chosen = {name: layer for name, layer in _linear(model)[1].items() if isinstance(layer, nn.Linear)}
@@ -199,7 +198,6 @@ def _checked(more: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def load_lora(model: PreTrainedModel, directory: Path, *, weights: bool = True, trained: bool = True) -> None:
-    """Add the LoRA adapter in a directory, in float32 and without dropout; from now on only it requires a gradient."""
     # Without `weights` it has the shapes of new ones. Not `trained`, it requires none, and may be on any layer.
     require_peft(what := f"the adapter in {directory}")
     from peft import PeftConfig  # noqa: PLC0415 - an extra, for adapters only

@@ -110,7 +110,6 @@ def same(model: ModuleT) -> ModuleT:
 def at_rest(
     make: Callable[[], ModuleT], adapt: Callable[[ModuleT], nn.Module] = same, optimizer: str = "adamw"
 ) -> Bytes:
-    """Return the memory of a model for all loads: weights and, if some are trained, gradients and optimizer states."""
     whole = _bare(make)
     if adapt is same:
         return _resting(whole, (), optimizer)

@@ -135,7 +135,6 @@ def record_routers(model: PreTrainedModel) -> None:
 
 @contextmanager
 def recorded_routes() -> Iterator[list[Route]]:
-    """Record the answers of all routers in the passes that this context makes; at its end they are by layer."""
     found = list[Route]()
     with set_to(_routes, found):
         yield found

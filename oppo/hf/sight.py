@@ -36,7 +36,6 @@ WHOLE: Final = ("gemma3",)
 
 
 def let_see(model: PreTrainedModel, processor: Processor) -> None:
-    """Give a model the processor of its images; copies, and other processes, have it too."""
     setattr(backbone(model), PROCESSOR, processor)
 
 

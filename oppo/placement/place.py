@@ -330,7 +330,6 @@ async def run_detached(name: str, work: Callable[[], R]) -> R:
 
 
 def in_thread(name: str, work: Callable[[], R]) -> Future[R]:
-    """Run ``work`` as :func:`run_detached` does, for a caller on no event loop."""
     context, outcome = _context_without_loop(), Future[R]()
 
     def run() -> None:

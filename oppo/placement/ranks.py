@@ -56,7 +56,6 @@ _LISTENERS: Final[dict[str, socket.socket]] = {}
 
 
 def listen(address: str) -> str:
-    """Listen at a port of one address of this machine; return the meeting, at which rank 0 is in this process."""
     server = socket.create_server((address, 0))
     meeting = f"tcp://{address}:{server.getsockname()[1]}"
     _LISTENERS[meeting] = server

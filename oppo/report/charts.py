@@ -266,7 +266,6 @@ def timeline(excerpts: Sequence[Excerpt]) -> str:
 
 
 def busy_machine(others: float) -> str:
-    """Return a note beside measured times, if ``others`` took so much of the cores that these are longer for it."""
     return f"other processes took {others:.0%} of the cores" if others >= _BUSY else ""
 
 

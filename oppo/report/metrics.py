@@ -141,7 +141,6 @@ def metrics_of(run: Path, damaged: Damaged = unnoticed) -> Sequence[Metrics]:
 
 
 def records_of(lines: Iterable[Record]) -> Sequence[Metrics]:
-    """Return the numbers of records under the metrics' own names, without those too large to be added up."""
     return [  # which share their names: json makes them anew for each
         {sys.intern(name): value for name, value in in_own_names(each).items() if value is None or _is_number(value)}
         for each in lines

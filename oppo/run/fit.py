@@ -66,7 +66,6 @@ def fitted(deployment: Deployment) -> Deployment:
 
 
 def first_fit(deployment: Deployment, tried: Iterable[Changes], load: Load | None, known: Known) -> Fit | None:
-    """Return the first of some changes with which a run fits; without a load at rest, which is counted at once."""
     for changes in tried:
         other = altered(deployment, changes)
         if other is not None and (needs := _fitting(other, load, known)) is not None:
@@ -113,7 +112,6 @@ def spelled(changes: Changes) -> Iterator[str]:
 
 
 def advice(deployment: Deployment, load: Load | None, known: Known) -> str:
-    """Return what would make a run fit: settings that do alone, else the fewest together; and what else there is."""
     new = [changes for changes in _ALONE if _unlike(deployment, changes)]
     fits = [fit for changes in new if (fit := first_fit(deployment, [changes], load, known))]
     fits = fits or [fit for fit in [first_fit(deployment, REMEDIES[1:], load, known)] if fit]

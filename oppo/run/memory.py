@@ -606,7 +606,6 @@ def crowded(needs: Sequence[Expected], assumed: Hardware | None = None, *, sprea
 
 
 def too_large(needs: Iterable[Expected], assumed: Hardware | None = None) -> Iterator[str]:
-    """Yield the models that need more than all of their device, each with what divides or replaces it."""
     for need in needs:
         memory = None if need.remote else memory_of(need.device, assumed)
         if memory is not None and need.bytes.total > memory[0] and need.device.type == "cuda":

@@ -42,7 +42,6 @@ TURNS: Final = 4  # turns of a conversation before there is a policy, at most
 
 
 async def rehearse_code(look: FirstLook) -> list[str]:
-    """Call the agent or the environment of a run with its first row, if there is one; no model is needed."""
     environment, said = look.environment, look.tokenizer.encode_exactly(SAID)
     if environment is None or not look.prompts:
         return []
@@ -132,7 +131,6 @@ def _memory(session: PreparedRun) -> str:
 
 
 async def rehearse(session: PreparedRun, called: Sequence[str] = ()) -> list[str]:
-    """Answer two prompts and score the responses; ``called``: what :func:`rehearse_code` returned, if it has run."""
     prompts, tokenizer, sampling = session.prompts, session.assembly.tokenizer, session.assembly.sampling
     environment = session.graph.stage("generate", Generate).environment
     if not called and isinstance(prompts, AgentPrompts | PromptStream):

@@ -101,7 +101,6 @@ def ladder(
     staleness_price: float = 1.0,
     kv_on_sync: str = "recompute",
 ) -> Mapping[str, Schedule]:
-    """The schedules by name, each with one overlap more than one before it."""
     foreseen = min(max_deferrals, FORESEEN)
     live = max(1, batch // 2)
     deferred = f"{overcommit} stragglers deferred to the next step"

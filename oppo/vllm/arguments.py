@@ -275,7 +275,6 @@ def workers_of(arguments: Mapping[str, object]) -> int:
 
 
 def placed(arguments: Mapping[str, object], device: torch.device) -> dict[str, object]:
-    """Return the arguments of an engine whose GPUs begin with a device, unless they name others."""
     if not device.index or arguments.get("device_ids"):
         return dict(arguments)
     return {**arguments, "device_ids": list(range(device.index, device.index + workers_of(arguments)))}
@@ -307,7 +306,6 @@ def route_of(arguments: Mapping[str, object], trainer: torch.device, *, on_cpu: 
 
 
 def gpus_of(arguments: Mapping[str, object], gpus: int | None = None) -> Sequence[int]:
-    """Return the numbers of an engine's GPUs among those that are visible (``gpus`` of another machine)."""
     chosen, workers = arguments.get("device_ids"), workers_of(arguments)
     count = torch.cuda.device_count() if gpus is None else gpus
     if not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:

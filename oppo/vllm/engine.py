@@ -279,8 +279,6 @@ class Engine(Closing):
 
 @asynccontextmanager
 async def cancelled_after(seconds: float) -> AsyncIterator[None]:
-    """Give the body this many more seconds when it is cancelled from outside."""
-
     async def outside() -> None:
         try:
             await anyio.sleep_forever()

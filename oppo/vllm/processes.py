@@ -232,7 +232,6 @@ def last_line(log: Path, containing: str = "") -> str:
 
 @contextmanager
 def starting(model: str | Path, files: EngineFiles, cores: Sequence[int] | None, *, on_cpu: bool) -> Iterator[None]:
-    """Start an engine in the context; one that fails is a ``ConfigError`` that says why."""
     with guarded(), environment(files, cores, on_cpu=on_cpu):
         try:
             yield

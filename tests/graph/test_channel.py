@@ -46,7 +46,6 @@ def stretches(capacity: int) -> Channel[Stretch | Mark]:
 
 
 async def one_of(channel: Channel[Stretch | Mark]) -> Sequence[Stretch | Mark]:
-    """Return the next item, or nothing when there are no more."""
     async for item in channel:
         return [item]
     return []

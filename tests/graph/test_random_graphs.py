@@ -189,7 +189,6 @@ STEPS = 2
 
 
 async def played(plan: Plan) -> list[Mapping[Lane, int]]:
-    """Run the plan, and check that nothing of it is left behind."""
     me = asyncio.current_task()
     results: list[Mapping[Lane, int]] = []
     try:

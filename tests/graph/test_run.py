@@ -20,7 +20,6 @@ from tests.graph.stages import Boom, Collect, Diary, Fail, Relay, Stuck, Take, l
 
 
 def left_over() -> set[asyncio.Task[object]]:
-    """Return the tasks that run beside the one that asks."""
     return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
 
@@ -583,8 +582,6 @@ class Last:
 
 
 async def snapshots(*times: float) -> list[Snapshot]:
-    """Return what a step of three stages was doing at these times."""
-
     async def numbers() -> AsyncIterator[int]:
         for number in range(3):
             yield number

@@ -87,7 +87,9 @@ def test_a_row_with_images_may_have_its_prompt_from_an_environment_alone(folder:
     assert prompt.images == asked.images
     assert prompt.columns["prompt"] == asked.columns["prompt"]
     for without in (None, lambda row, column: (row, tokenizer)):
-        with pytest.raises(DataError, match=r"row 1: no column 'prompt'; the columns there are images, n: name one as column$"):
+        with pytest.raises(
+            DataError, match=r"row 1: no column 'prompt'; the columns there are images, n: name one as column$"
+        ):
             read([row], begin=without)
 
 

@@ -161,7 +161,6 @@ class Trap:
         self.opened.wait(120)
 
     def end(self, error: HangError) -> None:
-        """Be the last resort: a command would end the process here."""
         self.errors.append(error)
         self.opened.set()
 
@@ -172,8 +171,6 @@ class Trap:
 
 
 def hanging(trap: Trap) -> Graph[StepReport]:
-    """Return a graph whose reward function falls into the trap."""
-
     def stuck(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         trap.fall()
         return [0.0 for _ in completions]

@@ -84,7 +84,6 @@ def calling(request: pytest.FixtureRequest) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Process]:
-    """Such a place in which the work is in another process."""
     with Process("caller") as process:
         yield process
 

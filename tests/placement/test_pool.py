@@ -48,7 +48,6 @@ async def read_all(decode: Decode, limit: int = 1_000) -> list[Chunk | ToolToken
 async def decoded(
     pool: PolicyPool, asked: Sequence[Prompt | Response], limit: int = 1_000
 ) -> list[list[Chunk | ToolTokens]]:
-    """Return what is read of each in one decoding, to its end."""
     decodes, found = await pool.open(asked), list[list[Chunk | ToolTokens]]([[] for _ in asked])
 
     async def read(k: int) -> None:

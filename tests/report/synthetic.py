@@ -57,7 +57,6 @@ CHANNELS = {"generate->reward": {"sent": 9, "peak": 3, "merged": 1, "capacity": 
 
 
 def play(observer: Observer) -> None:
-    """Show both steps to an observer, at 2 seconds each."""
     play_first(observer)
     play_second(observer)
 

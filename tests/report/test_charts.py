@@ -19,7 +19,6 @@ def line(label: str, values: list[float | None], error: list[float | None] | Non
 
 
 def paths(chart: str) -> list[list[tuple[float, float]]]:
-    """Return the points of the lines in the picture's pixels."""
     found = (each.get("d", "") for each in ET.fromstring(chart).iter(f"{SVG}path"))
     return [
         [

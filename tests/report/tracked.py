@@ -26,7 +26,6 @@ Scalars = Mapping[str, Mapping[int, float]]
 
 
 def board(path: Path) -> Scalars:
-    """Return what TensorBoard shows: values by name and step."""
     shown = EventAccumulator(str(path))
     shown.Reload()
     return {name: {each.step: each.value for each in shown.Scalars(name)} for name in shown.Tags()["scalars"]}

@@ -94,7 +94,6 @@ def kinds_of(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
 
 
 def attend(model: PreTrainedModel, kind: AttentionKind) -> None:
-    """Let ``model`` attend by ``kind`` from now on; forward passes over other caches stay as they are."""
     kinds = kinds_of(model)
     if kind not in kinds:
         raise ModelRefused(
@@ -277,7 +276,6 @@ class Packed:
 
 
 def rows_apart(packed: Packed | None) -> AbstractContextManager[None]:
-    """Let the tokens of a pass, whose mask is :func:`packed_mask`, attend to their own row only."""
     return set_to(_packed, packed)
 
 

@@ -59,7 +59,6 @@ def shares_trunk(actor: PreTrainedModel, critic: PreTrainedModel) -> bool:
 
 
 def recompute(model: PreTrainedModel, every: int = 1) -> None:
-    """Make every ``every``-th layer keep only its input, and run again in the backward pass (Chen et al. 2016)."""
     # Its forward must be free of randomness: dropout is off in every model here.
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:

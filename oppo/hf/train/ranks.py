@@ -195,7 +195,6 @@ def shard(models: ActorCritic, mesh: DeviceMesh) -> None:
 
 
 def reset(models: nn.Module) -> None:
-    """Forget a forward or backward pass that has failed midway, so that the next one begins afresh."""
     if isinstance(models, FSDPModule):
         models.reshard()
         models.reset_iter_state()

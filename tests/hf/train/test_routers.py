@@ -381,7 +381,6 @@ def mixture(name: str, *, lora: bool = False, **config: object) -> PreTrainedMod
 
 
 def mixture_batch(name: str) -> Batch:
-    """Return rollouts of a mixture; advantages are whitened."""
     return rollouts(mixture(name), tiny.scalar(seed=2))
 
 
