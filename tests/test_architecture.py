@@ -70,7 +70,7 @@ BUDGETS = {
     "environments": 1_458,
     "evaluation": 527,
     "graph": 2_158,
-    "hf": 13_174,
+    "hf": 13_162,
     "liveness": 723,
     "losses": 1_072,
     "oppo": 6_432,

@@ -23,7 +23,6 @@ from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -542,19 +541,13 @@ def vocabulary_of(model: Loadable) -> int:
     return int(model.config().get_text_config().vocab_size) if isinstance(model, ModelRecipe) else vocabulary(model)
 
 
-# A model that is loaded by its recipe has memory of its own, which no trainer writes.
-def trained_addresses(model: Loadable) -> frozenset[int]:
-    if isinstance(model, ModelRecipe):
+def tensors(model: Loadable) -> frozenset[int]:
+    if isinstance(model, ModelRecipe):  # it is loaded into memory of its own, which no trainer writes
         return frozenset()
     return frozenset(each.data_ptr() for each in model.parameters() if each.requires_grad and each.numel())
 
 
-def share_storage(model: Loadable, weights: Mapping[str, object]) -> bool:
-    own = trained_addresses(model)
-    return any(isinstance(each, Tensor) and each.data_ptr() in own for each in weights.values())
-
-
-def sent_to(model: Loadable, actor: Mapping[str, object]) -> SentWeights:
+def sent(model: Loadable, actor: Mapping[str, object]) -> SentWeights:
     return SentWeights(changing(actor) if isinstance(model, ModelRecipe) else actor)
 
 

@@ -122,6 +122,10 @@ def copies(weights: Mapping[str, object]) -> dict[str, object]:
     return copied
 
 
+def lie_among(weights: Mapping[str, object], addresses: frozenset[int]) -> bool:
+    return any(isinstance(each, Tensor) and each.data_ptr() in addresses for each in weights.values())
+
+
 def weights_digest(model: nn.Module) -> str:
     """Return the SHA-256 of a model's parameters and buffers: names, dtypes, shapes and every bit, in name order."""
     digest = hashlib.sha256()

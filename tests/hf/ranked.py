@@ -38,7 +38,7 @@ def gradient(core: HfTrainerCore, batch: Batch) -> dict[str, NDArray[np.float32]
     rows = units(batch, core.loss.unit)
     everyone = list(chain.from_iterable(rows))
     size = Whole.of(batch, everyone, cap=100)
-    for part in core._shared(batch, rows):
+    for part in core._own_parts(batch, rows):
         core.backward(part, core.outputs(part), size)
     core._team.sum_gradients(chain.from_iterable(core.optimisation.weights))
     found = {
@@ -54,7 +54,7 @@ def parts_of_gradient(core: HfTrainerCore, batch: Batch) -> list[dict[str, NDArr
     """Return the gradients of a batch's micro-batches one by one, as of one minibatch, and leave none behind."""
     rows = units(batch, core.loss.unit)
     size, found = Whole.of(batch, list(chain.from_iterable(rows)), cap=100), []
-    for part in core._shared(batch, rows):
+    for part in core._own_parts(batch, rows):
         core.backward(part, core.outputs(part), size)
         named = core.optimisation.named_weights().items()
         found.append({name: weight.grad.numpy().copy() for name, weight in named if weight.grad is not None})

@@ -20,18 +20,9 @@ import anyio
 from oppo.declared import require_whole
 from oppo.errors import ModelLost, ProtocolError
 from oppo.events import Prompt, Response, RoutedExperts
-from oppo.hf.loading import (
-    Loadable,
-    ResidentRecipe,
-    name_of,
-    positions_of,
-    sent_to,
-    share_storage,
-    trained_addresses,
-    vocabulary_of,
-    worker_maker,
-)
+from oppo.hf.loading import Loadable, ResidentRecipe, name_of, positions_of, sent, tensors, vocabulary_of, worker_maker
 from oppo.hf.serve.decoder import Counters, Decoder, DecodeRow, PolicyCore, Signals, policy_core
+from oppo.hf.weights import lie_among
 from oppo.models import Capabilities, Cut, Decode, Decoding, FixedDecoding, Loads, Sampling, Weights
 from oppo.placement import Callback, Hosted, Hosting
 from oppo.rollout_buffer import DecodeSteps, RolloutBuffer, raise_first, response_to, unfinished
@@ -164,14 +155,14 @@ class HfPolicy:
         """
         async with nullcontext() if self._calls is None else self._calls.between_steps():
             load = partial(PolicyCore.load, version=weights.version)
-            await self._core.load(load, sent_to(self._model, weights.actor))
+            await self._core.load(load, sent(self._model, weights.actor))
             await self._core.call("refresh", PolicyCore.refresh)  # now, not when it decodes next: it frees memory
 
     def serves(self, weights: Weights) -> bool:
-        return share_storage(self._model, weights.actor)
+        return lie_among(weights.actor, self.tensors())
 
     def tensors(self) -> frozenset[int]:
-        return trained_addresses(self._model)
+        return tensors(self._model)
 
     async def open(self, rollouts: Sequence[Prompt | Response]) -> list[HfDecode]:
         """Return a decode for each; decoding, and the use of memory, begins with :meth:`decoding`.

@@ -42,9 +42,9 @@ from oppo.hf.devices import synchronised
 from oppo.hf.head import Measure, OwnHead, separable_head, token_measures, widen_head
 from oppo.hf.kv.prefill import IncrementalPrefill, ReadState, TokenSpan
 from oppo.hf.kv.reader import Reader, reader_of
-from oppo.hf.loading import Loadable, sent_to, share_storage, trained_addresses, worker_maker
+from oppo.hf.loading import Loadable, sent, tensors, worker_maker
 from oppo.hf.model_parts import backbone, score_head, token_head, vocabulary
-from oppo.hf.weights import SentWeights, adopt, copies
+from oppo.hf.weights import SentWeights, adopt, copies, lie_among
 from oppo.images import ImageRef
 from oppo.losses import Input, top_logprobs
 from oppo.models import Sampling, Weights
@@ -352,10 +352,10 @@ class Following(StreamedScorer[T]):
         self._model = model
 
     def serves(self, weights: Weights) -> bool:
-        return share_storage(self._model, getattr(weights, self._part))
+        return lie_among(getattr(weights, self._part), self.tensors())
 
     def tensors(self) -> frozenset[int]:
-        return trained_addresses(self._model)
+        return tensors(self._model)
 
     async def copied(self, weights: Weights) -> Weights:
         own = await anyio.to_thread.run_sync(copies, getattr(weights, self._part))
@@ -364,8 +364,8 @@ class Following(StreamedScorer[T]):
     async def load(self, weights: Weights) -> None:
         """Serve its part of ``weights`` from the next call on; weights that do not fit are a ``ModelError``."""
         part = getattr(weights, self._part)  # of which a critic's head changes too, beside adapters
-        sent = sent_to(self._model, part) if self._part == "actor" else SentWeights(part)
-        await self._follow(sent, weights.version)
+        actor = self._part == "actor"
+        await self._follow(sent(self._model, part) if actor else SentWeights(part), weights.version)
 
 
 class ReferenceLogprobs(StreamedScorer[FloatArray]):

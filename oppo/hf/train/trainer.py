@@ -257,7 +257,7 @@ class HfTrainerCore:
         self.optimisation.require_every_step()
         one = Whole(1.0, 1.0, 1.0, float(self._sampling.max_new_tokens))
         losses = [torch.zeros((), device=self._models.actor.device)]  # a rank may have no part of them
-        for part in self._shared(batch, rows):
+        for part in self._own_parts(batch, rows):
             with recorded_routes() as routes:
                 outputs = self.outputs(part)
             losses.append(self.backward(part, outputs, one).loss.detach())
@@ -321,7 +321,7 @@ class HfTrainerCore:
         rows = list(chain.from_iterable(minibatch))
         size, found = Whole.of(batch, rows, self._sampling.max_new_tokens), Sums()
         choices = self._choices(batch, minibatch)
-        for part in self._shared(batch, minibatch):
+        for part in self._own_parts(batch, minibatch):
             with recorded_routes() as routes:
                 outputs = self.outputs(part)
             balance = None if choices is None else self._balancing.loss(routes, part.read, choices)
@@ -355,13 +355,13 @@ class HfTrainerCore:
         if not self._balancing.weight:
             return None
         total = torch.zeros(self._balancing.experts + 1, dtype=torch.int64, device=self._models.actor.device)
-        for part in self._shared(batch, minibatch):
+        for part in self._own_parts(batch, minibatch):
             with recorded_routes() as routes:
                 self.optimisation.models(part, None)
             total += self._balancing.choices(routes, part.read)
         return self._team.sum(total)
 
-    def _shared(self, batch: Batch, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
+    def _own_parts(self, batch: Batch, minibatch: list[list[int]]) -> Iterator[MicroBatch]:
         device, budget, packed = self._models.actor.device, self.settings.micro_batch_tokens, self._packs(batch)
         groups = list(micro_batches(batch, minibatch, device, budget, packed=packed))
         for mine in self._team.share([tokens_read(batch, group, packed=packed) for group in groups]):
