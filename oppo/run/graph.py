@@ -82,7 +82,7 @@ def compose(
         ),
         update=replace(
             update,
-            after=awaited(settings.step, update.after),
+            after=stages_before_sync(settings.step, update.after),
             max_nonfinite=settings.run.max_nonfinite,
             dump=dump,
             ideal={name: ideal[model] for name, model in models if model in ideal},
@@ -90,8 +90,8 @@ def compose(
     )
 
 
-def awaited(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
-    # the stages that an update waits for before it syncs
+def stages_before_sync(step: StepSection, after: Sequence[str]) -> tuple[str, ...]:
+    # the stages that an update waits for
     others = [name for name in after if name != "generate"]
     return tuple(others if step.weight_sync == "in-flight" else ("generate", *others))
 
