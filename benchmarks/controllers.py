@@ -27,7 +27,7 @@ from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.errors import ConfigError
 from oppo.report.charts import Axes, picture, placed
-from oppo.simulate.costs import (
+from oppo.simulate.profile import (
     GPUS,
     MODELS,
     TRAINED_PASSES,
@@ -39,7 +39,7 @@ from oppo.simulate.costs import (
     Updater,
     Workload,
 )
-from oppo.simulate.run import Schedule, ScheduleOutcome, SimulatedRun
+from oppo.simulate.schedule import Schedule, ScheduleOutcome, SimulatedRun
 
 PEAK = GPUS["h200"].flops
 DEVICES = 7

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from oppo.config.foreign import foreign_fields
+from oppo.config.convert_files import foreign_fields
 
 PAGE: Final = Path(__file__).with_name("coming-from-trl.md")
 

@@ -16,7 +16,7 @@ from oppo.config.scorers import REWARD_KINDS, ScorerSection
 from oppo.config.settings import keys_of
 from oppo.declared import MOST, SEEDS, Declared, OneOf, declared as declared_of
 from oppo.run.simulation import profile_sections
-from oppo.simulate.costs import ENGINES, GPUS, MODELS
+from oppo.simulate.profile import ENGINES, GPUS, MODELS
 
 PAGE = Path(__file__).with_name("settings.md")
 

@@ -22,8 +22,8 @@ import anyio
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
+from oppo.atomic_files import nearby, put
 from oppo.declared import require_real, require_whole
-from oppo.durable import nearby, put
 from oppo.errors import (
     ConfigError,
     DataError,
@@ -124,7 +124,7 @@ def train(
         return complain(paragraph(error), UNUSABLE)
     if not dry_run:
         return carry_out(settings)
-    from oppo.run.rehearsal import decided, rehearse, rehearse_code  # noqa: PLC0415 - likewise
+    from oppo.run.dry_run import decided, rehearse, rehearse_code  # noqa: PLC0415 - likewise
     from oppo.run.train import prepare  # noqa: PLC0415 - likewise
 
     found = [] if look is None else anyio.run(rehearse_code, look)
@@ -225,7 +225,7 @@ def doctor(
     if trial and assume:
         raise ConfigError("--trial makes a step on this machine, and --assume is about another: leave one of them out")
     from oppo.config.load import load_settings  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.simulate.costs import Hardware  # noqa: PLC0415 - likewise
+    from oppo.simulate.profile import Hardware  # noqa: PLC0415 - likewise
 
     machines = Hardware.assumed(assume) if assume else None
     settings, console = load_settings(config, in_cluster(override, ray)), Console()
@@ -352,7 +352,7 @@ def report(*runs: Path, live: Annotated[bool, Parameter(negative=(), show_defaul
         live: Serve the page to browsers of this machine, and follow the runs; Ctrl-C ends it.
     """
     from oppo.report.page import Follower, write_report  # noqa: PLC0415 - `oppo --help` should be quick
-    from oppo.report.recorded import recorded  # noqa: PLC0415 - likewise
+    from oppo.report.run_reader import recorded  # noqa: PLC0415 - likewise
 
     if not runs:
         raise ConfigError("oppo report needs the directory of a run: `oppo report runs/first`")

@@ -16,7 +16,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 from uuid import uuid4
 
-from oppo.durable import content, make
+from oppo.atomic_files import content, make
 from oppo.errors import DataError, did_you_mean_path, one_line, shortened, shown
 from oppo.libraries import require
 

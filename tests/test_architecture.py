@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "libraries", "declared", "durable", "images", "log", "redact", "limits"}),
+    frozenset({"errors", "libraries", "declared", "atomic_files", "images", "log", "redact", "limits"}),
     frozenset({"events", "observe", "scheduling"}),
     frozenset({"models", "admission", "rollout_buffer", "placement", "returns", "scorers", "training", "turns"}),
     frozenset({"graph"}),
@@ -370,7 +370,7 @@ SURFACE = (
     "oppo.stages",
     "oppo.algorithms",
     "oppo.testing",
-    "oppo.simulate.run",
+    "oppo.simulate.schedule",
     "oppo.cli",
     "oppo.run.train",
     "benchmarks.__main__",

@@ -32,19 +32,19 @@ from oppo.errors import ModelError
 from oppo.events import Chunk, Prompt
 from oppo.hf.devices import DeviceThread, synchronised, use_cores
 from oppo.hf.memory import Load, Trained, longest_batch
+from oppo.hf.meta_device import planned_on
 from oppo.hf.model_parts import transformer
 from oppo.hf.serve.decoder import Decoder, DecodeRow, Deliver, Signals
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS
 from oppo.hf.train.trainer import HfTrainerCore
-from oppo.hf.without_data import planned_on
 from oppo.losses import ClippedLoss
 from oppo.models import Sampling
 from oppo.placement import Process
 from oppo.placement.trainer import TrainerCounts
 from oppo.rollout_buffer import DecodeStep
-from oppo.simulate.costs import Gpu, Reached, gpu_named
+from oppo.simulate.profile import Gpu, Reached, gpu_named
 from oppo.training import TrainerSettings
 
 REACHED: Final = Reached(name="transformers")

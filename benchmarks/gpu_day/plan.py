@@ -21,7 +21,7 @@ from benchmarks.ladder.workloads import MODES, WORKLOADS, BenchWorkload, Mode
 from oppo.admission.chunking import WholeRollout
 from oppo.errors import ConfigError
 from oppo.hf.model_parts import transformer
-from oppo.simulate.costs import (
+from oppo.simulate.profile import (
     GPUS,
     EngineSection,
     Gpu,
@@ -33,7 +33,7 @@ from oppo.simulate.costs import (
     WorkloadSection,
     gpu_named,
 )
-from oppo.simulate.run import Schedule, SimulatedRun
+from oppo.simulate.schedule import Schedule, SimulatedRun
 
 RESULTS: Final = CHECKOUT / "benchmarks" / "results" / "nvidia-h100"
 

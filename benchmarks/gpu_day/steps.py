@@ -35,11 +35,11 @@ from oppo.events import StepReport
 from oppo.graph import Run
 from oppo.hf.devices import DeviceThread, free, use_cores
 from oppo.hf.memory import Load, ServedPolicy, Trained, longest_batch, served_critic, served_reference
+from oppo.hf.meta_device import planned_on
 from oppo.hf.serve.decoder import Counters
 from oppo.hf.serve.policy import PREFILL_TOKENS, HfPolicy
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.trainer import HfTrainer
-from oppo.hf.without_data import planned_on
 from oppo.losses import ClippedLoss
 from oppo.placement import Ranks
 from oppo.training import TrainerSettings

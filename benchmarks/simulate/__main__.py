@@ -18,8 +18,8 @@ from rich.table import Table
 from benchmarks.harness import keep, require_writable
 from benchmarks.simulate import paper
 from benchmarks.simulate.check import CheckedResult, LadderResult, check
+from oppo.atomic_files import put
 from oppo.cli import DONE, FAILED, call, note, program
-from oppo.durable import put
 from oppo.log import routed
 
 PAGE: Final = Path(__file__).with_name("README.md")

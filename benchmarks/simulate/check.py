@@ -27,8 +27,8 @@ from oppo.admission.chunking import Fixed
 from oppo.errors import DataError
 from oppo.models import Passes
 from oppo.simulate.calibrate import LAYOUTS, Contention, MeasuredStep, calibrated, measured_step
-from oppo.simulate.costs import Reader, ScorerName, System, Updater, Workload
-from oppo.simulate.run import Schedule, SimulatedRun
+from oppo.simulate.profile import Reader, ScorerName, System, Updater, Workload
+from oppo.simulate.schedule import Schedule, SimulatedRun
 
 WITHIN: Final = 0.10  # the relative error of a ratio up to which the simulator is right
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from oppo.log import logger
-from oppo.simulate.run import Restarts, ScheduleOutcome
+from oppo.simulate.schedule import Restarts, ScheduleOutcome
 
 Run = TypeVar("Run", bound=Any)
 """The dataclass of a cell: its ``run`` makes the run."""

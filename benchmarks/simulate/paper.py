@@ -20,8 +20,8 @@ from benchmarks.harness import markdown, placed
 from benchmarks.simulate.outcomes import Outcomes
 from oppo.admission import Admission, Continuous, Overcommit, Synchronous, TailAdaptive
 from oppo.run.simulation import load_profile
-from oppo.simulate.costs import EngineSection, Profile
-from oppo.simulate.run import FORESEEN, Schedule, ScheduleOutcome, SimulatedRun
+from oppo.simulate.profile import EngineSection, Profile
+from oppo.simulate.schedule import FORESEEN, Schedule, ScheduleOutcome, SimulatedRun
 
 RESULTS: Final = Path(__file__).with_name("paper.json")
 PROFILES: Final = Path(__file__).with_name("profiles")

@@ -30,8 +30,8 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from oppo.agents.conversation import Conversation, Earned, Session
-from oppo.agents.players import CalledAgent, Player, Visit
 from oppo.agents.requests import ChatRequests, Refusal, Request
+from oppo.agents.roles import CalledAgent, Player, Visit
 from oppo.agents.server import PATHS, AgentServer
 from oppo.declared import NAME, require_real
 from oppo.environments.functions import EnvironmentFailure

@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from oppo.algorithms.distill import OF_THE_RATIO
-from oppo.config.draft import ESTIMATORS, REWARD, Draft, moved, plain_name
-from oppo.config.foreign import Kind, foreign_fields, literal, read, rows_of, said, templates
+from oppo.config.convert_draft import ESTIMATORS, REWARD, Draft, moved, plain_name
+from oppo.config.convert_files import Kind, foreign_fields, literal, read, rows_of, said, templates
 from oppo.config.load import at, overridden, rendered, resolve
 from oppo.errors import ConfigError
 

@@ -22,14 +22,14 @@ from pydantic import ValidationError
 from oppo.algorithms import ALGORITHMS
 from oppo.algorithms.distill import Distill
 from oppo.algorithms.ppo import PPO
+from oppo.atomic_files import read_text
+from oppo.config.convert_files import flattened, ours
 from oppo.config.environment import INITIAL, POLICY
 from oppo.config.extensions import NAMED, algorithm_of
-from oppo.config.foreign import flattened, ours
 from oppo.config.scorers import REWARD_KINDS, SOURCE, ScorerSection, is_name, reward_kind_of
 from oppo.config.sections import StepSection, placed, resolved, within
 from oppo.config.settings import Settings, keys_of
 from oppo.declared import MOST, SEEDS, Declared, declared, expectation, table_in
-from oppo.durable import read_text
 from oppo.errors import ConfigError, did_you_mean, in_toml, shortened
 from oppo.libraries import is_installed
 from oppo.log import logger

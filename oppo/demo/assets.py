@@ -51,10 +51,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from oppo.atomic_files import temporary
 from oppo.data import read_prompts
 from oppo.demo import language
 from oppo.demo.language import Preferences, Review, held_out_prompts, sample_preferences, training_prompts
-from oppo.durable import temporary
 from oppo.evaluation import Answering, respond
 from oppo.hf.devices import use_cores
 from oppo.hf.model_files import quiet

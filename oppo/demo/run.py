@@ -29,8 +29,8 @@ from oppo.redact import excerpt, harmless
 from oppo.report.charts import busy_machine
 from oppo.report.metrics import Figures
 from oppo.report.page import write_report
-from oppo.report.recorded import note_times, recorded
 from oppo.report.records import EVALUATIONS, JOURNAL, SUMMARY, Record, read, require_unused
+from oppo.report.run_reader import note_times, recorded
 from oppo.report.trace import Cores
 from oppo.run.train import FINAL, prepare, run
 from oppo.vllm.arguments import check_installed

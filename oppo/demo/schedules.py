@@ -19,9 +19,9 @@ import torch
 from rich.table import Table
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
+from oppo.atomic_files import temporary
 from oppo.config.sections import ModelsSection
 from oppo.config.settings import Settings
-from oppo.durable import temporary
 from oppo.events import Batch, StepReport
 from oppo.graph import Graph
 from oppo.hf.loading import load_scalar, load_tokenizer

@@ -30,7 +30,7 @@ from oppo.errors import ConfigError, ModelError, one_line
 from oppo.log import logger, with_route
 from oppo.placement import Hosted, Hosting, Make, Place, Process, Ranks, Thread
 from oppo.scheduling import DEFAULT_TIME_SLICE, GPU_TIME_SLICE, Priority
-from oppo.simulate.costs import Hardware, gpu_named
+from oppo.simulate.profile import Hardware, gpu_named
 
 
 def use_cores(count: int) -> None:

@@ -58,7 +58,7 @@ from oppo.hf.model_files import (
 from oppo.hf.model_parts import longest, only_whole, reach, vocabulary
 from oppo.hf.processor import Processor
 from oppo.hf.servable import probe
-from oppo.hf.sight import let_see
+from oppo.hf.vision import let_see
 from oppo.hf.weights import ALIGNMENT, SentWeights, SharedModel, changing
 from oppo.log import logger, routed
 

@@ -29,6 +29,7 @@ from oppo.hf.kv.attention import attend, kinds_of
 from oppo.hf.kv.prefill import TOKENS_PER_PASS
 from oppo.hf.kv.reader import Incremental, WholeRows
 from oppo.hf.kv.states import RowCache
+from oppo.hf.meta_device import LiveBytes, without_data
 from oppo.hf.model_parts import FAILURES, backbone, longest, require_pieces, set_only_whole
 from oppo.hf.servable import known_reason
 from oppo.hf.serve.decoder import ChunkedPrefill, DecodeRow, Signals
@@ -44,7 +45,6 @@ from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.optim import matrices
 from oppo.hf.train.packing import CPU_TOKENS, pack, units
 from oppo.hf.train.trainer import HfTrainerCore
-from oppo.hf.without_data import LiveBytes, without_data
 from oppo.losses import Loss, Whole
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts

@@ -35,7 +35,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from oppo.durable import content, read_text
+from oppo.atomic_files import content, read_text
 from oppo.errors import ConfigError, ModelRefused, OppoError, one_line
 from oppo.hf.head import scored
 from oppo.hf.model_parts import score_head, token_head

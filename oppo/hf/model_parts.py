@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oppo.errors import ModelRefused
 from oppo.models import Passes
-from oppo.simulate.costs import Transformer
+from oppo.simulate.profile import Transformer
 
 UNLIMITED = 1 << 20  # the longest sequence of a model whose config names no limit
 

@@ -45,7 +45,7 @@ from oppo.hf.model_parts import (
     takes,
     vocabulary,
 )
-from oppo.hf.sight import pixels_of, taken_by
+from oppo.hf.vision import pixels_of, taken_by
 from oppo.log import logger
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}

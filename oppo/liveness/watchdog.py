@@ -36,8 +36,8 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_che
 
 import anyio
 
+from oppo.atomic_files import opened
 from oppo.declared import require_real
-from oppo.durable import opened
 from oppo.errors import HangError, as_itself, note_others, one_line, place_among, running_loop
 from oppo.events import Chunk, Defer, Drop, Finish, Prompt, StepReport, ToolTokens
 from oppo.graph import Run, Snapshot

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias, cast, runtime_checkable
 
+from oppo.atomic_files import temporary
 from oppo.declared import require_whole
-from oppo.durable import temporary
 from oppo.errors import ModelError, ProtocolError
 from oppo.log import with_route
 from oppo.placement.child import Call, Callbacks, Outcome, Packet, pack

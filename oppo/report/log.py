@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from structlog.tracebacks import ExceptionDictTransformer
 
 from oppo.admission import Bottleneck
-from oppo.durable import opened
+from oppo.atomic_files import opened
 from oppo.errors import behind, worded
 from oppo.evaluation import Evaluated
 from oppo.events import Batch, StepReport, Support

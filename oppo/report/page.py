@@ -26,13 +26,13 @@ from typing import Any, Final, cast
 from urllib.parse import quote
 
 from oppo.admission.bottleneck import Bottleneck, together
-from oppo.durable import put
+from oppo.atomic_files import put
 from oppo.errors import OppoError, counted
 from oppo.redact import printable
 from oppo.report.charts import COLOURS, Line, lines, timeline
 from oppo.report.metrics import CHARTS, MFU, Chart, column, hidden_fraction, metric, summary
-from oppo.report.recorded import LOG, TIMELINE, Recorded, differing, held_out, parameters, recorded
 from oppo.report.records import EVALUATIONS, LOCK, METRICS, REPORT, SAMPLES, SUMMARY, Record
+from oppo.report.run_reader import LOG, TIMELINE, Recorded, differing, held_out, parameters, recorded
 
 STYLE, SCRIPT, _PAGE = (Path(__file__).with_suffix(f".{kind}").read_text("utf-8") for kind in ("css", "js", "html"))
 PAGE: Final = Template(_PAGE)

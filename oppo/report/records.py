@@ -34,8 +34,8 @@ from typing import Final, TypeAlias, cast
 
 from oppo.admission import Observation, Scoring, Stretch
 from oppo.admission.protocol import Json
+from oppo.atomic_files import nearby, opened, put, read_text
 from oppo.declared import MOST, WHOLE, require_declared
-from oppo.durable import nearby, opened, put, read_text
 from oppo.errors import ConfigError
 from oppo.events import Chunk, Defer, Finish, Prompt, StepReport
 from oppo.observe import Span

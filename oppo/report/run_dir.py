@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TextIO, TypeAlias, cast
 
+from oppo.atomic_files import make, opened, put, sync
 from oppo.declared import require_whole
-from oppo.durable import make, opened, put, sync
 from oppo.errors import ConfigError, behind
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE
@@ -23,7 +23,6 @@ from oppo.redact import holds_secret, redacted, redacted_values
 from oppo.report.charts import Excerpt
 from oppo.report.metrics import finite, metrics_of, step_metrics, summary
 from oppo.report.page import write_report
-from oppo.report.recorded import note_times, recorded
 from oppo.report.records import (
     EVALUATIONS,
     JOURNAL,
@@ -48,6 +47,7 @@ from oppo.report.records import (
     rewind,
     work_of,
 )
+from oppo.report.run_reader import note_times, recorded
 from oppo.report.trace import TRACED, Cores, TimedStep, Timekeeper, Trace, TraceFile
 from oppo.scorers import Extras
 from oppo.stages.dynamic_sampling import Rounds

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, cast
 
-from oppo.durable import make, put
+from oppo.atomic_files import make, put
 from oppo.errors import ConfigError, behind, one_line
 from oppo.evaluation import Evaluated
 from oppo.evaluation.evaluate import BEFORE

@@ -24,8 +24,8 @@ from typing import Annotated, Any, Final, SupportsFloat, TypeAlias
 
 from annotated_types import Ge
 
+from oppo.atomic_files import temporary
 from oppo.declared import PositiveCount, require_whole, validated
-from oppo.durable import temporary
 from oppo.errors import DataError, one_line, shown
 from oppo.events import Drop
 from oppo.libraries import require

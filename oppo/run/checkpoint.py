@@ -11,8 +11,8 @@
       .step-000060.partial/   left by a run that was killed while it wrote; swept by the next
 
 A checkpoint is written under another name, its digests last, and gets its own name once every file is on the disk
-(:func:`oppo.durable.whole`). So after a crash at any moment the newest named checkpoint is whole. One that is damaged
-later does not match its digests, and resumption uses the one before it.
+(:func:`oppo.atomic_files.whole`). So after a crash at any moment the newest named checkpoint is whole. One that is
+damaged later does not match its digests, and resumption uses the one before it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from oppo.atomic_files import is_plain, read_text, remove, whole, writing
 from oppo.config.load import load_settings
 from oppo.config.sections import RunSection
 from oppo.config.settings import Settings, changeable
-from oppo.durable import is_plain, read_text, remove, whole, writing
 from oppo.errors import CheckpointError, ConfigError, DataError, OppoError, RunComplete, one_line
 from oppo.log import logger
 from oppo.report.log import installed

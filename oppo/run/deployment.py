@@ -29,7 +29,7 @@ from oppo.hf.lora import Quantization
 from oppo.hf.memory import Load
 from oppo.log import logger
 from oppo.placement import Place, Process
-from oppo.simulate.costs import Hardware
+from oppo.simulate.profile import Hardware
 from oppo.training import TrainerSettings
 from oppo.vllm.arguments import workers_of
 

@@ -32,7 +32,6 @@ from oppo.hf.model_parts import transformer
 from oppo.log import logger, routed
 from oppo.run.checkpoint import Provenance
 from oppo.run.deployment import Deployment
-from oppo.run.fit import REMEDIES, Changes, Fit, advice, altered, first_fit, merged
 from oppo.run.loading import reader_of_images
 from oppo.run.memory import (
     RANK,
@@ -47,11 +46,12 @@ from oppo.run.memory import (
     on_other_machines,
     too_large,
 )
+from oppo.run.memory_fit import REMEDIES, Changes, Fit, advice, altered, first_fit, merged
 from oppo.run.models import policy_tokenizer
 from oppo.run.prompts import supplied
 from oppo.run.rewards import begin_of, environment_of
 from oppo.run.train import PreparedRun, prepare
-from oppo.simulate.costs import BY_TORCH, BY_TRITON, Gpu, Hardware, Reached
+from oppo.simulate.profile import BY_TORCH, BY_TRITON, Gpu, Hardware, Reached
 
 PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")
 

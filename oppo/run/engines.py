@@ -15,9 +15,9 @@ import anyio.to_thread
 import torch
 from transformers import PreTrainedModel
 
+from oppo.atomic_files import make
 from oppo.config.scorers import OnVllm, VllmRewardSection
 from oppo.config.sections import ModelsSection
-from oppo.durable import make
 from oppo.errors import ConfigError, ModelRefused, OppoError
 from oppo.hf.devices import DeviceLayout, ModelPlace, acting_share
 from oppo.hf.loading import Loadable, ModelRecipe, positions_of

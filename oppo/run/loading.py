@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from oppo.atomic_files import nearby
 from oppo.config.environment import INITIAL
 from oppo.config.scorers import ModelRewardSection
 from oppo.config.sections import ModelsSection
-from oppo.durable import nearby
 from oppo.errors import ConfigError, ModelRefused
 from oppo.events import Drop
 from oppo.hf.as_text.rendering import Form, Rendering
@@ -38,8 +38,8 @@ from oppo.hf.model_parts import require_pieces
 from oppo.hf.processor import ImagePrompts, Processor
 from oppo.hf.servable import probe_images
 from oppo.hf.serve.scorers import ProcessRewardModel, RewardModel
-from oppo.hf.sight import pixels_of
 from oppo.hf.tokenizer import HfTokenizer
+from oppo.hf.vision import pixels_of
 from oppo.images import ImageFiles
 from oppo.log import logger
 from oppo.models import Scorer

@@ -35,18 +35,18 @@ from oppo.hf.memory import (
     served_process_reward,
     served_reference,
 )
+from oppo.hf.meta_device import planned_on
 from oppo.hf.model_files import CAUSAL, CLASSIFIER, EMBEDDER, PROCESS, SCALAR, Kind, RewardKind, located, reward_kind
 from oppo.hf.model_parts import FAILURES
 from oppo.hf.serve.policy import PREFILL_TOKENS
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.packing import CPU_TOKENS, GPU_TOKENS, most_gpu_tokens
-from oppo.hf.without_data import planned_on
 from oppo.log import logger, routed
 from oppo.models import Sampling, SamplingSettings
 from oppo.run.deployment import Deployment, named_reward
 from oppo.run.engines import served_dtype
 from oppo.run.loading import adapter_of, critic_source, kind_of
-from oppo.simulate.costs import Hardware
+from oppo.simulate.profile import Hardware
 from oppo.vllm.arguments import GIB, gpus_of, placed, workers_of
 
 SHARE: Final = "gpu_memory_utilization"

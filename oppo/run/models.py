@@ -15,12 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.agents import Agents
+from oppo.atomic_files import nearby, whole, writing
 from oppo.config.environment import EnvironmentSection
 from oppo.config.scorers import ModelRewardSection, TeacherSection, VllmRewardSection
 from oppo.config.sections import DataSection, ModelsSection, SamplingSection
 from oppo.data.prompts import PrivilegedPrompt
 from oppo.declared import declared
-from oppo.durable import nearby, whole, writing
 from oppo.environments import Environments, FunctionEnvironment, Tools
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Drop, FloatArray
@@ -52,8 +52,8 @@ from oppo.placement import Place, Process, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
-from oppo.run.fit import fitted
 from oppo.run.loading import RewardModels, RoleLoader, ServedRewardModel, adapter_of, check_sight, critic_source
+from oppo.run.memory_fit import fitted
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
 from oppo.scorers import BehindPrompt, ByColumn, Lesson, Untaught, capabilities_of
 from oppo.turns import Environment

@@ -13,12 +13,12 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 
 from oppo.agents import AgentPrompts, Agents
+from oppo.atomic_files import nearby
 from oppo.config.load import BY_DATA
 from oppo.config.sections import ROWS, DataSection, Prompts, PromptSource, named, sources
 from oppo.config.settings import Settings
 from oppo.data import PromptStream, RowStream, Tokenizer, read_prompts
 from oppo.data.prompts import TEXT_ONLY, Begin, PrivilegedPrompt, ReadImages
-from oppo.durable import nearby
 from oppo.environments import verifiers
 from oppo.errors import ConfigError, DataError, counted, did_you_mean
 from oppo.events import Prompt

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
+from oppo.atomic_files import put
 from oppo.config.load import load_settings
 from oppo.config.sections import sources
 from oppo.config.settings import Settings
 from oppo.data.rows import is_hub_name
-from oppo.durable import put
 from oppo.errors import ConfigError, one_line
 from oppo.log import logger
 from oppo.redact import redacted

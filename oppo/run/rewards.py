@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from oppo.agents import Agents
+from oppo.atomic_files import read_text
 from oppo.config.environment import INITIAL, POLICY, AgentsSection, EnvironmentSection
 from oppo.config.extensions import naming
 from oppo.config.scorers import (
@@ -24,7 +25,6 @@ from oppo.config.sections import OPENENV, VERIFIERS, DataSection, PromptSource, 
 from oppo.config.settings import Settings
 from oppo.data.prompts import Begin, Encoding, ReadImages, rows_of
 from oppo.data.rows import ask_hub, check_file, is_hub_name
-from oppo.durable import read_text
 from oppo.environments import (
     Compaction,
     EnvironmentClass,

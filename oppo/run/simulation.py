@@ -19,8 +19,8 @@ from oppo.errors import ConfigError
 from oppo.log import routed
 from oppo.run.graph import admission_of
 from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated
-from oppo.simulate.costs import Profile, System, Workload
-from oppo.simulate.run import Schedule, ladder
+from oppo.simulate.profile import Profile, System, Workload
+from oppo.simulate.schedule import Schedule, ladder
 from oppo.simulate.study import Study, study
 
 AS_IT_RAN: Final = "as it ran"  # the schedule of the run that a simulation is calibrated on

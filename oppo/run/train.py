@@ -18,11 +18,11 @@ import anyio.to_thread
 from rich.console import Console
 
 from oppo.agents import Agents
+from oppo.atomic_files import nearby
 from oppo.config.extensions import with_name
 from oppo.config.load import BY_DATA, load_settings, overridden, resolve
 from oppo.config.sections import ROWS, RunSection
 from oppo.config.settings import Settings
-from oppo.durable import nearby
 from oppo.errors import CheckpointError, ConfigError, HangError, NothingTrained, RunComplete, behind, exits_told, shown
 from oppo.evaluation import Evaluate, Evaluated
 from oppo.evaluation.evaluate import BEFORE

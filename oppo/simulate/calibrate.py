@@ -25,7 +25,7 @@ from oppo.models import Passes
 from oppo.redact import excerpt
 from oppo.report.metrics import in_own_names
 from oppo.report.records import JOURNAL, METRICS, WORK, Record, Work, ended, observations, read
-from oppo.simulate.costs import STAGES, Decoder, Observed, Reader, ScorerName, System, Updater
+from oppo.simulate.profile import STAGES, Decoder, Observed, Reader, ScorerName, System, Updater
 
 FloatArray64 = NDArray[np.float64]
 

@@ -22,8 +22,8 @@ import tomli_w
 from rich.table import Table
 
 from oppo.log import logger
-from oppo.simulate.costs import System, Workload
-from oppo.simulate.run import Schedule, ScheduleOutcome, SimulatedRun
+from oppo.simulate.profile import System, Workload
+from oppo.simulate.schedule import Schedule, ScheduleOutcome, SimulatedRun
 
 WORTHWHILE: Final = 1.05  # the least speed-up over the present schedule that is worth a change
 

@@ -22,7 +22,7 @@ from oppo.log import logger, with_route
 from oppo.observe import now
 from oppo.vllm.arguments import check_arguments, computes_on_cpu, engine_arguments, lora_arguments, route_of
 from oppo.vllm.engine import Collector, Engine, NewTokens, ServedWeights, WeightSender
-from oppo.vllm.pictures import Pictures
+from oppo.vllm.images import Pictures
 from oppo.vllm.plugin import register, transfer_of
 from oppo.vllm.processes import Children, EngineFiles, cores_of, last_line, logging_to, starting
 from oppo.vllm.sync import DeviceSender, FileSender

@@ -21,7 +21,7 @@ PARENT: Final = "OPPO_VLLM_PARENT"  # environment variable: id of the process th
 LOG: Final = "OPPO_VLLM_LOG"  # environment variable: the file for what the engine's processes write
 LIFELINE: Final = "OPPO_VLLM_LIFELINE"  # environment variable of a server: the pipe whose writer it does not outlive
 
-# In :mod:`oppo.vllm.transfer`.
+# In :mod:`oppo.vllm.sync_worker`.
 TRANSFERS: Final[Mapping[str, str]] = {"file": "FileTransfer", "ipc": "HandleTransfer", "nccl": "BroadcastTransfer"}
 
 SPIN: Final = 0.002  # seconds for which a reader spins before it sleeps: most messages come sooner
@@ -60,7 +60,7 @@ def register_transfers() -> None:
 
     for backend, name in TRANSFERS.items():
         with suppress(ValueError):  # it is registered already
-            WeightTransferEngineFactory.register_engine(transfer_of(backend), "oppo.vllm.transfer", name)
+            WeightTransferEngineFactory.register_engine(transfer_of(backend), "oppo.vllm.sync_worker", name)
 
 
 def spin_briefly() -> None:

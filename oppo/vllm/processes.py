@@ -23,7 +23,7 @@ from typing import Final, Self
 import psutil
 from torch import Tensor
 
-from oppo.durable import temporary
+from oppo.atomic_files import temporary
 from oppo.errors import ConfigError, one_line
 from oppo.vllm.plugin import LIFELINE, LOG, PARENT, transfer_of
 from oppo.vllm.sync import WeightFiles, free_port

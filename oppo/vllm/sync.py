@@ -12,7 +12,7 @@ All workers serve the new weights, or none does. vLLM drives its own transfers (
 through a client of blocking calls; here it runs in a worker thread, and the client calls back to the event loop of the
 engine. These two routes were written from vLLM's sources and are tested with a stand-in; they have never run on a GPU.
 
-:mod:`oppo.vllm.transfer` is the other side, in the workers.
+:mod:`oppo.vllm.sync_worker` is the other side, in the workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from oppo.durable import temporary
+from oppo.atomic_files import temporary
 from oppo.errors import ConfigError, ModelError, ModelLost, as_itself, one_line
 from oppo.hf.weights import SentWeights
 from oppo.vllm.arguments import Route

@@ -17,7 +17,7 @@ from benchmarks.gpu_day.steps import FULL, LADDER, RULE, SMALL, fitted
 from benchmarks.ladder.workloads import WORKLOADS
 from benchmarks.peer.sweep import Peer
 from oppo.errors import ConfigError
-from oppo.simulate.costs import GPUS
+from oppo.simulate.profile import GPUS
 
 BESIDE = ("equal", "first", "process")
 PREDICTED = sorted(RESULTS.glob("prediction-*.json"))

@@ -33,7 +33,7 @@ from oppo.events import StepReport
 from oppo.models import Passes
 from oppo.observe import Observer, Span
 from oppo.report.records import work_of
-from oppo.simulate.costs import Lognormal, System, Workload
+from oppo.simulate.profile import Lognormal, System, Workload
 from tests.kit.graph_run import LAST, GraphRun
 from tests.simulate.systems import machine
 

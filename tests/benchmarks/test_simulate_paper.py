@@ -11,7 +11,7 @@ from benchmarks.simulate import paper
 from benchmarks.simulate.__main__ import PAGE
 from benchmarks.simulate.outcomes import record_of
 from benchmarks.simulate.paper import ALL_LIVE, BY_NAME, HALF_LIVE, ONE_STEP_OFF, PAPER, Cell, Results
-from oppo.simulate.run import FORESEEN, ScheduleOutcome
+from oppo.simulate.schedule import FORESEEN, ScheduleOutcome
 
 RESULTS = Results()
 BASE, INTRA, INTER, BOTH = paper.ROWS[:4]

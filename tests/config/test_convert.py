@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from oppo.cli import UNUSABLE, main
 from oppo.config.convert import Converted, convert
-from oppo.config.foreign import Kind, foreign_fields, literal, ours
+from oppo.config.convert_files import Kind, foreign_fields, literal, ours
 from oppo.config.load import at, resolve
 from oppo.errors import ConfigError
 from tests.config.test_refusals import entries

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from oppo.config.convert import convert
-from oppo.config.foreign import Kind
+from oppo.config.convert_files import Kind
 from oppo.config.load import load_settings, resolve
 from oppo.config.settings import Settings
 from oppo.run.checkpoint import Provenance

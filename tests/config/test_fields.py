@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from oppo.config.convert import Converted, convert
-from oppo.config.foreign import Kind, rows_of
+from oppo.config.convert_files import Kind, rows_of
 from oppo.config.load import at
 from oppo.errors import ConfigError
 from tests.kit.workplace import rewritten

@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given, settings as profile, strategies as st
 
 from oppo.config.convert import Converted, convert
-from oppo.config.foreign import rows_of
+from oppo.config.convert_files import rows_of
 from oppo.config.load import resolve
 from oppo.config.settings import Settings
 from oppo.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 
 from docs.make_fields import KINDS, page
 from docs.make_settings import NAMES, tables
-from oppo.config.foreign import foreign_fields
+from oppo.config.convert_files import foreign_fields
 from oppo.config.load import load_settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")

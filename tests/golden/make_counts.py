@@ -35,7 +35,7 @@ from unittest.mock import MagicMock
 
 import yaml
 
-from oppo.config.foreign import flattened
+from oppo.config.convert_files import flattened
 
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", ACCELERATE_USE_CPU="true")
 

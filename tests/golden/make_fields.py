@@ -1,4 +1,4 @@
-"""Writes ``trl_fields.json`` and ``ray_fields.json``: the fields of other trainers, which ``foreign.toml`` maps.
+"""Writes ``trl_fields.json`` and ``ray_fields.json``: the fields of other trainers, which ``convert_fields.toml`` maps.
 
 PPOConfig is of TRL 1.12.0 (the last release with ``trl.experimental.ppo``), the others of TRL 1.16.0, all with
 transformers 5.23.0; keys are of verl 0.9.1, with their defaults, and flags of OpenRLHF 0.11.2, whose files are read.

@@ -34,6 +34,7 @@ from oppo.hf.kv.reader import Incremental
 from oppo.hf.kv.states import StateKey, StateSlots
 from oppo.hf.lora import add_lora, merged
 from oppo.hf.memory import Load, ModuleT, longest_batch
+from oppo.hf.meta_device import WithoutData
 from oppo.hf.serve.decoder import Decoder, DecodeRow, PolicyCore, Signals
 from oppo.hf.serve.sampling import Drawing, draw
 from oppo.hf.serve.scorers import (
@@ -49,7 +50,6 @@ from oppo.hf.train.optim import gather_training
 from oppo.hf.train.ranks import Team
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.weights import adopt, copies
-from oppo.hf.without_data import WithoutData
 from oppo.limits import UNLIMITED
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling

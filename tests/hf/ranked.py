@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from oppo.errors import ModelError, one_line
 from oppo.events import Batch
 from oppo.hf.loading import ModelRecipe
+from oppo.hf.meta_device import LiveBytes
 from oppo.hf.train.actor_critic import ActorCriticRecipe
 from oppo.hf.train.optim import Optimisation, gather_training
 from oppo.hf.train.packing import units
 from oppo.hf.train.ranks import Ranked, Replicas, whole
 from oppo.hf.train.trainer import HfTrainerCore, MakesCore
-from oppo.hf.without_data import LiveBytes
 from oppo.losses import Inputs, LossValue, PPOLoss, Whole
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts

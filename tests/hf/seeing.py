@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from oppo.events import IntArray, Prompt, Response
 from oppo.hf.model_parts import takes
 from oppo.hf.processor import Processor
-from oppo.hf.sight import let_see, pixels_of
+from oppo.hf.vision import let_see, pixels_of
 from oppo.images import ImageRef
 from tests.kit.responses import chunk
 

@@ -40,7 +40,7 @@ from oppo.hf.train.ranks import Replicas
 from oppo.hf.weights import copies
 from oppo.placement import Process, Thread
 from oppo.scheduling import GPU_TIME_SLICE
-from oppo.simulate.costs import BY_TORCH, BY_TRITON
+from oppo.simulate.profile import BY_TORCH, BY_TRITON
 from tests.hf import tiny
 from tests.hf.on_fake_device import VOCABULARY
 from tests.kit.forked import Program

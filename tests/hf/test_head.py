@@ -33,6 +33,7 @@ from oppo.hf.head import UPDATE_BYTES, UPDATE_SHARE, OwnHead, require_own_head, 
 from oppo.hf.loading import load_causal, load_scalar, outline
 from oppo.hf.lora import add_lora
 from oppo.hf.memory import Load, longest_batch
+from oppo.hf.meta_device import planned_on
 from oppo.hf.model_files import SCALAR, reward_kind
 from oppo.hf.model_parts import backbone, has_experts, passes_at
 from oppo.hf.serve.policy import HfPolicy
@@ -49,19 +50,18 @@ from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.packing import pack
 from oppo.hf.train.trainer import HfTrainerCore
 from oppo.hf.weights import SharedModel, weights_digest
-from oppo.hf.without_data import planned_on
 from oppo.losses import ClippedLoss, Input, PPOLoss
 from oppo.models import Sampling
 from oppo.placement import Thread
 from oppo.placement.child import pack_with_blocks, unpack
 from oppo.placement.trainer import TrainerCounts
-from oppo.simulate.costs import GPUS, MODELS, Reached
+from oppo.simulate.profile import GPUS, MODELS, Reached
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.hf.child import ONE
 from tests.hf.stories import response_values
 from tests.hf.train.test_actor_critic import Twisted
-from tests.hf.train.test_routers import batch_of
+from tests.hf.train.test_expert_routing import batch_of
 from tests.kit.responses import responses, stream
 from tests.kit.workplace import furnish, oppo, resume, tokenizer
 

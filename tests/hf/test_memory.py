@@ -35,15 +35,15 @@ from oppo.hf.memory import (
     served_critic,
     served_reference,
 )
+from oppo.hf.meta_device import LiveBytes, planned_on, without_data
 from oppo.hf.model_files import CAUSAL, SCALAR
 from oppo.hf.serve.scorers import ReferenceWorker, RewardWorker, ScorerInput, ScorerWorker, ValueWorker
 from oppo.hf.train.actor_critic import ActorCritic, value_model_on
 from oppo.hf.train.trainer import HfTrainerCore
-from oppo.hf.without_data import LiveBytes, planned_on, without_data
 from oppo.losses import ClippedLoss, PPOLoss
 from oppo.models import Sampling
 from oppo.placement.trainer import TrainerCounts
-from oppo.simulate.costs import Hardware
+from oppo.simulate.profile import Hardware
 from oppo.training import TrainerSettings
 from tests.hf import tiny
 from tests.kit.known import deep

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import anyio
 
-from oppo.simulate.costs import Interference, time_shared
+from oppo.simulate.profile import Interference, time_shared
 from oppo.testing import FakePolicy, FakeScorer, FakeTrainer
 from oppo.testing.fake_policy import FakeDecode, Job, Lane, Load
 from oppo.testing.fakes import ReadSeconds

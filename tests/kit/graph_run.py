@@ -1,4 +1,4 @@
-"""The graph of training in virtual time, with models of cost: what `oppo.simulate.run` is compared with."""
+"""The graph of training in virtual time, with models of cost: what `oppo.simulate.schedule` is compared with."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from oppo.events import Batch, Finish, FloatArray, Prompt, StepReport
 from oppo.graph import Graph
 from oppo.models import Capabilities, Passes, Trained
 from oppo.observe import Observer, SpanListener, silent
-from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
-from oppo.simulate.run import Schedule
+from oppo.simulate.profile import STAGES, Reader, ScorerName, System, Workload
+from oppo.simulate.schedule import Schedule
 from oppo.stages import Generate, Update
 from oppo.stages.hold import held
 from oppo.testing import run_virtual
@@ -47,7 +47,7 @@ class BatchFacts:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """As of :class:`oppo.simulate.run.ScheduleOutcome`; ``discarded``: tokens."""
+    """As of :class:`oppo.simulate.schedule.ScheduleOutcome`; ``discarded``: tokens."""
 
     seconds: float
     tokens: float

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from oppo.report.page import LIBRARY, Follower, write_report
-from oppo.report.recorded import recorded
+from oppo.report.run_reader import recorded
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

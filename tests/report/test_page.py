@@ -18,8 +18,8 @@ from oppo.report import RunDirectory
 from oppo.report.charts import COLOURS, Excerpt
 from oppo.report.metrics import CHARTS, METRICS, Chart, Metrics, metric, records_of
 from oppo.report.page import STYLE, cut_off, drawn, page, write_report
-from oppo.report.recorded import Recorded, differing, note_times, parameters, recorded
 from oppo.report.records import Record
+from oppo.report.run_reader import Recorded, differing, note_times, parameters, recorded
 from oppo.report.trace import TimedStep
 from tests.hf import tiny
 from tests.report.synthetic import decode, play, play_first, play_second

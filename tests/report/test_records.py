@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from oppo.admission import Observation
-from oppo.durable import put
+from oppo.atomic_files import put
 from oppo.errors import ConfigError
 from oppo.report import RunDirectory, RunLog
 from oppo.report.records import LOCK, Lock, Writer, gaps, is_locked, read, require_unused, rewind, taken

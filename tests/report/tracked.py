@@ -15,7 +15,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
-from oppo.durable import temporary
+from oppo.atomic_files import temporary
 
 _kept = ExitStack()
 atexit.register(_kept.close)

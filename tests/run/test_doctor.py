@@ -17,9 +17,9 @@ from oppo.cli import DONE, UNUSABLE, main
 from oppo.config.load import load_settings
 from oppo.run.deployment import Deployment
 from oppo.run.doctor import UPDATE, Layout, examine
-from oppo.run.fit import advice
 from oppo.run.memory import Known, crowded, expected, too_large
-from oppo.simulate.costs import Hardware
+from oppo.run.memory_fit import advice
+from oppo.simulate.profile import Hardware
 from tests.kit.known import deep
 
 COUNTED = Path(__file__).parents[1] / "golden" / "memory.json"

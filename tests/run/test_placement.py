@@ -32,7 +32,6 @@ from oppo.placement import Place, Process, Ranks, Thread
 from oppo.run.checkpoint import fingerprints, require_same
 from oppo.run.deployment import Deployment, places_of
 from oppo.run.engines import require_engines
-from oppo.run.fit import advice
 from oppo.run.memory import (
     ALONE,
     BESIDE,
@@ -45,8 +44,9 @@ from oppo.run.memory import (
     planned,
     with_micro_batches,
 )
+from oppo.run.memory_fit import advice
 from oppo.run.train import FINAL
-from oppo.simulate.costs import Hardware
+from oppo.simulate.profile import Hardware
 from oppo.vllm.arguments import placed, route_of
 from tests.hf import tiny
 from tests.kit.workplace import killed_and_replaced, oppo, records, resume, start, tokenizer

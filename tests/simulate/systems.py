@@ -7,8 +7,8 @@ from pathlib import Path
 from oppo.models import Passes
 from oppo.report import RunDirectory
 from oppo.simulate.calibrate import DEVICE, Contention
-from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
-from oppo.simulate.run import Schedule
+from oppo.simulate.profile import Decoder, Lognormal, Reader, System, Updater, Workload
+from oppo.simulate.schedule import Schedule
 from tests.kit.graph_run import GraphRun
 
 WORKLOAD = Workload(batch=16, lengths=Lognormal(median=(40, 40), sigma=0.9, cap=300), cap=300, prompt=20)

@@ -12,8 +12,8 @@ from hypothesis import example, given, strategies as st
 from oppo.admission import Observation, Scoring, Stretch
 from oppo.errors import ConfigError, DataError
 from oppo.simulate.calibrate import LAYOUTS, MeasuredStep, RunRecord, calibrated, fitted
-from oppo.simulate.costs import System
-from oppo.simulate.run import SimulatedRun, ladder
+from oppo.simulate.profile import System
+from oppo.simulate.schedule import SimulatedRun, ladder
 from tests.simulate.systems import WORKLOAD, machine, recorded
 
 SCHEDULES = ladder(WORKLOAD.batch, overcommit=3, chunk=32)

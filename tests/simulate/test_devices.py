@@ -10,7 +10,7 @@ import pytest
 
 from oppo.events import Response
 from oppo.models import Capabilities, Weights
-from oppo.simulate.costs import Interference
+from oppo.simulate.profile import Interference
 from oppo.testing import fake_batch, fake_scalar, prompts, run_virtual
 from oppo.testing.fake_policy import FakeDecode
 from tests.kit.devices import Device, DevicePolicy, DeviceScorer, DeviceTrainer, spend

@@ -13,8 +13,8 @@ import tomli_w
 from benchmarks.simulate.paper import work_bound
 from oppo.errors import ConfigError
 from oppo.run.simulation import load_profile, profile_of
-from oppo.simulate.costs import BY_TORCH, GPUS, MODELS, Lognormal, Observed, Profile, Reached
-from oppo.simulate.run import SimulatedRun, ladder
+from oppo.simulate.profile import BY_TORCH, GPUS, MODELS, Lognormal, Observed, Profile, Reached
+from oppo.simulate.schedule import SimulatedRun, ladder
 
 PROFILE: dict[str, dict[str, object]] = {
     "workload": {"batch": 64},

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from oppo.admission import Continuous, Overcommit, Synchronous
-from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload
-from oppo.simulate.run import Schedule, SimulatedRun
+from oppo.simulate.profile import Decoder, Lognormal, Reader, System, Updater, Workload
+from oppo.simulate.schedule import Schedule, SimulatedRun
 
 # Seconds in which a batch of two responses of eight tokens is decoded, and in which both are scored at their end
 DECODE, EXPOSED = 1.0, 0.5

@@ -15,7 +15,7 @@ from oppo.config.load import load_settings, resolve
 from oppo.run.graph import admission_of
 from oppo.run.simulation import own_schedule, refusal
 from oppo.simulate.calibrate import LAYOUTS
-from oppo.simulate.run import ScheduleOutcome, SimulatedRun, ladder
+from oppo.simulate.schedule import ScheduleOutcome, SimulatedRun, ladder
 from oppo.simulate.study import Interval, Standing, Study, advice, as_json, legend, ranged, snippet, study, table
 from tests.simulate.systems import WORKLOAD, machine
 

@@ -16,7 +16,7 @@ from oppo.models import Sampling, Weights
 from oppo.testing import run_virtual
 from oppo.vllm import VllmDecode, VllmPolicy
 from oppo.vllm.engine import Engine, WeightSender
-from oppo.vllm.pictures import Pictures
+from oppo.vllm.images import Pictures
 from tests.kit.responses import read_chunk
 from tests.vllm.fakes import FakeAsyncLLM, FakeSender, FakeServer, engine_of, running, server_of
 

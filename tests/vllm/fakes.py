@@ -25,7 +25,7 @@ from oppo.errors import as_itself
 from oppo.testing.fakes import noise
 from oppo.vllm import VllmEngine, VllmServer
 from oppo.vllm.engine import Engine, WeightSender
-from oppo.vllm.pictures import Pictures
+from oppo.vllm.images import Pictures
 from oppo.vllm.processes import Children, EngineFiles
 from oppo.vllm.sync import DEADLINE, in_time
 

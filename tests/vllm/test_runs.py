@@ -30,7 +30,7 @@ from oppo.placement import PolicyPool, Process
 from oppo.run.deployment import Deployment
 from oppo.run.engines import require_engines
 from oppo.run.memory import Expected, at_worst, crowded, expected
-from oppo.simulate.costs import Hardware
+from oppo.simulate.profile import Hardware
 from oppo.stages import GAE, Generate, Update
 from oppo.testing import FakeCritic, FakeScorer, FakeTrainer, check_policy, fake_scalar, run_virtual
 from oppo.vllm import VllmPolicy, VllmServer

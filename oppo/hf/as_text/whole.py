@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from oppo.durable import read_text
+from oppo.atomic_files import read_text
 from oppo.errors import ConfigError, ModelRefused, RewardError, shown
 from oppo.events import Chunk, Drop, Finish, Prompt, ToolTokens
 from oppo.hf.as_text.rendering import EMPTY, Form, OverLong, PromptText, Rendering, TextReader, TooLong, prompt_text

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from oppo.errors import ModelError, ModelRefused, ProtocolError, counted
 from oppo.events import IntArray
+from oppo.hf.expert_routing import RouteRecords
 from oppo.hf.head import widen_head
 from oppo.hf.kv.attention import (
     Masks,
@@ -46,11 +47,10 @@ from oppo.hf.kv.attention import (
     rows_apart,
 )
 from oppo.hf.kv.cache import DecodeBatch, KVRegion, KVView, Rows, Slab, as_slice, sent
-from oppo.hf.kv.graphs import Capture, StepGraphs
+from oppo.hf.kv.cuda_graphs import Capture, StepGraphs
 from oppo.hf.kv.states import Gates, RowCache
 from oppo.hf.model_parts import cache_argument, keeps_logits, longest, only_whole, require_pieces, takes
-from oppo.hf.routers import RouteRecords
-from oppo.hf.sight import BLIND, UNSEEN, Eyes, Seen, Sight, seen_in_pieces
+from oppo.hf.vision import BLIND, UNSEEN, Eyes, Seen, Sight, seen_in_pieces
 from oppo.images import ImageRef
 
 SHORTEST_CLASS = 64  # length of the first length class, in tokens; each next class is twice as long

@@ -28,10 +28,10 @@ from transformers import PreTrainedModel
 from oppo.errors import ModelError
 from oppo.events import FinishReason, Prompt, RoutedExperts, TokenColumns
 from oppo.hf.devices import synchronised
+from oppo.hf.expert_routing import RouteRecords, RouterReplay
 from oppo.hf.kv.cache import take
 from oppo.hf.kv.prefill import EXACT_BLOCK
 from oppo.hf.kv.reader import Incremental
-from oppo.hf.routers import RouteRecords, RouterReplay
 from oppo.hf.serve.sampling import Drawing
 from oppo.hf.weights import adopt
 from oppo.limits import UNLIMITED, TurnLimit

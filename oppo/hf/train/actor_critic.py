@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oppo.errors import ModelRefused
+from oppo.hf.expert_routing import record_routers, replayed, replaying
 from oppo.hf.head import Measure, OwnHead, require_own_head, separable_head, widen_head
 from oppo.hf.kv.attention import Packed, packed_mask, packed_rows, packs, reads_packed, rows_apart
 from oppo.hf.loading import ModelRecipe
 from oppo.hf.model_files import SCALAR
 from oppo.hf.model_parts import backbone, keeps_logits, score_head, takes
-from oppo.hf.routers import record_routers, replayed, replaying
-from oppo.hf.sight import WHOLE, Eyes, shown_to
 from oppo.hf.train.packing import MicroBatch
+from oppo.hf.vision import WHOLE, Eyes, shown_to
 from oppo.losses import Input
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo.hf.routers import router_metrics
+from oppo.hf.expert_routing import router_metrics
 from oppo.hf.train.packing import MicroBatch
 from oppo.hf.train.ranks import Team
 from oppo.losses import Loss, LossValue

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from oppo.durable import writing
+from oppo.atomic_files import writing
 from oppo.errors import CheckpointError, ConfigError, one_line
 from oppo.hf.train.actor_critic import ActorCritic
 from oppo.hf.train.ranks import Team, alike, whole

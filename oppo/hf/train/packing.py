@@ -55,7 +55,7 @@ class MicroBatch:
     given: Mapping[Input, Tensor]  # inputs of the loss that the batch holds: float32 [T], [T, k + 1], or [n]
     support: Support  # of the T tokens
     top_ids: Tensor | None = None  # int64 [T, k], the likeliest ids of a teacher, if the loss reads them
-    routed_experts: Tensor | None = None  # int64 [layers, ids, k], see oppo.hf.routers.replaying; None: free
+    routed_experts: Tensor | None = None  # int64 [layers, ids, k], see oppo.hf.expert_routing.replaying; None: free
     prompts: Sequence[Prompt] = ()  # of each row, where one shows images
 
     @property

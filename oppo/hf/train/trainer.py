@@ -27,15 +27,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oppo.durable import writing
+from oppo.atomic_files import writing
 from oppo.errors import ConfigError, ModelError
 from oppo.events import Batch
 from oppo.hf.devices import use_stream
+from oppo.hf.expert_routing import LoadBalancing, RouterReplay, expert_loads, recorded_routes
 from oppo.hf.head import token_measures
 from oppo.hf.lora import adapter_matrices, has_adapters, merged
 from oppo.hf.model_files import quiet
 from oppo.hf.model_parts import pads_of, vocabulary
-from oppo.hf.routers import LoadBalancing, RouterReplay, expert_loads, recorded_routes
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, recompute
 from oppo.hf.train.metrics import AUX, StalenessMetrics, Sums, UpdateMetrics
 from oppo.hf.train.optim import Optimisation, gather_training, read_training, write_training

@@ -19,7 +19,7 @@ import pytest_asyncio
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from oppo.durable import temporary
+from oppo.atomic_files import temporary
 from oppo.models import Sampling, Weights
 from oppo.placement import Thread
 from oppo.vllm import VllmEngine, VllmPolicy

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from oppo.durable import temporary
+from oppo.atomic_files import temporary
 from oppo.errors import ConfigError, ModelError, ModelLost
 from oppo.events import Prompt
 from oppo.hf.lora import add_lora, merged

@@ -17,9 +17,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from oppo.errors import ConfigError, ModelError, ModelRefused
 from oppo.events import Batch, Prompt, Response, RoutedExperts, TokenColumns
+from oppo.hf.expert_routing import LoadBalancing, RouterReplay, recorded_routes, replaying, router_metrics, routers
 from oppo.hf.loading import load_causal
 from oppo.hf.lora import add_lora
-from oppo.hf.routers import LoadBalancing, RouterReplay, recorded_routes, replaying, router_metrics, routers
 from oppo.hf.serve.policy import HfPolicy
 from oppo.hf.train.actor_critic import value_model_on
 from oppo.hf.train.trainer import HfTrainer
@@ -319,7 +319,7 @@ def test_experts_that_do_not_fit_a_pass_are_never_left_out(monkeypatch: pytest.M
     for tokens, k in ((4, 2), (3, 1)):
         with pytest.raises(ModelError, match=rf"router 0 \(MixtralTopKRouter\).*\[{tokens}, {k}\].*\[3, 2\]"):
             _read_replaying(model, torch.zeros(2, tokens, k, dtype=torch.long))
-    monkeypatch.setattr("oppo.hf.routers._TOPK", ())
+    monkeypatch.setattr("oppo.hf.expert_routing._TOPK", ())
     with pytest.raises(ModelError, match=r"router 0 .*topk"):
         _read_replaying(model, torch.zeros(2, 3, 2, dtype=torch.long))
 

@@ -24,8 +24,8 @@ from oppo.admission import (
 from oppo.admission.overcommit import RISE, AdaptiveOvercommit
 from oppo.events import Prompt
 from oppo.graph.stage import UNKNOWN
-from oppo.simulate.bulk import Backlog, Clock, Device, Job, Lane, Place, Row, Scorer
-from oppo.simulate.costs import STAGES, Reader, ScorerName, System, Workload
+from oppo.simulate.profile import STAGES, Reader, ScorerName, System, Workload
+from oppo.simulate.work import Backlog, Clock, Device, Job, Lane, Place, Row, Scorer
 from oppo.stages.ledger import Ledger, Unit
 
 BLOCKS: Final = 3  # parts of a run whose means tell how far chance goes

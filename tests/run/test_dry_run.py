@@ -16,7 +16,7 @@ from oppo.config.load import load_settings
 from oppo.errors import ConfigError, RewardError
 from oppo.hf import HfTokenizer, load_tokenizer
 from oppo.hf.tokenizer import quick_tokenizer
-from oppo.run.rehearsal import SAID, TURNS, rehearse_code
+from oppo.run.dry_run import SAID, TURNS, rehearse_code
 from oppo.run.rewards import first_look
 from tests.hf.spot_tokenizers import TEMPLATE, byte_tokenizer
 from tests.kit.workplace import furnish, oppo

@@ -14,8 +14,8 @@ from oppo.admission import Admission, Continuous, Overcommit, SlopeAdaptive, Syn
 from oppo.admission.forecast import cut_intervals, kaplan_meier
 from oppo.models import Passes
 from oppo.simulate.calibrate import LAYOUTS
-from oppo.simulate.costs import Decoder, Lognormal, Reader, System, Updater, Workload, time_shared
-from oppo.simulate.run import Schedule, SimulatedRun
+from oppo.simulate.profile import Decoder, Lognormal, Reader, System, Updater, Workload, time_shared
+from oppo.simulate.schedule import Schedule, SimulatedRun
 from tests.kit.graph_run import LAST, GraphRun
 from tests.simulate.systems import WORKLOAD, machine
 

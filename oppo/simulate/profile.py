@@ -51,6 +51,7 @@ from annotated_types import Ge, Gt, Le
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
+from oppo.atomic_files import read_text
 from oppo.declared import (
     STRICT,
     Count,
@@ -64,7 +65,6 @@ from oppo.declared import (
     required,
     setting,
 )
-from oppo.durable import read_text
 from oppo.errors import ConfigError, did_you_mean
 from oppo.models import Passes
 

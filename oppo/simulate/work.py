@@ -21,7 +21,7 @@ from typing import Final
 from oppo.errors import DeadlockError
 from oppo.events import Prompt
 from oppo.scheduling import DEFAULT_TIME_SLICE
-from oppo.simulate.costs import Decoder, Interference, Reader
+from oppo.simulate.profile import Decoder, Interference, Reader
 
 _END: Final = attrgetter("end")
 

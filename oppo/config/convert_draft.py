@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from oppo.algorithms import ALGORITHMS
-from oppo.config.foreign import WHOSE, Checkpoint, Computed, Function, Kind, Rows, rows_of
+from oppo.config.convert_files import WHOSE, Checkpoint, Computed, Function, Kind, Rows, rows_of
 from oppo.config.sections import Tracker
 from oppo.config.settings import keys_of
 from oppo.declared import STRICT, expectation

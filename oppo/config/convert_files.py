@@ -1,6 +1,6 @@
 """Configurations of TRL, verl and OpenRLHF: read by field from a script, a YAML file or a command.
 
-Nothing of them is executed. ``foreign.toml`` beside this module says where each field went.
+Nothing of them is executed. ``convert_fields.toml`` beside this module says where each field went.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 
 import yaml
 
-from oppo.durable import read_text
+from oppo.atomic_files import read_text
 from oppo.errors import ConfigError, one_line, shortened
 
 Kind: TypeAlias = Literal["ppo", "grpo", "rloo", "sdpo", "verl", "openrlhf"]
@@ -32,7 +32,7 @@ Rows: TypeAlias = Mapping[str, Sequence[Any]]
 
 @cache
 def _tables() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("foreign.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(Path(__file__).with_name("convert_fields.toml").read_text(encoding="utf-8"))
 
 
 def foreign_fields() -> Mapping[str, Rows]:

@@ -17,9 +17,9 @@ import numpy as np
 from rich.filesize import decimal
 
 from oppo.agents import AgentPrompts, Agents
+from oppo.atomic_files import nearby
 from oppo.data import PromptStream
 from oppo.declared import Declared
-from oppo.durable import nearby
 from oppo.environments import first_answer
 from oppo.errors import OppoError, counted, noted
 from oppo.evaluation import respond

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo.durable import make, put, sweep, temporary, whole
+from oppo.atomic_files import make, put, sweep, temporary, whole
 from oppo.report import RunDirectory
 from oppo.report.run_dir import RECORDS
 
@@ -132,7 +132,7 @@ def test_directories_are_made_once(tmp_path: Path) -> None:
 
 def test_temporary_directories_of_killed_processes_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
     program = (
-        "import os, signal\nfrom oppo.durable import temporary\n"
+        "import os, signal\nfrom oppo.atomic_files import temporary\n"
         "with temporary('test') as folder:\n    print(folder, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
     own = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(map(str, sys.path))}

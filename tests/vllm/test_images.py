@@ -16,7 +16,7 @@ from oppo.hf.processor import ImagePrompts, Processor
 from oppo.hf.tokenizer import HfTokenizer
 from oppo.images import ImageFiles, picture_of
 from oppo.vllm import VllmEngine, async_llm
-from oppo.vllm.pictures import Pictures
+from oppo.vllm.images import Pictures
 from tests.kit.responses import chunk
 from tests.kit.seen import checkpoint, picture
 from tests.vllm.bench import SAMPLING, Bench

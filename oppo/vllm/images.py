@@ -25,7 +25,7 @@ class Pictures:
     def __init__(self, model: str | Path) -> None:
         """Raise ``ConfigError`` where no reading of images by the model is known to be exact on vLLM."""
         from oppo.hf.processor import Processor  # noqa: PLC0415 - transformers takes seconds to import
-        from oppo.hf.sight import WHOLE  # noqa: PLC0415 - likewise
+        from oppo.hf.vision import WHOLE  # noqa: PLC0415 - likewise
 
         self._processor = Processor(model)
         kind = self._processor.config.model_type

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from oppo.durable import put, read_text
+from oppo.atomic_files import put, read_text
 from oppo.errors import ConfigError, one_line
 from oppo.redact import excerpt, on_one_line, printable
 from oppo.report.charts import Excerpt

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oppo.hf.devices import use_stream
-from oppo.hf.kv.graphs import Capture
+from oppo.hf.expert_routing import RouteRecords, RouterReplay, record_routers
+from oppo.hf.kv.cuda_graphs import Capture
 from oppo.hf.kv.reader import Incremental
-from oppo.hf.routers import RouteRecords, RouterReplay, record_routers
 from tests.hf import tiny
 from tests.hf.kv.test_reader import CLASSES, Operation, model_of, operations, reader_of, run, sequence
 
@@ -169,8 +169,8 @@ def counts(reader: Incremental, capture: Replayed) -> tuple[int, int]:
 def test_a_graph_serves_steps_until_rows_columns_or_memory_outgrow_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oppo.hf.kv.graphs.ROWS", 2)
-    monkeypatch.setattr("oppo.hf.kv.graphs.COLUMNS", 64)
+    monkeypatch.setattr("oppo.hf.kv.cuda_graphs.ROWS", 2)
+    monkeypatch.setattr("oppo.hf.kv.cuda_graphs.COLUMNS", 64)
     reader, capture = Incremental(model_of(name), classes=CLASSES), Replayed()
     reader.capture_steps(capture)
     prompts = [sequence(row)[:n] for row, n in enumerate([40, 12, 9, 20, 3])]
@@ -192,8 +192,8 @@ def test_a_graph_serves_steps_until_rows_columns_or_memory_outgrow_it(
 
 
 def test_as_many_graphs_are_kept_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oppo.hf.kv.graphs.MOST", 1)
-    monkeypatch.setattr("oppo.hf.kv.graphs.ROWS", 1)
+    monkeypatch.setattr("oppo.hf.kv.cuda_graphs.MOST", 1)
+    monkeypatch.setattr("oppo.hf.kv.cuda_graphs.ROWS", 1)
     reader, capture = Incremental(model_of("llama"), classes=CLASSES), Replayed()
     reader.capture_steps(capture)
     reader.extend(range(4), [sequence(row)[:30] for row in range(4)])
