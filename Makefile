@@ -32,7 +32,7 @@ types: $(STAMP)
 # More random examples, drawn anew where `make test` has the same each time; fewer are quicker: make test-deep SCHEDULES=2000
 SCHEDULES ?= 10000
 test-deep: $(STAMP)
-	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules) and not browser and not gpu and not gym and not ray and not triton and not vllm and not wheel" --timeout=1800 --durations=15 $(DEEP_TESTS)
+	OPPO_SCHEDULES=$(SCHEDULES) $(BIN)/pytest $(WORKERS) -m "(deep or schedules or hypothesis) and not browser and not gpu and not gym and not ray and not triton and not vllm and not wheel" --timeout=1800 --durations=15 $(DEEP_TESTS)
 
 # The lowest versions that pyproject.toml allows: the examples, what loads and serves models, whole runs.
 test-lowest: $(LOWEST)/.installed
