@@ -21,17 +21,10 @@ from oppo.errors import ConfigError
 
 HIDDEN = "***"
 
-SHORTEST = 6
-"""Characters of the shortest secret: hiding shorter values, or numbers, would garble unrelated text."""
-
-_MARGIN = 4096
-"""Characters of the longest secret that an excerpt may cut."""
-
-SHOWN = 100_000
-"""Characters of the longest text that a terminal is given."""
-
-LONG = 16
-"""Characters from which a value is hidden everywhere; a shorter one may be a word in a path."""
+SHORTEST = 6  # characters of the shortest secret: hiding shorter values, or numbers, would garble unrelated text
+_MARGIN = 4096  # characters of the longest secret that an excerpt may cut
+SHOWN = 100_000  # characters of the longest text that a terminal is given
+LONG = 16  # characters from which a value is hidden everywhere; a shorter one may be a word in a path
 
 _NAME = re.compile(
     r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!sep_)(?<!unk_)(?<!stop_)tokens?(?:$|_)|secret|passwd|password|passphrase|credential"
@@ -39,8 +32,7 @@ _NAME = re.compile(
     r"|(?:^|_)(?:auth|authorization|bearer|cookies?|jwt|pat)$|_pwd$|(?:^|_|ssh|pg)pass$",
     re.IGNORECASE,
 )
-_NUMBER = re.compile(r"(?<=\D)_?\d{1,9}$")
-"""The end of a name that is one of several, as of ``OPENAI_API_KEY2``."""
+_NUMBER = re.compile(r"(?<=\D)_?\d{1,9}$")  # the end of a name that is one of several, as of `OPENAI_API_KEY2`
 _WORDS = r"sshpass|(?<=_)pwd|secret|password|passwd|passphrase|credential|api[_-]?key|access[_-]?key"
 _TOKENS = (
     r"(?<![\w-])(?:(?:\w{1,20}[_-])?(?:access|auth|refresh|id|api|bearer|session|hf)[_-]?)?token"

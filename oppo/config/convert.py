@@ -14,13 +14,13 @@ from oppo.algorithms.distill import OF_THE_RATIO
 from oppo.config.convert_draft import ESTIMATORS, REWARD, Draft, moved, plain_name
 from oppo.config.convert_files import Kind, foreign_fields, literal, read, rows_of, said, templates
 from oppo.config.load import at, overridden, rendered, resolve
+from oppo.declared import table_in
 from oppo.errors import ConfigError
+from oppo.libraries import is_installed
 
 POLICY: Final = "directory or hub name of the model to train"
 OF_RANKS: Final = ("num_processes", "nproc_per_node", "nnodes")
-
-SHOWN: Final = 4
-"""Fields that a message names of those that have a reason in common; the file names all."""
+SHOWN: Final = 4  # fields that a message names of those that have a reason in common; the file names all
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Converted:
     text: str
     blank: Mapping[str, str]
     lost: Mapping[str, Sequence[str]]
+    own: Sequence[str]  # keys of [vllm] that are by --set alone
 
     def lines(self) -> Iterator[str]:
         for key, what in self.blank.items():
@@ -38,10 +39,17 @@ class Converted:
         for reason, names in self.lost.items():
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             yield f"not carried over: {', '.join(names[:SHOWN])}{more}: {reason}"
+        if self.own and "urls" not in self.own and not is_installed("vllm"):
+            yield f"not checked: {', '.join(self.own)} of [vllm]: vLLM alone knows its arguments, and is not installed"
 
     def check(self, file: Path) -> None:
         try:
             resolve(self.document, file.absolute().parent)
+            if arguments := table_in(self.document, "vllm"):
+                from oppo.vllm.arguments import SETTINGS, ServerSettings, check_arguments  # noqa: PLC0415 - of torch
+
+                if ServerSettings.of(arguments) is None:
+                    check_arguments(arguments, of=SETTINGS, planned=not is_installed("vllm"))
         except ConfigError as error:
             raise ConfigError(
                 f"{file} is written, and `oppo train` refuses it until this is changed: {error}"
@@ -60,7 +68,8 @@ def convert(path: Path, *, kind: Kind | None = None, overrides: Sequence[str] = 
     blank = {key: what for key, what in draft.blank.items() if at(document, key) == draft.values[key][0]}
     notes = {key: why for key, (value, why) in draft.values.items() if at(document, key) == value}
     text = rendered(document, notes, blank, draft.lost, f"{path.name}, of {draft.whose}")
-    return Converted(document, text, blank, draft.lost)
+    own = [name for name in table_in(document, "vllm") if f"vllm.{name}" not in draft.values]
+    return Converted(document, text, blank, draft.lost, own)
 
 
 def _of_trl(draft: Draft) -> None:
@@ -234,13 +243,12 @@ def _generation_of_trl(draft: Draft) -> None:
     _correction_of_trl(draft, "vllm_importance_sampling")
 
 
-CORRECTIONS: Final = {
+CORRECTIONS: Final = {  # `vllm_importance_sampling_mode` as `algorithm.is_correction`
     "token_truncate": "truncated",
     "sequence_truncate": "truncated_sequence",
     "token_mask": "mask",
     "sequence_mask": "mask_product",
 }
-"""``vllm_importance_sampling_mode`` as ``algorithm.is_correction``."""
 
 
 def _correction_of_trl(draft: Draft, prefix: str) -> None:

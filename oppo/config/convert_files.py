@@ -24,8 +24,7 @@ from oppo.errors import ConfigError, one_line, shortened
 Kind: TypeAlias = Literal["ppo", "grpo", "rloo", "sdpo", "verl", "openrlhf"]
 """What a file configures: a trainer of TRL, verl's ``main_ppo``, or OpenRLHF's ``train_ppo_ray``."""
 
-WHOSE: Final = {"verl": "verl", "openrlhf": "OpenRLHF"}
-"""The libraries whose fields are named by section."""
+WHOSE: Final = {"verl": "verl", "openrlhf": "OpenRLHF"}  # the libraries whose fields are named by section
 
 Rows: TypeAlias = Mapping[str, Sequence[Any]]
 
@@ -319,8 +318,7 @@ MAPPED: Final = (
 )
 """The remark about a dataset that the program transforms."""
 
-FORMATS: Final = frozenset({"json", "csv", "parquet"})
-"""The first argument of ``load_dataset`` for local files."""
+FORMATS: Final = frozenset({"json", "csv", "parquet"})  # the first argument of `load_dataset` for local files
 
 
 def _of_files(files: object, found: Mapping[str, str]) -> dict[str, str] | None:

@@ -113,8 +113,7 @@ class Extension:
             return self.make(*((everything,) if self.takes_all else ()), **arguments)
 
 
-VALUES: Final = frozenset({Literal, bool, int, float, str, NoneType})
-"""The types of which a file can hold values."""
+VALUES: Final = frozenset({Literal, bool, int, float, str, NoneType})  # the types of which a file can hold values
 
 
 @cache

@@ -178,11 +178,8 @@ def _model(text: str, folder: Path, known: Sequence[str] = ()) -> str:
     return text
 
 
-SEEDED = ("data", "sampling", "trainer", "eval")
-"""The sections with a seed of their own; the default is the run's."""
-
-BY_DATA = MOST - 1
-"""``run.steps`` of a file that has ``data.epochs`` alone, until the prompts are counted."""
+SEEDED = ("data", "sampling", "trainer", "eval")  # the sections with a seed of their own; the default is the run's
+BY_DATA = MOST - 1  # `run.steps` of a file that has `data.epochs` alone, until the prompts are counted
 
 CORRECTION = "truncated"
 """``algorithm.is_correction`` where vLLM decodes and the file names none.
@@ -306,8 +303,7 @@ def _value(text: str) -> object:
     return document["value"] if len(document) == 1 else text
 
 
-SHOWN = 200
-"""Characters of a wrong value in its message."""
+SHOWN = 200  # characters of a wrong value in its message
 
 VARIABLE = "_env"
 """The end of a setting that names an environment variable: the key itself may have been pasted there."""

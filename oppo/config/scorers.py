@@ -30,8 +30,7 @@ from oppo.rewards.tasks import CHECKERS
 from oppo.scorers import SIBLING
 from oppo.user_code import SPEC
 
-ScoringEngine: TypeAlias = Literal["transformers", "vllm"]
-"""What serves a model that scores."""
+ScoringEngine: TypeAlias = Literal["transformers", "vllm"]  # what serves a model that scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,7 @@ class OnVllm:
             )
 
 
-When: TypeAlias = Literal["auto", "whole"]
-"""When a reward model reads."""
+When: TypeAlias = Literal["auto", "whole"]  # when a reward model reads
 
 As: TypeAlias = Literal["auto", "tokens", "chat", "joined", "pair", "response"]
 """The form in which a reward model reads a rollout."""
@@ -91,8 +89,7 @@ SOURCE: Final = (
 )
 
 
-ENVIRONMENT: Final = "environment"
-"""The source of a reward that is the environment's."""
+ENVIRONMENT: Final = "environment"  # the source of a reward that is the environment's
 
 
 def is_name(source: str) -> bool:

@@ -498,6 +498,40 @@ def test_settings_that_contradict_each_other_are_written_and_named(tmp_path: Pat
         converted.check(tmp_path / "config.toml")
 
 
+@pytest.mark.parametrize("engine", ["auto", "vllm"])
+@pytest.mark.parametrize(
+    ("given", "installed", "told"),
+    [
+        ("vllm.gpu_memory_utilisation=0.3", True, "did you mean vllm.gpu_memory_utilization"),
+        ("vllm.model=a", True, "vllm.model is set by oppo"),
+        ("vllm.model=a", False, "vllm.model is set by oppo"),
+        ("vllm.urls=['http://here:1', 'http://here:1']", False, "vllm.urls names a server twice"),
+        ("vllm.gpu=3", False, "not checked: gpu of [vllm]"),
+        ("vllm.max_num_seqs=3", True, ""),
+        ("run.gpu=3", False, "unknown key 'run.gpu'"),
+    ],
+)
+def test_a_key_that_is_set_is_checked_whatever_is_left_to_fill_in(
+    request: pytest.FixtureRequest, given: str, installed: bool, told: str, engine: str
+) -> None:
+    patch, folder, capsys = (request.getfixturevalue(each) for each in ("monkeypatch", "tmp_path", "capsys"))
+    for module in ("config.load", "config.convert"):
+        patch.setattr(f"oppo.{module}.is_installed", lambda name: installed)
+    patch.setattr("oppo.vllm.arguments.require", lambda *asked, **options: None)
+    patch.setattr(
+        "oppo.vllm.arguments.known_arguments", lambda: frozenset({"gpu_memory_utilization", "max_num_seqs", "model"})
+    )
+    (folder / "run.py").write_text("GRPOTrainer(args=GRPOConfig(num_generations=4), model=model, reward_funcs=f)")
+    assert "not checked" not in "".join(convert(FOREIGN / "trl_grpo_vllm.sh").lines())
+    files = [str(folder / name) for name in ("run.py", "config.toml")]
+    code = main(["convert-config", *files, "--set", given, "--set", f"models.engine={engine}"])
+    said = capsys.readouterr().err
+    assert "fill in models.policy" in said
+    assert told in said
+    assert ("not checked" in said) == (not installed and given.startswith("vllm.") and "urls" not in given)
+    assert code == (0 if not told or told.startswith("not checked") else UNUSABLE)
+
+
 def test_no_text_of_theirs_becomes_a_line_of_ours(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("trl grpo --num_generations 4 --run_name 'a\nb' --model_name_or_path 'x\n[run]'")
     text = convert(tmp_path / "run.sh").text
