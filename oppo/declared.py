@@ -66,9 +66,13 @@ LearningRate: TypeAlias = Annotated[float, Ge(0), Le(0.1)]
 AtLeastOne: TypeAlias = Annotated[float, Ge(1)]
 Limit: TypeAlias = Annotated[float, Gt(0), AllowInfNan(True)]
 """More than 0; ``inf`` for no limit."""
+Threshold: TypeAlias = Annotated[float, Ge(-math.inf), AllowInfNan(True)]
+"""A number or an infinity."""
 Seconds: TypeAlias = Annotated[float, Ge(0), Lt(MOST)]
 Count: TypeAlias = Annotated[int, Ge(0), Lt(MOST)]
 PositiveCount: TypeAlias = Annotated[int, Gt(0), Lt(MOST)]
+PositiveInteger: TypeAlias = Annotated[int, Gt(0), Lt(WHOLE.stop)]
+"""``sys.maxsize`` for no limit."""
 Rollouts: TypeAlias = Annotated[int, Gt(0), Le(2**20)]
 """Rollouts that are in memory together."""
 Seed: TypeAlias = Annotated[int, Ge(SEEDS.start), Lt(SEEDS.stop)]
@@ -110,14 +114,24 @@ def declared(record: type) -> Mapping[str, Declared]:
 
 @cache
 def _declared(record: Any) -> Mapping[str, Declared]:
-    kinds, found = get_type_hints(record, include_extras=True), {}
+    kinds, found = _hints(record), {}
     for each in (each for each in fields(record) if each.init):
         default = each.default if each.default_factory is MISSING else each.default_factory()
         told = [vars(base).get("__dataclass_fields__", {}).get(each.name) for base in record.__mro__]
         about: Mapping[str, Any] = next((of.metadata for of in told if of and "description" in of.metadata), {})
         found[each.name] = Declared(
-            kinds[each.name], default, about.get("description", ""), about.get("resume", "fixed")
+            kinds.get(each.name, Any), default, about.get("description", ""), about.get("resume", "fixed")
         )
+    return found
+
+
+def _hints(record: type) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for base in reversed(record.__mro__):
+        for name, hint in vars(base).get("__annotations__", {}).items():
+            one = type(base.__name__, (), {"__module__": base.__module__, "__annotations__": {name: hint}})
+            with suppress(NameError):  # a user's subclass may import for the type checker alone
+                found |= get_type_hints(one, include_extras=True)
     return found
 
 
@@ -130,8 +144,8 @@ def changed(record: DataclassInstance, names: Collection[str]) -> dict[str, obje
 def validated(error: type[Exception] = ValueError) -> Callable[[type[T]], type[T]]:
     """Check instances of a dataclass by the declarations of its fields; stands below ``@dataclass``.
 
-    Numbers are checked by their bounds, also in tuples, and literals by their choices. The module of the class must
-    import the names in its annotations at run time.
+    Numbers are checked by their bounds, also in tuples, and literals by their choices. A field whose
+    annotation has names that its module does not import at run time is not checked.
 
     Example:
         >>> from oppo.models import Sampling

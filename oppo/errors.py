@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import difflib
+import inspect
 import math
 import os
 import re
@@ -284,8 +285,13 @@ def _is_of_a_signal(error: BaseException) -> bool:
 
 
 def promised(call: Awaitable[T], what: str) -> Awaitable[T]:
+    """Return what a method of a model or stage of the user's returned, if it can be awaited.
+
+    Raises:
+        ProtocolError: it cannot.
+    """
     given: object = call
-    if not isinstance(given, Awaitable):
+    if not inspect.isawaitable(given):
         raise ProtocolError(f"{what} must be `async def`, or return what can be awaited; it returned {shown(given)}")
     return call
 
@@ -441,6 +447,7 @@ def counted(count: int, noun: str, several: str = "") -> str:
 
 
 def enumerated(numbers: Sequence[int]) -> str:
+    """Return the first eight numbers, and how many more there are."""
     first, more = ", ".join(map(str, numbers[:8])), len(numbers) - 8
     return f"{first} and {more:,} more" if more > 0 else first
 
@@ -462,7 +469,7 @@ _UNTELLING: Final = re.compile(r"\boppo_user_\w+?_[0-9a-f]{16}\.| at 0x[0-9a-f]+
 
 def _printed(value: object, how: Callable[[object], str]) -> str:
     try:
-        return _UNTELLING.sub("", how(value)) if how is repr else how(value)
+        return how(value) if how is str or isinstance(value, str | bytes) else _UNTELLING.sub("", how(value))
     except BaseException as failure:  # the boundary to the user's code: its value cannot even be printed
         if _is_of_a_signal(failure):
             raise

@@ -106,9 +106,16 @@ class UserFunction:
         return UserFunction, (self.name, self.function, self.refuse)
 
     def must_take(self, kind: str, what: str, *given: object) -> None:
+        signature = None
         try:
             with suppress(ValueError):  # a builtin without a signature: the call will tell
-                inspect.signature(self.function).bind(*given)
+                signature = inspect.signature(self.function, follow_wrapped=False)  # a wrapper may give more itself
+        except TypeError as error:
+            if not callable(self.function):
+                raise ConfigError(f"{kind} {self.name!r} is called with {what}: {error}") from error
+        try:
+            if signature is not None:
+                signature.bind(*given)
         except TypeError as error:
             raise ConfigError(f"{kind} {self.name!r} is called with {what}: {error}") from error
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -154,6 +154,17 @@ def test_an_error_names_the_argument_and_what_was_expected(
 ) -> None:
     with pytest.raises((ValueError, oppo.OppoError), match=re.escape(message)):
         make(**arguments)
+
+
+@dataclass(frozen=True)
+class OfAUser(PPOLoss):
+    pool: NowhereAtRunTime | None = None  # type: ignore[name-defined] # noqa: F821 - as if imported for types alone
+
+
+def test_a_subclass_whose_annotations_are_for_the_type_checker_is_checked_otherwise() -> None:
+    assert OfAUser(clip=0.1).clip == 0.1
+    with pytest.raises((ValueError, oppo.OppoError), match="clip must be more than 0"):
+        OfAUser(clip=0.0)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup", "linear", "cosine"])

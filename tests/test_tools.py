@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +215,7 @@ def test_tools_that_the_policy_cannot_tell_are_refused(tools: list[Callable[...,
 @pytest.mark.parametrize("function", [lambda: None, lambda turn, more: None])
 def test_a_function_that_takes_no_turn_is_refused_at_once(function: Callable[..., object]) -> None:
     environment(type)  # without a signature: the call will tell
+    environment(wraps(function)(lambda turn: None))  # which gives the wrapped function more
     with pytest.raises(ConfigError, match=r"environment '<lambda>' is called with a turn: "):
         environment(function)
 

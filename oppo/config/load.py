@@ -58,12 +58,12 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
 
 
 def parsed(path: Path) -> dict[str, object]:
-    if path.is_dir():
-        raise ConfigError(
-            f"{path} is a directory, and settings are a file, such as {path / 'config.toml'}; a run's directory is "
-            "what `oppo resume`, `oppo report` and `oppo simulate --from` take"
-        )
     try:
+        if path.is_dir():
+            raise ConfigError(
+                f"{path} is a directory, and settings are a file, such as {path / 'config.toml'}; a run's directory is "
+                "what `oppo resume`, `oppo report` and `oppo simulate --from` take"
+            )
         return tomllib.loads(read_text(path, linked=True))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
@@ -166,14 +166,16 @@ PLAYERS = (POLICY, INITIAL)
 
 def _model(text: str, folder: Path, known: Sequence[str] = ()) -> str:
     # a hub's name stays as it is; what exists in the folder, or is spelt as a path, becomes absolute
+    if not text:
+        return text
     if SPEC.match(text):
         return placed(text, folder)
-    if text and (text.startswith((".", "/", "~")) or os.path.lexists(folder / text)):
+    if text.startswith((".", "/", "~")) or os.path.lexists(folder / text):
         return resolved(text, folder)
     beside = list[str]()
     with suppress(OSError, ValueError):
         beside += [each.name for each in (folder / text).parent.iterdir() if each.is_dir()]
-    if text and (guess := did_you_mean(text, known) or did_you_mean(Path(text).name, beside)):
+    if guess := did_you_mean(text, known) or did_you_mean(Path(text).name, beside):
         logger.once(f"{text!r} is no directory in {folder}{guess}: taking it for the name of a model at a hub")
     return text
 
@@ -224,7 +226,7 @@ def _put(document: dict[str, object], place: Sequence[str], value: object) -> No
             table = table.setdefault(name, item)
         else:
             what = "section" if depth == 1 else "table"
-            came = in_toml(HIDDEN if VARIABLE in whole else table)
+            came = in_toml(HIDDEN if VARIABLE.search(f"{where} ") else table)
             raise ConfigError(f"--set {whole}: {where!r} is not a {what} of this file but the value {came}")
 
 
@@ -279,7 +281,7 @@ def _parsed(override: str) -> tuple[list[str], object]:
         names, value = _names(override[: equals.start()]), _value(override[equals.end() :].strip())
         if len(names) > 1 or (names and isinstance(value, list)):
             return names, value
-    came = f"{override.partition('=')[0]}={HIDDEN}" if VARIABLE in override else override
+    came = f"{override.partition('=')[0]}={HIDDEN}" if VARIABLE.search(override) else override
     raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {came!r}")
 
 
@@ -305,13 +307,13 @@ def _value(text: str) -> object:
 
 SHOWN = 200  # characters of a wrong value in its message
 
-VARIABLE = "_env"
+VARIABLE = re.compile(r"_env['\"]?(\s*=|:?\s)")
 """The end of a setting that names an environment variable: the key itself may have been pasted there."""
 
 
 def _shown(detail: ErrorDetails) -> str:
     came = in_toml(detail["input"])
-    return HIDDEN if VARIABLE in f"{detail['loc']}{came}" else shortened(came, SHOWN)
+    return HIDDEN if VARIABLE.search(f"{detail['loc'][-1]} {came}") else shortened(came, SHOWN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from oppo.data.images import COLUMNS, PLACEHOLDER, image_parts, misnamed
 from oppo.data.rows import Located, Row, is_hub_name, rows_of_directory, rows_of_file, rows_of_hub, rows_of_program
-from oppo.declared import PositiveCount, validated
+from oppo.declared import PositiveInteger, validated
 from oppo.errors import ConfigError, DataError, did_you_mean, noted, one_line, shown
 from oppo.events import IntArray, Prompt
 from oppo.images import ImageRef
@@ -82,7 +82,7 @@ class Encoding:
     # The column with the prompt: a string, or a list of chat messages, rendered by the tokenizer's template; a last
     # message of the assistant is continued. Empty: an agent reads the row itself.
     column: str = "prompt"
-    max_prompt_tokens: PositiveCount = 512
+    max_prompt_tokens: PositiveInteger = 512
     over_long: OverLongPrompt = "filter"  # leaves longer ones out; or they keep their last tokens, or are an error
     begin: Begin | None = None  # an environment's change to a row before it is rendered
     images: ReadImages | str = TEXT_ONLY  # or why none are read

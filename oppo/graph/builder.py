@@ -94,7 +94,7 @@ class Graph(Generic[O]):
         removed = frozenset(without)
         old = self.topology.by_name
         for name, node in nodes.items():
-            if not isinstance(node, tuple):
+            if not isinstance(node, tuple | list):
                 raise GraphError(
                     f'{name!r} is rebuilt from its stage and its inputs, (stage, "input", ...); got {shown(node)}'
                 )

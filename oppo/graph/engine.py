@@ -77,11 +77,13 @@ class Source:
     """Takes one item from an iterable per read, never ahead; it lives as long as the run, with one reader."""
 
     def __init__(self, items: Iterable[object] | AsyncIterable[object]) -> None:
-        if not isinstance(items, AsyncIterable | Iterable):
-            raise GraphError(f"a graph reads prompts from an iterable, async or not; got {shown(items)}")
-        self._items: Iterator[object] | AsyncIterator[object] = (
-            aiter(items) if isinstance(items, AsyncIterable) else iter(items)
-        )
+        try:
+            self._items: Iterator[object] | AsyncIterator[object] = (
+                aiter(items) if isinstance(items, AsyncIterable) else iter(items)
+            )
+        except TypeError as error:
+            wanted = "a graph reads prompts from an iterable, async or not"
+            raise GraphError(f"{wanted}; got {shown(items)}: {error}") from error
         self._taken = 0
         self._waiting = 0
         self.ended = False

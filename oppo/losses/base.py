@@ -308,7 +308,7 @@ def evaluated(loss: Loss, inputs: Inputs) -> LossValue:
         raise ConfigError(
             f"{_named(loss)} must return oppo.losses.LossValue(loss, measurements), not {type(value).__name__}"
         )
-    if torch.is_grad_enabled() and not value.loss.requires_grad:
+    if torch.is_grad_enabled() and not getattr(value.loss, "requires_grad", False):
         raise ConfigError(
             f"{_named(loss)} returned a number without gradient: compute it from logprobs, entropies or values of its "
             "inputs, and detach() measurements only"

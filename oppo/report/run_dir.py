@@ -348,6 +348,7 @@ class RunDirectory(Observer):
     def _write(self, name: str, records: Iterable[Mapping[str, object]]) -> None:
         text = "".join(map(line_of, records))
         if text:
+            self.begin()
             if name not in self._files:
                 self._open(name, "a")
             self._writer.submit(partial(self._append, name, text))

@@ -19,7 +19,7 @@ import anyio
 import httpx
 import stamina
 
-from oppo.declared import NonNegative, PositiveCount, split_url, validated
+from oppo.declared import NonNegative, PositiveInteger, split_url, validated
 from oppo.errors import ConfigError, RewardError, one_line, shortened
 from oppo.log import logger
 from oppo.models import Shared
@@ -95,11 +95,11 @@ class HttpReward(Shared):
     url: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     timeout: NonNegative = 30.0
-    attempts: PositiveCount = 4
+    attempts: PositiveInteger = 4
     pause: NonNegative = 1.0
     longest_pause: NonNegative = 60.0
-    concurrency: PositiveCount = CONCURRENCY
-    most_bytes: PositiveCount = 10_000_000
+    concurrency: PositiveInteger = CONCURRENCY
+    most_bytes: PositiveInteger = 10_000_000
     request: Callable[[Sequence[object], Sequence[object], Mapping[str, Sequence[object]]], object] = as_table
     scores: Callable[[JSON], object] = from_table
     transport: httpx.AsyncBaseTransport | None = None

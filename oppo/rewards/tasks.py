@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, SupportsFloat, TypeAlias
 from annotated_types import Ge
 
 from oppo.atomic_files import temporary
-from oppo.declared import PositiveCount, require_whole, validated
+from oppo.declared import PositiveInteger, require_whole, validated
 from oppo.errors import DataError, one_line, shown
 from oppo.events import Drop
 from oppo.libraries import require
@@ -238,8 +238,12 @@ class CodeChecker:
         [1.0]
     """
 
-    seconds: PositiveCount = 10
+    seconds: PositiveInteger = 10
     megabytes: Annotated[int, Ge(64)] = 1024
+
+    @property
+    def __name__(self) -> str:
+        return "code"
 
     def __call__(
         self,

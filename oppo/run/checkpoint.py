@@ -381,7 +381,7 @@ def require_same(before: Mapping[str, str], settings: Settings, *, of: str = "")
     if refused := sorted(key for key in changed if of_rewards(key) not in free | rounding):
         raise ConfigError(
             f"{', '.join(refused)} cannot change when a run is resumed{where}: put it back as it was, or start a new "
-            "run; docs/runs.md says what may change, such as run.steps, what [eval] and [vllm] hold, and placement"
+            "run; docs/runs.md says what may change, and when"
         )
     if fingerprint("") not in (before.get(CLUSTER), now[CLUSTER]):
         changed -= {CLUSTER}

@@ -76,6 +76,7 @@ def watching(
         # A live panel would be drawn over other output to the terminal, so it shows the messages itself.
         shown = (panel.on_notice,) if panel.is_live else ()
         stack.enter_context(routed(log.notice, *shown, onward=not panel.is_live))
+        last = stack.enter_context(ExitStack())  # trackers, which may take long to end, end after the watchdog
         stack.enter_context(panel)
         watchdog = watchdog_of(chosen, assembly, directory, [log.on_stall, panel.on_stall], last_resort)
         stack.enter_context(watchdog)
@@ -88,7 +89,7 @@ def watching(
             for fault in directory.faults:
                 logger.warning(fault)
             decode = assembly.tokenizer.decode
-            trackers = stack.enter_context(tracking(chosen, directory.path, config, first, decode))
+            trackers = last.enter_context(tracking(chosen, directory.path, config, first, decode))
             for each in with_names(chosen, algorithm, *trackers):
                 running.listen(each)
 

@@ -286,6 +286,7 @@ async def run(
             watch.look_at(running)
             await session.restore(running)
             watch.begin(running)
+            heartbeat.take()  # no gap of the first step: trackers have begun
             await make_steps(session, running, interrupt, directory)
         note_data(session, watch.log, directory.made)
         directory.conclude()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, final
 
 import numpy as np
 
@@ -362,6 +362,7 @@ class BatchStage(ABC):
         fault = "has a KL penalty, which needs a reference: connect reference=stream, or set kl to 0"
         return [fault] if self.refers and "reference" not in named else []
 
+    @final
     def batch(self, rollouts: Sequence[ScoredRollout]) -> Batch:
         """Return the training batch of a step in which these rollouts alone ended; see :meth:`batch_of`."""
         return self.batch_of(ScoredRollouts(rollouts))

@@ -16,7 +16,7 @@ from typing import Self, TypeAlias
 import anyio
 import numpy as np
 
-from oppo.declared import PositiveCount, validated
+from oppo.declared import PositiveInteger, validated
 from oppo.errors import ConfigError, blaming
 from oppo.events import Drop, FloatArray, Prompt, Scored, StepReport
 from oppo.graph import Receiver, Sender, Step
@@ -70,7 +70,7 @@ class DynamicSampling:
     """
 
     accept: Accept = differ
-    max_rounds: PositiveCount = 10
+    max_rounds: PositiveInteger = 10
     _steps: dict[int, _Verdicts] = field(default_factory=dict, init=False, repr=False)
 
     async def __aenter__(self) -> Self:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 from annotated_types import Ge
 
-from oppo.declared import validated
+from oppo.declared import Threshold, validated
 from oppo.errors import ConfigError, GraphError
 from oppo.events import Batch, Drop, Finish, FloatArray, RolloutEvent, Scored, StepReport, merge_chunks
 from oppo.graph import Graph, Receiver, Sender, join
@@ -93,7 +93,7 @@ class Siblings:
     """
 
     samples: int
-    threshold: float = 1.0
+    threshold: Threshold = 1.0
 
     def __post_init__(self) -> None:
         if self.samples < 2:

@@ -389,6 +389,12 @@ def test_a_key_in_the_place_of_its_variable_s_name_is_not_shown(chosen: str) -> 
     assert "canary" not in str(caught.value)
 
 
+@pytest.mark.parametrize("chosen", ["run.steps=my_env.py:step", "data.tools.x=tool_environment.py"])
+def test_a_value_that_is_none_of_a_key_is_shown(chosen: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(chosen.partition("=")[2])):
+        resolve(overridden(MINIMAL, [chosen]), Path("/"))
+
+
 @pytest.mark.parametrize("overrides", ["run.steps=3", {"run.steps": 3}])
 def test_overrides_are_a_list(overrides: Any) -> None:
     with pytest.raises(ConfigError, match=r"overrides are a list, such as \['step.batch=16', \.\.\.\]; got "):

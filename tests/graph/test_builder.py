@@ -9,7 +9,9 @@ import pytest
 
 from oppo.errors import GraphError
 from oppo.graph import GraphBuilder, Receiver, Sender, Stream
+from oppo.graph.engine import Source
 from oppo.graph.topology import Ports
+from oppo.testing import run_virtual
 from tests.graph.stages import Collect, Diary, Relay, Take, line
 
 if TYPE_CHECKING:
@@ -228,6 +230,15 @@ def test_rebuild_says_what_is_wrong() -> None:
 def test_what_is_no_iterable_holds_no_prompts() -> None:
     with pytest.raises(GraphError, match=r"prompts from an iterable, async or not; got None \(NoneType\)"):
         line().open(None)  # type: ignore[arg-type] # wrong on purpose
+
+
+def test_a_sequence_by_its_items_alone_holds_prompts() -> None:
+    class Rows:
+        def __getitem__(self, at: int) -> str:
+            return "ab"[at]
+
+    source = Source(Rows())  # type: ignore[arg-type] # but iter() takes it
+    assert [run_virtual(source.drain) for _ in range(3)] == [["a"], ["b"], []]
 
 
 def test_a_graph_shows_who_waits_for_whom() -> None:
