@@ -28,17 +28,10 @@ GroupAdvantage: TypeAlias = Literal["leave_one_out", "standardised", "centred", 
 Credit: TypeAlias = Literal["response", "turns", "state"]
 Over: TypeAlias = Literal["tokens", "turns"]
 
-WHITEN_EPSILON = 1e-8
-"""Added to the variance under the square root, as in TRL."""
-
-GROUP_EPSILON = 1e-4
-"""Added to the standard deviation of a group in the denominator, as in TRL's GRPO."""
-
-MAX_KL_ERROR = 0.2
-"""Bound on the relative error in the adaptive KL coefficient (Ziegler et al. 2019, section 2.2)."""
-
-MIN_KL_FACTOR = 0.1
-"""The least factor by which one step multiplies the adaptive KL coefficient."""
+WHITEN_EPSILON = 1e-8  # added to the variance under the square root, as in TRL
+GROUP_EPSILON = 1e-4  # added to the standard deviation of a group in the denominator, as in TRL's GRPO
+MAX_KL_ERROR = 0.2  # bound on the relative error in the adaptive KL coefficient (Ziegler et al. 2019, section 2.2)
+MIN_KL_FACTOR = 0.1  # the least factor by which one step multiplies the adaptive KL coefficient
 
 
 def gae(
@@ -577,11 +570,8 @@ RatioBase: TypeAlias = Literal["behaviour", "proximal"]
 TokenWeight: TypeAlias = Literal["none", "truncated", "mask"]
 Level: TypeAlias = Literal["token", "sequence", "product"]
 
-CAP = 2.0
-"""The bound of truncated importance sampling, as in Yao et al. 2025."""
-
-TOKEN_BAND = (0.5, 5.0)
-"""The mismatches of tokens that a mask keeps, as in IcePop (Zhao et al. 2025)."""
+CAP = 2.0  # the bound of truncated importance sampling, as in Yao et al. 2025
+TOKEN_BAND = (0.5, 5.0)  # the mismatches of tokens that a mask keeps, as in IcePop (Zhao et al. 2025)
 
 SEQUENCE_BAND = (0.9, 1.1)
 """The mismatches of rollouts that a mask keeps: a geometric mean over hundreds of tokens varies far less than a token.

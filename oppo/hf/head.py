@@ -37,8 +37,7 @@ from oppo.models import Sampling
 
 AGREEMENT = 1e-4  # largest difference between logits of an actor and of its OwnHead, in units of the largest logit
 
-LOGITS_BYTES: Final = 256 << 20
-"""The most that logits take in float32; more are computed a chunk of tokens at a time."""
+LOGITS_BYTES: Final = 256 << 20  # the most that logits take in float32; more are computed a chunk of tokens at a time
 
 UPDATE_SHARE: Final = 8
 """An update on a GPU has logits of a micro-batch's response tokens over this at a time, if ``LOGITS_BYTES`` hold fewer.

@@ -50,6 +50,14 @@ def metric(name: str) -> Metric | None:
     return next((each for each in chain(*METRICS.values()) if _pattern(each.name).fullmatch(name)), None)
 
 
+def taken(name: str, by: str, section: str = "") -> str:
+    # why a user's code may not give this name; a loss may give those of its section
+    own = metric(name)
+    if own is None or own in METRICS.get(section, ()):
+        return ""
+    return f"{by} would replace a metric of the run, {own.name!r}: choose another name, such as 'own/{name}'"
+
+
 def renamed(metrics: Mapping[str, T], names: MetricNames) -> dict[str, T]:
     return _renamed(metrics, lambda name: getattr(metric(name), names, "") or name)
 

@@ -213,13 +213,10 @@ class CallLog:
     def log_metric(self, name: str, value: SupportsFloat) -> None:
         if not (isinstance(name, str) and name):
             raise ValueError(f"log_metric(name, value) takes a text as the name; got {shown(name)}")
-        from oppo.report.metrics import metric  # noqa: PLC0415 - a reward needs no terminal
+        from oppo.report.metrics import taken  # noqa: PLC0415 - a reward needs no terminal
 
-        if own := metric(name):
-            raise ValueError(
-                f"log_metric({name!r}, value) would replace a metric of the run, {own.name!r}: choose another name, "
-                f"such as 'own/{name}'"
-            )
+        if fault := taken(name, f"log_metric({name!r}, value)"):
+            raise ValueError(fault)
         self.metrics.setdefault(name, []).append(_number(value))
 
 

@@ -15,11 +15,8 @@ from oppo.rewards.function import ByTurn
 if TYPE_CHECKING:
     from oppo.rewards.http import JSON, HttpReward
 
-OWN: Final = frozenset({"prompt", "response"})
-"""The names in a template that are no columns."""
-
-LIKELY: Final = 20
-"""Tokens whose probabilities a rating is read from: the most that OpenAI's API gives."""
+OWN: Final = frozenset({"prompt", "response"})  # the names in a template that are no columns
+LIKELY: Final = 20  # tokens whose probabilities a rating is read from: the most that OpenAI's API gives
 
 
 def columns_of(template: str) -> frozenset[str]:

@@ -49,14 +49,12 @@ from oppo.run.loading import adapter_of, critic_source, kind_of
 from oppo.simulate.profile import Hardware
 from oppo.vllm.arguments import GIB, gpus_of, placed, workers_of
 
-SHARE: Final = "gpu_memory_utilization"
-"""The engine's argument with its share of a GPU's memory."""
+SHARE: Final = "gpu_memory_utilization"  # the engine's argument with its share of a GPU's memory
 
 CACHE: Final = "kv_cache_memory_bytes"
 """The engine's argument with the size of its KV cache, which takes the place of a share."""
 
-ALONE: Final = 0.92
-"""The share that vLLM takes of a GPU by itself."""
+ALONE: Final = 0.92  # the share that vLLM takes of a GPU by itself
 
 BESIDE: Final = 1.1
 """Memory reserved for models beside an engine, and for larger micro-batches, as a multiple of their need.
@@ -64,8 +62,7 @@ BESIDE: Final = 1.1
 Allocators keep free blocks.
 """
 
-LEAST_CACHE: Final = GIB
-"""Bytes of a KV cache and of work space without which no engine starts."""
+LEAST_CACHE: Final = GIB  # bytes of a KV cache and of work space without which no engine starts
 
 KINDS: Final[Mapping[RewardKind, Kind]] = {
     "scalar": SCALAR,
@@ -73,13 +70,11 @@ KINDS: Final[Mapping[RewardKind, Kind]] = {
     "classifier": CLASSIFIER,
     "similarity": EMBEDDER,
 }
-RANK: Final = "trainer, rank"
-"""The name of a training rank, before its number."""
+RANK: Final = "trainer, rank"  # the name of a training rank, before its number
 
 T = TypeVar("T")
 
-Known: TypeAlias = dict[Hashable, Any]
-"""Models without weights, and bytes counted, by what they depend on."""
+Known: TypeAlias = dict[Hashable, Any]  # models without weights, and bytes counted, by what they depend on
 
 _SERVED: Final = "vLLM, as its engine, divides it among GPUs (tensor_parallel_size); or take a smaller model"
 _DIVIDES: Final[Mapping[str, str]] = {

@@ -336,6 +336,16 @@ class Unmeasured(Clipped):
         return None  # type: ignore[return-value] # wrong on purpose
 
 
+@dataclass(frozen=True)
+class Naming(Clipped):
+    """It gives its metric a name of choice."""
+
+    name: str = "own/score"
+
+    def metrics(self, minibatches: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {self.name: 1.0}
+
+
 class Sly(Clipped):
     """It reads what it does not declare."""
 
@@ -351,6 +361,10 @@ class Sly(Clipped):
         (Sly(), r"a loss reads 'reference' and was given .*: name it in its `reads`"),
         (Detached(), r"the loss Detached.* returned a number without gradient.* compute it from logprobs, entropies"),
         (Unmeasured(), r"metrics\(\) of the loss Unmeasured.* must return numbers by name, not None \(NoneType\)"),
+        *(
+            (Naming(name=name), rf"'{name}' in metrics\(\) of the loss Naming.* would replace a metric of the run")
+            for name in ("score", "seconds", "objective/kl", "train/grad_norm", "queue/a/peak")
+        ),
     ],
 )
 async def test_what_a_loss_gives_is_a_number_with_a_gradient_and_metrics_by_name(
@@ -358,6 +372,11 @@ async def test_what_a_loss_gives_is_a_number_with_a_gradient_and_metrics_by_name
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         await trainer_on(loss, thread, epochs=1).update(batch())
+
+
+@pytest.mark.parametrize("name", ["own/score", "loss/policy_avg", "policy/ratio_avg"])
+async def test_a_loss_names_what_is_its_own_or_a_loss_s(name: str, thread: Thread) -> None:
+    assert (await trainer_on(Naming(name=name), thread, epochs=1).update(batch())).metrics[name] == 1.0
 
 
 class Unbound:

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oppo.errors import ConfigError, shown
 from oppo.hf.expert_routing import router_metrics
 from oppo.hf.train.packing import MicroBatch
 from oppo.hf.train.ranks import Team
 from oppo.losses import Loss, LossValue
 from oppo.losses.base import metrics_of
+from oppo.report.metrics import taken
 
 AUX = "loss/aux"
 
@@ -144,7 +146,11 @@ class UpdateMetrics:
         if AUX in self.measured[0]:
             routers[AUX] = float(np.mean([each[AUX] for each in self.measured]))
         norms = zip(("train/grad_norm", "train/critic_grad_norm"), np.mean(self.norms, axis=0).tolist(), strict=False)
-        return work | self.staleness.metrics() | routers | dict(metrics_of(self.loss, self.measured)) | dict(norms)
+        own = metrics_of(self.loss, self.measured)
+        for name in own:
+            if fault := taken(str(name), f"{name!r} in metrics() of the loss {shown(self.loss)}", "Loss and policy"):
+                raise ConfigError(fault)
+        return work | self.staleness.metrics() | routers | dict(own) | dict(norms)
 
 
 def _sum(tensors: Sequence[Tensor], none: Tensor) -> Tensor:
