@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, TypeAlias
@@ -16,13 +19,17 @@ import pytest
 
 from oppo import Overcommit
 from oppo.agents import Agents
+from oppo.agents.requests import ChatRequests
 from oppo.events import Batch, Chunk, Prompt, StepReport
-from oppo.models import Capabilities, Policy
-from oppo.placement import PolicyPool
+from oppo.hf.serve.policy import HfPolicy
+from oppo.models import Capabilities, Policy, Sampling
+from oppo.placement import PolicyPool, Process
 from oppo.testing import FakePolicy, FakeTrainer
-from tests.agents.conftest import graph_of
+from tests.agents.conftest import Numbers, graph_of
 from tests.agents.test_agents import tokenizer
 from tests.agents.test_server import connected, received, request
+from tests.hf import tiny
+from tests.hf.child import ONE
 from tests.kit.pools import Fate, Mortal
 from tests.kit.virtual import virtually
 
@@ -32,6 +39,16 @@ Does: TypeAlias = Literal["fails", "hangs", "answers at length", "works"]
 LONG = pytest.mark.timeout(1200)
 STEPS = 3
 CAP = 60
+
+
+class Small(Numbers):
+    """Of a vocabulary of 96."""
+
+    def answer(self, turn: Any, messages: Any) -> list[int]:
+        return [4, *(5 + at % 90 for at in range(int(messages[0]["content"])))]
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        return [1, *(5 + int(digit) for digit in str(messages[0]["content"])), 4]
 
 
 @dataclass
@@ -181,3 +198,26 @@ async def test_many_agents_wait_over_http_each_on_a_connection_of_its_own(count:
     long = fake(length=lambda prompt: 11 + 8 * (prompt.admission % 2), turns=lambda prompt: [3], seconds=count / 1500)
     await crowded(crowd, long, count, lambda report: None)
     assert crowd.most >= count
+
+
+@sizes(24, 2_600)
+async def test_many_agents_of_a_model_go_on_when_the_members_of_its_pool_are_killed(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatRequests, "format", lambda self, tools: (Small(), Small()))
+    actor, places = tiny.causal(), list[Process]()
+    with ExitStack() as stack:
+
+        def member(index: int) -> Policy:
+            places.append(stack.enter_context(Process(f"member {index}", setup=ONE)))
+            sampling = Sampling(max_new_tokens=CAP, stop=(2, 3), seed=3)
+            return HfPolicy(copy.deepcopy(actor), sampling=sampling, place=places[-1])
+
+        async def start(index: int) -> Policy:
+            return member(index)
+
+        def kill(report: StepReport) -> None:
+            if report.index < 2:
+                os.kill(places[report.index].pid, signal.SIGKILL)
+
+        await crowded(Crowd(timeout=1 + count / 100), PolicyPool([member(0), member(1)], start=start), count, kill)

@@ -43,6 +43,9 @@ pytestmark = pytest.mark.schedules
 
 T = TypeVar("T")
 
+SCHEDULES = int(os.environ["OPPO_SCHEDULES"])
+"""As many as are asked for, not a share of them."""
+
 
 def played(setting: Setting, *, proximal: bool = False) -> Pipeline:
     pipeline = Pipeline(setting, proximal=proximal)
@@ -455,11 +458,13 @@ class Counted(FakePolicy):
         super().attend(rows)
 
 
+@hypothesis_settings(max_examples=2 * SCHEDULES)
 @given(motions())
 @example(KEPT)
 @example(replace(KEPT, lookahead=2, in_flight=True, update=0.5))
 @example(replace(KEPT, extra=1, samples=2, paces=(0.5, 3.0)))
 @example(replace(KEPT, prompts=7))
+@example(Setting(extra=2))
 @example(Setting(extra=2, paces=(1.0,), samples=2))
 def test_every_prompt_is_trained_once_in_full_batches_that_are_fresh_enough(setting: Setting) -> None:
     pipeline = played(setting)
@@ -558,9 +563,6 @@ def test_an_admission_of_ones_own_is_asked_at_the_start_and_at_each_end() -> Non
     assert np.isfinite(known(pipeline.batches[0].advantages)).all()
 
 
-SCHEDULES = int(os.environ["OPPO_SCHEDULES"])
-"""As many as are asked for, not a share of them."""
-
 ALL = replace(CARRIED, lookahead=2, refill=True, in_flight=True, extra=4, update=0.5)
 
 
@@ -571,9 +573,12 @@ ALL = replace(CARRIED, lookahead=2, refill=True, in_flight=True, extra=4, update
 @example(replace(ALL, extra=1, max_deferrals=1, lookahead=3), True)
 @example(replace(ALL, prompts=7, steps=4), True)
 @example(replace(CARRIED, lookahead=1, refill=True, extra=1, prompts=7), True)
+@example(CARRIED, True)
+@example(replace(CARRIED, prompts=7), True)
+@example(replace(CARRIED, lookahead=2), True)
 def test_no_token_is_older_than_deferral_and_lookahead_allow(setting: Setting, rejects: bool) -> None:
     setting = replace(setting, samples=setting.samples + rejects)
-    pipeline = Selected(setting) if rejects else Pipeline(setting)
+    pipeline = Selected(setting, proximal=True) if rejects else Pipeline(setting)
     run_virtual(pipeline.run)
     ended: Counter[int] = Counter()
     for step, (batch, report) in enumerate(zip(pipeline.batches, pipeline.reports, strict=True)):

@@ -257,6 +257,37 @@ async def test_a_caller_that_is_cancelled_leaves_its_work_behind() -> None:
         release.set()
 
 
+STUCK = """
+import threading
+import anyio
+from oppo import FunctionReward
+from oppo.events import Finish, Response
+from oppo.testing import prompts
+
+entered = threading.Event()
+
+def reward(prompts, completions):
+    entered.set()
+    threading.Event().wait()
+
+async def main():
+    (prompt,) = prompts(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(FunctionReward(reward, str).finish, [Finish(0, Response.empty(prompt), "eos")])
+        while not entered.is_set():
+            await anyio.sleep(0.01)
+        raise LookupError("the critic is gone")
+
+anyio.run(main)
+"""
+
+
+def test_a_reward_function_that_never_returns_does_not_keep_the_process_of_a_run_that_failed() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], timeout=60, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "LookupError: the critic is gone" in done.stderr
+
+
 def add(one: int, other: int) -> int:
     return one + other
 

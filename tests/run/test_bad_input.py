@@ -125,12 +125,13 @@ environment.source=nothing.py:tool | there is no file
 """)
 
 
+@pytest.mark.parametrize("command", ["", "--dry-run"])
 @pytest.mark.parametrize(("chosen", "words"), [(chosen, words) for chosen, *words in REFUSED])
-def test_what_cannot_be_used_is_refused_before_anything_is_written(
-    folder: Path, chosen: str, words: list[str], capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_used_is_refused_before_anything_is_written_also_by_a_dry_run(
+    folder: Path, command: str, chosen: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(folder.rglob("*"))
-    assert oppo(folder, "", "run.name=refused", *chosen.split(" ")) == UNUSABLE
+    assert oppo(folder, command, "run.name=refused", *chosen.split(" ")) == UNUSABLE
     said = capsys.readouterr().err
     assert "error: " in said
     assert "Traceback" not in said

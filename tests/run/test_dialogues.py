@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.config.test_refusals import entries
 from tests.hf import tiny
 from tests.hf.spot_tokenizers import byte_tokenizer
 from tests.kit.turns import talker
-from tests.kit.workplace import furnish, oppo, records, run, tokenizer, weights
+from tests.kit.workplace import furnish, oppo, records, resume, run, tokenizer, weights
 
 SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
 
@@ -292,6 +293,9 @@ import asyncio
 import json
 
 import openai
+from pydantic_ai import Agent, ModelHTTPError, ToolCallPart, capture_run_messages
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 from oppo.hf.tool_calls import tool_schema
 
@@ -346,6 +350,36 @@ async def agent(row, base_url, api_key):
                 result = tool(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
     return value_of(ids[first:])
+
+
+async def framework(row, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
+        return await calling(Agent(model, tools=[add, double], retries=9), row["prompt"][0]["content"])
+
+
+async def calling(agent, prompt):
+    with capture_run_messages() as messages:
+        try:
+            await agent.run(prompt)
+        except ModelHTTPError as error:
+            assert error.body["code"] == "context_length_exceeded"
+    calls = [part.args for each in messages for part in each.parts if isinstance(part, ToolCallPart)]
+    return value_of(map(ord, "".join(map(str, calls))))
+
+
+async def chief(row, base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def ask(messages):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            return reply.usage.completion_tokens
+
+        messages = list(row["prompt"])
+        earned = await ask(messages)
+        parts = [[{"role": "user", "content": f"{messages[0]['content']} Part {part}."}] for part in range(4)]
+        earned += sum(await asyncio.gather(*map(ask, parts)))
+        return float(earned % 7)
 
 
 async def summing(row, base_url, api_key):
@@ -448,6 +482,32 @@ def test_an_agent_trains_what_its_tools_would(agency: Path) -> None:
     assert all(line["agents/repeated"] == 0 for line in lines)
 
 
+def test_helpers_of_an_agent_are_trained_with_its_reward_after_a_resume_too(agency: Path) -> None:
+    options = [
+        "run.deterministic=false",
+        "agents.program=code.py:chief",
+        "run.keep_last=2",
+        "run.name=agents",
+        "run.logged_samples=99",
+    ]
+    assert oppo(agency, "", *options) == DONE
+    before = records(agency, "agents", "samples.jsonl")
+    shutil.rmtree(agency / "runs" / "agents" / "checkpoints" / "step-000002")
+    assert resume(agency, "agents") == DONE
+    for lines in (before, records(agency, "agents", "samples.jsonl")):
+        families: dict[int, list[dict[str, Any]]] = {}
+        for line in sorted(lines, key=lambda each: each["rollout"]):
+            families.setdefault(line.get("first", line["rollout"]), []).append(line)
+        assert len(families) == 2 * 2 * 2
+        for family in families.values():
+            assert [line["prompt"].count("Part") for line in family] == [0, 1, 1, 1, 1]
+            assert len({line["prompt"] for line in family}) == 5
+            assert {line["score"] for line in family} == {family[0]["score"]}
+    lines = records(agency, "agents", "metrics.jsonl")
+    assert all(line["agents/refused"] == line["agents/history_changed"] == 0 for line in lines)
+    assert all(line["agents/conversations"] == 5 for line in lines)
+
+
 def test_an_agent_whose_conversation_has_no_room_goes_on_in_another(agency: Path) -> None:
     chosen = ["agents.program=code.py:summing", "run.logged_samples=99"]
     assert oppo(agency, "", *chosen, "run.deterministic=false", "sampling.max_new_tokens=60", "run.name=agents") == DONE
@@ -473,6 +533,12 @@ def test_equal_requests_at_once_are_samples_and_refused_before_the_first_step_wh
     assert oppo(agency, "", *chosen, "run.name=other") == FAILED
     assert re.search(r"a key has one conversation, since .* run.deterministic", capfd.readouterr().err)
     assert not records(agency, "other", "metrics.jsonl")
+
+
+def test_a_framework_that_calls_tools_is_trained_unchanged(agency: Path) -> None:
+    assert oppo(agency, "", "agents.program=code.py:framework", "run.name=framework") == DONE
+    lines = records(agency, "framework", "metrics.jsonl")
+    assert sum(line["tools/call_frequency"] for line in lines) > 0
 
 
 def test_an_agent_that_fails_ends_the_run_with_its_reason(agency: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Self, SupportsFloat
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings as hypothesis_settings, strategies as st
 
 from oppo.admission import Overcommit
 from oppo.algorithms.group import grpo
@@ -259,6 +259,44 @@ def spoken(rollout: int, turns: Turns, dice: np.random.Generator) -> ScoredRollo
             response = response.then(ToolTokens(rollout, len(response), np.zeros(heard, np.int32)))
     reference, values = -dice.random((2, len(response))).astype(np.float32)
     return ScoredRollout(Finish(rollout, response, "eos"), reference, float(dice.normal()), np.append(values, np.nan))
+
+
+def reconstructed(turns: Turns, scored: ScoredRollout, score: float) -> list[tuple[bool, float, float]]:
+    """Return of each token whether the policy said it, its advantage and its return, by plain loops from the turns."""
+    mask = [by for said, heard in turns for by in [True] * said + [False] * heard]
+    rows, ahead, value_after, earned = list[tuple[bool, float, float]](), 0.0, 0.0, score
+    for t in reversed(range(len(mask))):
+        if not mask[t]:
+            rows.append((False, 0.0, 0.0))
+            continue
+        value = float(known(scored.values)[t])
+        kl = float(scored.finish.response.logprobs[t]) - float(known(scored.reference)[t])
+        ahead = earned - 0.1 * kl + 0.9 * value_after - value + 0.9 * 0.8 * ahead
+        rows.append((True, ahead, ahead + value))
+        value_after, earned = value, 0.0
+    return rows[::-1]
+
+
+@hypothesis_settings(max_examples=500)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=6), min_size=1, max_size=3),
+    st.integers(0, 2**32 - 1),
+)
+def test_masks_and_advantages_of_conversations_are_those_of_an_independent_reconstruction(
+    conversations: list[Turns], seed: int
+) -> None:
+    dice = np.random.default_rng(seed)
+    scored = [spoken(rollout, turns, dice) for rollout, turns in enumerate(conversations)]
+    batch = GAE(gamma=0.9, lam=0.8, kl=0.1, whiten_advantages=False).batch(scored)
+    expected = [
+        row
+        for turns, each, score in zip(conversations, scored, batch.scores.tolist(), strict=True)
+        for row in reconstructed(turns, each, score)
+    ]
+    mask, advantages, returns = zip(*expected, strict=True)
+    assert batch.sampled.tolist() == list(mask)
+    np.testing.assert_allclose(known(batch.advantages), advantages, atol=1e-5)
+    np.testing.assert_allclose(known(batch.returns), returns, atol=1e-5)
 
 
 def test_a_response_that_was_cut_off_goes_on_with_the_value_of_its_last_state() -> None:
