@@ -74,17 +74,18 @@ def test_training_leaves_a_run_directory_and_loadable_models(
     ],
 )
 def test_a_directory_that_a_run_cannot_have_is_refused_before_anything_is_loaded_also_by_a_dry_run(
-    workplace: Path, capsys: pytest.CaptureFixture[str], command: str, override: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, override: str, message: str
 ) -> None:
+    furnish(tmp_path)
     for folder in ("used", "full"):
-        (workplace / "runs" / folder).mkdir(parents=True, exist_ok=True)
-    (workplace / "runs" / "used" / "precious").write_text("")
-    (workplace / "runs" / "precious").write_text("")
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+    (tmp_path / "runs" / "used" / "precious").write_text("")
+    (tmp_path / "runs" / "precious").write_text("")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if override == "run.name=full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-        assert oppo(workplace, command, override) == 2
+        assert oppo(tmp_path, command, override) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().err

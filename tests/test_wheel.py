@@ -11,12 +11,12 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import IO, cast
 
 import pytest
 from datasets import Dataset
@@ -232,14 +232,12 @@ def cluster(environment: Path) -> Iterator[str]:
         *asked,
         f"--port={port}",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    log = environment / "ray.log"  # a pipe that nobody reads any more would fill and block it
+    with log.open("w") as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process:
         try:
-            said = list[str]()
-            for line in cast("IO[str]", process.stdout):
-                said.append(line)
-                if "Ray runtime started" in line:
-                    break
-            assert process.poll() is None, "".join(said)
+            while "Ray runtime started" not in log.read_text():
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.1)
             yield f"127.0.0.1:{port}"
         finally:
             process.terminate()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytest
 
 from oppo.errors import GraphError
-from oppo.graph import GraphBuilder, Receiver, Sender, Stream
+from oppo.graph import Graph, GraphBuilder, Receiver, Sender, Stream
 from oppo.graph.engine import Source
 from oppo.graph.topology import Ports
 from oppo.testing import run_virtual
@@ -262,3 +263,16 @@ def test_a_graph_is_drawn_for_mermaid() -> None:
         "    relay --> collect",
         "    collect --> result([result])",
     ]
+
+
+def test_the_example_of_the_builder_runs() -> None:
+    finder = doctest.DocTestFinder(recurse=False)
+    (example,) = finder.find(GraphBuilder, globs={"GraphBuilder": GraphBuilder})
+    assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
+
+    async def main() -> int | None:
+        graph: Graph[int] = example.globs["graph"]
+        async with graph.open([1, 2, 3]) as run:
+            return await run.step()
+
+    assert run_virtual(main) == 12

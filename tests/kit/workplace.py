@@ -79,6 +79,9 @@ def late(prompts, completions):
             os.kill(os.getpid(), signal.SIGTERM)
     return [-len(c.split()) / 10 for c in completions]
 
+def picky(prompts, completions, goal):
+    return [float("nan") if g % 3 == 0 else 1.0 for g in goal]
+
 def slow(prompts, completions):
     time.sleep(0.7)
     return [0.0 for _ in completions]

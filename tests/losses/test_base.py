@@ -69,7 +69,6 @@ class Read(NamedTuple):
 
     logprobs: Tensor
     behaviour: Tensor
-    proximal: Tensor
     reference: Tensor
     advantages: Tensor
     score: float
@@ -205,10 +204,10 @@ def by_oracle(loss: Compared) -> tuple[float, dict[str, Tensor]]:
         said = actor(ids).logits[0, len(response.prompt.tokens) - 1 : -1].log_softmax(-1)
         chosen = said.gather(-1, ids[0, len(response.prompt.tokens) :, None])[:, 0]
         mask = made.sampled[span]
-        columns = (made.logprobs, known(made.proximal), known(made.reference), known(made.advantages))
-        behaviour, proximal, reference, advantages = (torch.tensor(each[span][mask]) for each in columns)
+        columns = (made.logprobs, known(made.reference), known(made.advantages))
+        behaviour, reference, advantages = (torch.tensor(each[span][mask]) for each in columns)
         logprobs = chosen[torch.tensor(mask)]
-        rows.append(Read(logprobs, behaviour, proximal, reference, advantages, float(score), response.prompt.group))
+        rows.append(Read(logprobs, behaviour, reference, advantages, float(score), response.prompt.group))
     found = ORACLES[loss](rows)
     found.backward()
     return found.item(), {f"actor.{name}": p.grad for name, p in actor.named_parameters() if p.grad is not None}

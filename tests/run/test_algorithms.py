@@ -295,6 +295,18 @@ def _needs(folder: Path, *chosen: str) -> list[Expected]:
     return expected(Deployment.of(settings), None)
 
 
+def test_the_teacher_is_counted_and_placed_like_the_reference(taught: Path) -> None:
+    settings = load_settings(taught / "config.toml", [*ALONE, "models.reference=actor", "placement.teacher=cpu"])
+    assert Deployment.of(settings).scored == ["reference", "reward", "teacher"]
+    deployment = Deployment.of(settings)
+    needs = {each.model: each for each in expected(deployment, deployment.load(6))}
+    assert needs["teacher"].bytes == needs["reference"].bytes
+    assert needs["teacher"].bytes.total > 0
+    assert "teacher" in settings.can_be_remote
+    alone = load_settings(taught / "config.toml", ALONE)
+    assert alone.toml() == alone.changed({}).toml()
+
+
 REFUSED: Final = entries("""
 DISTILL algorithm.kl=0.1 | unknown key 'algorithm.kl' (it is a key of [algorithm] for 'ppo'
 DISTILL algorithm.distill=0 | algorithm.distill: expected more than 0, got 0

@@ -22,6 +22,7 @@ from oppo.cli import DONE, UNTRAINED, UNUSABLE, main
 from oppo.data import read_prompts
 from oppo.hf.train.packing import MicroBatch
 from oppo.liveness import StallLimits
+from oppo.report.records import Lock
 from tests.config.test_refusals import entries
 from tests.hf import tiny
 from tests.kit.workplace import furnish, oppo, records, run, tokenizer
@@ -153,6 +154,33 @@ def test_deferring_where_all_responses_are_equally_long_is_said_to_gain_nothing(
 ) -> None:
     assert oppo(folder, "--dry-run", "run.name=equal", *overrides.split(" ")) == DONE
     assert ("beyond the batch gain nothing" in "".join(capsys.readouterr())) is said
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("filter", "12 of 20 prompts of {file} are longer than 3 tokens: left out"),
+        ("truncate", "12 of 20 prompts of {file} are longer than 3 tokens: their beginnings are cut off"),
+    ],
+)
+def test_over_long_prompts_are_counted(
+    folder: Path, how: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ("run.name=long", "data.max_prompt_tokens=3", f"data.over_long={how}")
+    assert oppo(folder, "--dry-run", *chosen) == DONE
+    assert message.format(file=folder / "prompts.jsonl") in capsys.readouterr().err
+
+
+def test_a_second_run_in_the_same_directory_is_told_who_is_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "runs" / "shared").mkdir(parents=True)
+    first = Lock(folder / "runs" / "shared")
+    assert oppo(folder, "", "run.name=shared") == UNUSABLE
+    said = capsys.readouterr().err
+    assert f"{folder / 'runs' / 'shared'} is being written by another run (process " in said
+    first.release()
+    assert list((folder / "runs" / "shared").iterdir()) == [], "the second has touched nothing"
 
 
 def test_a_disk_that_is_full_leaves_nothing_half_written(folder: Path) -> None:
@@ -332,6 +360,17 @@ def test_a_model_that_never_returns_ends_the_process_with_a_report(folder: Path)
     report = json.loads((folder / "runs" / "model-stuck" / "hang-report.json").read_text())
     assert [(step["step"], step["at_work"]) for step in report["steps"]] == [(1, ["update"])]
     assert any(thread["name"] == "oppo-trainer_0" for thread in report["threads"])
+
+
+def test_a_reward_that_fails_for_some_is_trained_on_the_others(folder: Path) -> None:
+    overrides = ("rewards.0.source=reward.py:picky", "rewards.0.on_failure=drop", "run.panel=off")
+    assert oppo(folder, "", "run.name=picky", *overrides) == DONE
+    for record in records(folder, "picky", "metrics.jsonl"):
+        assert record["trained"] + record["dropped"] == 4
+        assert record["loop/worst_gap_s"] >= 0
+    dropped = [each for each in records(folder, "picky", "journal.jsonl") if each["event"] == "dropped"]
+    assert dropped
+    assert all("it returned nan" in str(each["reason"]) for each in dropped)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,12 @@ def test_a_reward_file_that_ends_the_program_is_refused(folder: Path, capsys: py
     assert "leaving.py cannot be run: SystemExit: 0 at " in capsys.readouterr().err
 
 
+def test_a_name_is_free_again_after_a_run_that_made_no_step(folder: Path) -> None:
+    assert oppo(folder, "", "rewards.0.source=mischief.py:leaving", "run.name=again", "run.steps=1") == FAILED
+    assert oppo(folder, "", "run.name=again", "run.steps=1") == DONE
+    assert [each["event"] for each in records(folder, "again", "log.jsonl")].count("begin") == 2
+
+
 def test_retries_are_in_the_log_and_a_short_watchdog_waits_for_them(folder: Path) -> None:
     overrides = ("rewards.0.source=mischief.py:flapping", "rewards.0.on_failure=retry", "run.watchdog_seconds=0.3")
     assert oppo(folder, "", *overrides, "run.name=flapping", "run.steps=1", "run.scorers=thread") == DONE

@@ -483,6 +483,29 @@ def test_a_model_whose_attention_is_its_own_is_stepped_as_one_rectangle(make: Ca
     assert model.config._attn_implementation == was
 
 
+def test_rows_of_every_length_are_read_in_one_pass_and_attend_in_segments() -> None:
+    model = tiny.causal("qwen2")
+    passes = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    reader, lengths = Incremental(model), [30, 100, 150, 7]
+    tokens = [torch.randint(3, tiny.VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    for row, sequence in enumerate(tokens):
+        reader.extend([row], [sequence[:-5]])
+    passes.clear()
+    sizes = [5, 3, 4, 5]
+    starts = [n - 5 for n in lengths]
+    pieces = [all_[start : start + n] for all_, start, n in zip(tokens, starts, sizes, strict=True)]
+    got = reader.extend(range(4), pieces)
+    assert passes == [(4, 5)]
+    assert reader.extend([], []) == []
+    for sequence, start, size, out in zip(tokens, starts, sizes, got, strict=True):
+        with torch.no_grad():
+            want = model(input_ids=sequence[None]).logits[0, start : start + size]
+        assert ((out - want).abs() / (1 + want.abs())).max() < 1e-5
+
+
 @pytest.mark.parametrize("heads", [2, 4])
 def test_the_kernel_for_rows_of_any_length_is_asked_for_what_rows_one_by_one_say(
     heads: int, monkeypatch: pytest.MonkeyPatch
