@@ -144,7 +144,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
         (["--seed", "-1"], "--seed must be at least 0, not -1"),
         (["--seed", str(2**63)], "--seed must be less than 2**63, not 9223372036854775808"),
         (["--seed", "one"], 'Invalid value for --seed: unable to convert "one"'),
-        (["--directory", "file"], "file is no directory; choose another"),
+        (["--directory", "file"], "file: Not a directory; choose another run.directory"),
         (["--directory", "/proc/1/fdinfo/runs"], "the run directory /proc/1/fdinfo/runs/demo-1 cannot be used"),
     ],
 )

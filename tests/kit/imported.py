@@ -3,6 +3,7 @@
 
 import gc
 
+import hypothesis
 import openai
 import peft
 import starlette.applications

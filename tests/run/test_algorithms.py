@@ -191,7 +191,8 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.causal("llama", seed=5).save_pretrained(folder / name)
         tokenizer(shifted=shifted).save_pretrained(folder / name)
     (folder / "config.toml").write_text(PLAIN)
-    (folder / "own.py").write_text("from oppo.losses import ClippedLoss\ndef plain(): return ClippedLoss()\n")
+    own = "from oppo.losses import ClippedLoss\ndef plain(): return ClippedLoss()\ndef reply(turn): return None\n"
+    (folder / "own.py").write_text(own)
     return folder
 
 
@@ -318,7 +319,7 @@ algorithm.distill_top_k=4 | distill_top_k = 4 is of a teacher, whose weight, dis
 DISTILL algorithm.distill_top_k=4 step.loss=own.py:plain | reads neither top_logprobs nor
 DISTILL models.teacher=foreign algorithm.distill_top_k=4 |
     likeliest ids, and models.teacher has ids of its own: leave distill_top_k out
-DISTILL models.teacher=foreign environment.source=reward.py:short |
+DISTILL models.teacher=foreign environment.source=own.py:reply |
     models.teacher has another tokenizer and reads a response as one text
 """)
 

@@ -595,5 +595,5 @@ def test_a_run_goes_on_with_other_arguments_and_never_with_another_engine(tmp_pa
         require_same(before, loaded(tmp_path, text))
     with pytest.raises(ConfigError, match=r"models\.engine cannot change when a run is resumed"):
         require_same(before, loaded(tmp_path, "algorithm.is_correction = 'truncated'\n"))
-    with pytest.raises(ConfigError, match=r"step\.batch cannot change.*, and what \[vllm\] holds$"):
+    with pytest.raises(ConfigError, match=r"step\.batch cannot change.* docs/runs.md says what may change"):
         require_same(before, loaded(tmp_path, ON_VLLM, "step.batch=3"))

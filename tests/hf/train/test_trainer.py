@@ -539,11 +539,11 @@ def test_a_loss_of_a_critic_is_refused_without_one_and_a_critic_without_a_loss(t
         ),
         (
             {"correction": ImportanceCorrection(weight="truncated")},
-            r"weight='truncated'.* reads proximal log-probs, and the batch has none: give the recipe proximal=",
+            r"ClippedLoss\(.* reads proximal log-probs, and the batch has none: give the recipe proximal=",
         ),
         (
             {"correction": ImportanceCorrection(ratio_base="proximal")},
-            r"ratio_base='proximal'.* give the recipe proximal=",
+            r"ClippedLoss\(.* give the recipe proximal=",
         ),
     ],
 )
