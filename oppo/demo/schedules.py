@@ -10,7 +10,7 @@ import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +30,7 @@ from oppo.log import logger, routed
 from oppo.observe import Observer, Role, busy, seconds
 from oppo.report.charts import Excerpt, busy_machine
 from oppo.report.trace import Cores, TimedStep, Timekeeper
-from oppo.run.graph import admission_of, chunks_of, roles_of
+from oppo.run.graph import admission_of, chunks_of
 from oppo.run.train import PreparedRun, prepare
 from oppo.stages.hold import held
 
@@ -174,7 +174,8 @@ async def make_rounds(
         for name, chosen in variants.items() if number % 2 else reversed([*variants.items()]):
             session.prompts.load_state_dict(beginning)
             chunks = chunks_of(chosen.step, chosen.sampling.max_new_tokens)
-            graph = chosen.algorithm.graph(roles_of(session.assembly, admission_of(chosen.step), chunks))
+            roles = replace(session.assembly.roles, admission=admission_of(chosen.step), chunks=chunks)
+            graph = chosen.algorithm.graph(roles)
             made = await make_round(session, held(graph) if chosen.step.chunk == "whole" else graph, steps)
             if number:
                 rounds[name].append(made)

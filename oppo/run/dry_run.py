@@ -176,7 +176,7 @@ def _ending(tokenizer: HfTokenizer, sampling: Sampling) -> Iterator[str]:
 
 
 async def _scored(session: PreparedRun, finished: Sequence[Finish]) -> str:
-    reward, start = session.assembly.reward, anyio.current_time()
+    reward, start = session.assembly.roles.reward, anyio.current_time()
     await reward.extend([event for finish in finished for event in (finish.response.prompt, *finish.response.pieces())])
     one, other = await reward.finish(finished)
     seconds = anyio.current_time() - start

@@ -26,7 +26,7 @@ from oppo.placement.trainer import HostedTrainer
 from oppo.report.log import dump_batch
 from oppo.run.checkpoint import HELD_OUT, Provenance
 from oppo.run.prompts import Supply, of_agents
-from oppo.stages import Generate, GroupRelative, InParts, Score, Siblings, Update
+from oppo.stages import Generate, GroupRelative, InParts, Score, Update
 
 if TYPE_CHECKING:
     from oppo.run.models import Assembly
@@ -46,17 +46,12 @@ def compose(
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
-    chunks = chunks_of(settings.step, settings.sampling.max_new_tokens)
-    taught, responses = settings.teacher, settings.algorithm.responses
-    siblings = (
-        Siblings(responses, 1.0 if taught.threshold is None else taught.threshold) if taught.of_siblings else None
-    )
-    roles = roles_of(assembly, settings.own_admission() or admission_of(settings.step), chunks, siblings)
+    roles = assembly.roles
     graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
     update = graph.stage("update", Update)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
     generate = graph.stage("generate", Generate)
-    if generate.environment not in (None, assembly.environment) and assembly.environment is not None:
+    if generate.environment not in (None, roles.environment) and roles.environment is not None:
         answering = settings.environment.answering
         key = f"environment.{answering}" if answering else "agents.program"
         value = getattr(settings.environment, answering) if answering else settings.agents.program
@@ -67,7 +62,7 @@ def compose(
     if settings.step.stream_updates:
         estimator = graph.stage("advantage", GroupRelative)
         graph = graph.replace(advantage=InParts(estimator, settings.algorithm.responses))
-    ideal = {id(getattr(assembly, role)): passes for role, passes in assembly.ideal.items()}
+    ideal = {id(getattr(roles, role)): passes for role, passes in assembly.ideal.items()}
     models = [
         (name, id(getattr(node.stage, kind, None)))
         for name, node in graph.nodes.items()
@@ -78,7 +73,7 @@ def compose(
             generate,
             replay=replay,
             columns=prompts.columns,
-            environment=generate.environment or assembly.environment,
+            environment=generate.environment or roles.environment,
         ),
         update=replace(
             update,
@@ -110,23 +105,6 @@ def trainer_of(graph: Graph[StepReport]) -> ResumableTrainer:
 def kind_of(trainer: ResumableTrainer) -> str:
     # checkpoints record it, so that a run goes on with the trainer that began it
     return type(trainer.core if type(trainer) is HostedTrainer else trainer).__name__
-
-
-def roles_of(assembly: Assembly, admission: Admission, chunks: ChunkSize, siblings: Siblings | None = None) -> Roles:
-    return Roles(
-        policy=assembly.policy,
-        reference=assembly.reference,
-        teacher=assembly.teacher,
-        siblings=siblings,
-        reward=assembly.reward,
-        critic=assembly.critic,
-        proximal=assembly.proximal,
-        trainer=assembly.trainer,
-        admission=admission,
-        chunks=chunks,
-        max_new_tokens=assembly.sampling.max_new_tokens,
-        environment=assembly.environment,
-    )
 
 
 def admission_of(step: StepSection) -> Admission:
@@ -177,7 +155,7 @@ def with_evaluations(
     generate = graph.stage("generate", Generate)
     scoring = [
         name for name, node in graph.nodes.items()
-        if isinstance(node.stage, Score) and node.stage.scorer is assembly.reward
+        if isinstance(node.stage, Score) and node.stage.scorer is assembly.roles.reward
     ]  # fmt: skip
     policy, sampling = generate.policy, assembly.sampling
     if not policy.capabilities.varies_sampling:
@@ -189,7 +167,7 @@ def with_evaluations(
     passes = 1.0 if by_rule else None
     evaluation = Evaluation(
         prompts=held_out,
-        reward=assembly.reward,
+        reward=assembly.roles.reward,
         greedy=drawing.with_sampling(replace(sampling, temperature=0.0, seed=chosen.seed)),
         sampled=drawing.with_sampling(replace(sampling, seed=chosen.seed)) if chosen.samples > 1 else None,
         samples=chosen.samples,

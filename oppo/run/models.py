@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oppo.agents import Agents
+from oppo.algorithms.base import Roles
 from oppo.atomic_files import nearby, whole, writing
 from oppo.config.environment import EnvironmentSection
 from oppo.config.scorers import ModelRewardSection, TeacherSection, VllmRewardSection
@@ -46,16 +47,18 @@ from oppo.hf.tokenizer import HfTokenizer
 from oppo.hf.train.actor_critic import ActorCritic, ActorCriticRecipe, value_model_on
 from oppo.hf.train.trainer import HfTrainer
 from oppo.log import logger
-from oppo.models import Passes, Policy, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
+from oppo.models import Passes, ReportsProgress, ResumableTrainer, Sampling, SamplingSettings, Scorer
 from oppo.observe import Span, SpanListener
 from oppo.placement import Place, Process, Thread
 from oppo.run.checkpoint import Checkpoints, State, write_state
 from oppo.run.deployment import Deployment, Role, named_reward, places_of
 from oppo.run.engines import SERVING, ScorersOnVllm, ServeRequest, Serving, Worker, serve
+from oppo.run.graph import admission_of, chunks_of
 from oppo.run.loading import RewardModels, RoleLoader, ServedRewardModel, adapter_of, check_sight, critic_source
 from oppo.run.memory_fit import fitted
 from oppo.run.rewards import AnyEnvironment, UserCode, chatting_as, track_of
 from oppo.scorers import BehindPrompt, ByColumn, Lesson, Untaught, capabilities_of
+from oppo.stages.hold import Siblings
 from oppo.turns import Environment
 from oppo.vllm.scorers import VllmScorer
 
@@ -67,13 +70,7 @@ class Assembly:
     """The models of a run in their places; :meth:`close` closes them. A model that it does not have is ``None``."""
 
     serving: Serving
-    reference: Scorer[FloatArray] | None
-    teacher: Scorer[Lesson | Drop] | None
-    reward: Scorer[float | Drop]
-    critic: ValueModel | None
-    proximal: RecomputedLogprobs | None
-    environment: Environment | None
-    trainer: ResumableTrainer
+    roles: Roles
     saving: Saving
     tokenizer: HfTokenizer
     sampling: Sampling
@@ -87,10 +84,6 @@ class Assembly:
     ideal: Mapping[str, Passes] = field(default_factory=dict)  # costs of what models read, at their peak
     gauges: Mapping[str, Gauge] = field(default_factory=dict)  # of the devices' memory, by metric
     scoring: tuple[VllmScorer[Any, Any], ...] = ()  # on vLLM
-
-    @property
-    def policy(self) -> Policy:
-        return self.serving.policy
 
     def listen(self, *listeners: SpanListener) -> None:
         def pass_on(span: Span) -> None:
@@ -106,18 +99,19 @@ class Assembly:
 
     def progress(self) -> tuple[object, ...]:
         """Return a value that changes while models work and when a call begins, even if no item is sent."""
-        reports = self.policy.capabilities.reports_progress
-        decoded = cast("ReportsProgress", self.policy).progress if reports else 0
-        return decoded, self.trainer.progress, *self.at_work()
+        policy = self.roles.policy
+        decoded = cast("ReportsProgress", policy).progress if policy.capabilities.reports_progress else 0
+        return decoded, self.saving.trainer.progress, *self.at_work()
 
     def at_work(self) -> tuple[str, ...]:
         calls = [worker.at_work for worker in self._workers]
-        calls.append(capabilities_of(self.reward).at_work())
-        calls.append(getattr(self.environment, "at_work", ""))
+        calls.append(capabilities_of(self.roles.reward).at_work())
+        calls.append(getattr(self.roles.environment, "at_work", ""))
         return tuple(filter(None, calls))
 
     def wired(self, trainer: ResumableTrainer, environment: Environment | None) -> Assembly:
-        return replace(self, trainer=trainer, environment=environment, saving=replace(self.saving, trainer=trainer))
+        roles = replace(self.roles, trainer=trainer, environment=environment)
+        return replace(self, roles=roles, saving=replace(self.saving, trainer=trainer))
 
     def abort(self) -> None:
         """Kill processes whose calls may hang, so that trained weights can be saved; safe to call from any thread."""
@@ -132,9 +126,9 @@ class Assembly:
                 stack.callback(scorer.engine.close)
             stack.callback(self.places.close)
             stack.callback(self.serving.close)  # while the places of its servers live
-            stack.callback(capabilities_of(self.reward).close)
-            if isinstance(self.environment, FunctionEnvironment | Tools):
-                stack.callback(self.environment.close)
+            stack.callback(capabilities_of(self.roles.reward).close)
+            if isinstance(self.roles.environment, FunctionEnvironment | Tools):
+                stack.callback(self.roles.environment.close)
 
 
 def policy_tokenizer(models: ModelsSection, data: DataSection, environment: EnvironmentSection) -> HfTokenizer:
@@ -254,17 +248,26 @@ class _Making:
         trainer = self._trainer(trained, critic, sampling)
         served = load.actor_recipe(devices.policy) if "policy" in devices.apart else actor
         serving = serve(ServeRequest(deployment, actor, served, sampling, tokenizer, places, images=images))
-        teacher = self._teacher(teachers, sampling, actor)
+        teacher, taught = self._teacher(teachers, sampling, actor), settings.teacher
+        threshold = 1.0 if taught.threshold is None else taught.threshold
+        siblings = Siblings(settings.algorithm.responses, threshold) if taught.of_siblings else None
         places.wait_until_ready()
         return Assembly(
             serving=serving,
-            reference=self._reference(reference, sampling),
-            teacher=teacher,
-            reward=code.reward({key: reward.scorer for key, reward in rewards.items()}),
-            critic=self._critic(critic.served),
-            proximal=self._proximal(actor, sampling) if settings.algorithm.corrects else None,
-            environment=code.environment,
-            trainer=trainer,
+            roles=Roles(
+                policy=serving.policy,
+                reference=self._reference(reference, sampling),
+                teacher=teacher,
+                siblings=siblings,
+                reward=code.reward({key: reward.scorer for key, reward in rewards.items()}),
+                critic=self._critic(critic.served),
+                proximal=self._proximal(actor, sampling) if settings.algorithm.corrects else None,
+                trainer=trainer,
+                admission=settings.own_admission() or admission_of(settings.step),
+                chunks=chunks_of(settings.step, sampling.max_new_tokens),
+                max_new_tokens=sampling.max_new_tokens,
+                environment=code.environment,
+            ),
             saving=Saving(trainer, tokenizer, ("actor", "critic") if critic.trained else ("actor",), places.saving),
             tokenizer=tokenizer,
             sampling=sampling,
@@ -415,7 +418,7 @@ def _seat(deployment: Deployment, load: RoleLoader, assembly: Assembly) -> None:
         role, model = load.player(name, player)
         place = ModelPlace(assembly.places.place_of(role.name), role.name, SERVING)
         policy = HfPolicy(model, place=place, deterministic=deployment.settings.run.deterministic, **options)
-        cast("Agents", assembly.environment).seat(name, policy)
+        cast("Agents", assembly.roles.environment).seat(name, policy)
 
 
 def _teacher_prompts(

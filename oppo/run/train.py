@@ -118,7 +118,7 @@ class PreparedRun(Closing):
             if self.assembly.served_apart:
                 await self._sync_weights()
             return
-        state, trainer = self.checkpoint.state(), kind_of(self.assembly.trainer)
+        state, trainer = self.checkpoint.state(), kind_of(self.assembly.saving.trainer)
         if (was := state.get("trainer", trainer)) != trainer:
             raise CheckpointError(
                 f"the run was trained by {was}, and would go on with {trainer}: a run with a graph of its own is "
@@ -133,11 +133,11 @@ class PreparedRun(Closing):
                 "of another version of oppo, or was edited; start a new run from its policy, "
                 f"{self.checkpoint.path / 'actor'} (models.policy; of adapters, models.adapter)"
             ) from error
-        await self.assembly.trainer.restore(self.checkpoint.path)
+        await self.assembly.saving.trainer.restore(self.checkpoint.path)
         await self._sync_weights()
 
     async def _sync_weights(self) -> None:
-        await self.assembly.trainer.sync_weights(*self.graph.stage("update", Update).synced)
+        await self.assembly.saving.trainer.sync_weights(*self.graph.stage("update", Update).synced)
 
     async def keep(self, running: Run[StepReport], report: StepReport, directory: RunDirectory) -> None:
         """Write a checkpoint; the records of all steps are on the disk before it is."""
@@ -145,7 +145,7 @@ class PreparedRun(Closing):
             "records": await anyio.to_thread.run_sync(directory.flush),
             "run": running.state_dict(),
             "prompts": self.prompts.state_dict(),
-            "trainer": kind_of(self.assembly.trainer),
+            "trainer": kind_of(self.assembly.saving.trainer),
             **self.provenance.state(),
         }
         score = judged(self.settings.eval, self.provenance, report)
@@ -211,10 +211,10 @@ def prepare(
             images=supply.images,
         )
         stack.callback(assembly.close)
-        require_room(supply, assembly.sampling, assembly.positions, assembly.teacher)
+        require_room(supply, assembly.sampling, assembly.positions, assembly.roles.teacher)
         check_image_tokens(supply, assembly.image_tokens)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
-        stream = of_agents(stream, assembly.environment, settings.data)
+        stream = of_agents(stream, assembly.roles.environment, settings.data)
         composed = compose(settings, assembly, stream, replay.observations, graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
         due = partial(evaluates, settings.run, settings.eval, supply.steps)
@@ -354,7 +354,7 @@ async def saving(assembly: Assembly, path: Path) -> AsyncIterator[None]:
     """Save the trained models when the context ends, however it ends, unless this run made no update."""
 
     async def save() -> None:
-        if assembly.trainer.has_learned:
+        if assembly.saving.trainer.has_learned:
             with anyio.CancelScope(shield=True):
                 await assembly.saving.save(path)
 

@@ -229,7 +229,7 @@ def test_its_tokens_are_scored_again_only_where_another_engine_made_them_and_its
 
     with prepared("models.engine=vllm") as session:
         assembly = session.assembly
-        assert type(assembly.proximal) is RecomputedLogprobs
+        assert type(assembly.roles.proximal) is RecomputedLogprobs
         spans: list[object] = []
         assembly.listen(spans.append)
         (worker,) = assembly.serving.workers
@@ -239,9 +239,9 @@ def test_its_tokens_are_scored_again_only_where_another_engine_made_them_and_its
         assert not assembly.at_work()
         assert len(spans) == 1
     with prepared("models.engine=vllm", "algorithm.is_correction=none") as session:
-        assert session.assembly.proximal is None
+        assert session.assembly.roles.proximal is None
     with prepared("algorithm.is_correction=truncated") as session:
-        assert type(session.assembly.proximal) is ProximalLogprobs
+        assert type(session.assembly.roles.proximal) is ProximalLogprobs
 
 
 def test_an_engine_is_ended_also_if_a_place_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
