@@ -32,24 +32,21 @@ from oppo.models import Shared
 from oppo.placement.place import in_thread, run_detached
 from oppo.placement.process import DisposableProcess
 
-SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")
-"""The form ``file.py:name``."""
+SPEC: Final = re.compile(r"^(?P<file>.+\.py):(?P<name>[^:/\\]+)$")  # the form `file.py:name`
 
 _PREFIX = "oppo_user_"
 
 CONCURRENCY: Final = 64
 """Calls that overlap where nothing is computed here, unless another number is given: calls of async functions."""
 
-PROCESSES: Final = 4
-"""Calls that overlap in processes, unless another number is given."""
+PROCESSES: Final = 4  # calls that overlap in processes, unless another number is given
 
 UNBLOCK: Final = "let what blocks it await what takes long, or make it sync"
 
 START_SECONDS: Final = 600.0
 """Seconds in which a process of a function must start: it imports all that the function's file imports."""
 
-NOTICE_SECONDS: Final = 30.0
-"""Seconds of a call while rows are read after which it is logged."""
+NOTICE_SECONDS: Final = 30.0  # seconds of a call while rows are read after which it is logged
 
 G = TypeVar("G")
 W = TypeVar("W")
@@ -179,8 +176,7 @@ def _module(path: Path, refuse: Callable[[str], Exception]) -> ModuleType:
     return module
 
 
-_folders: Final[set[str]] = set()
-"""The modules of files that were run."""
+_folders: Final[set[str]] = set()  # the modules of files that were run
 
 
 def _importable(folder: str) -> None:

@@ -41,8 +41,7 @@ from typing import Literal, TypeAlias, cast, get_args
 
 from oppo.admission.protocol import Observation, Scoring
 
-StepPart: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]
-"""A part of a step's time."""
+StepPart: TypeAlias = Literal["decode", "tail", "cap", "score", "train"]  # a part of a step's time
 
 PARTS: tuple[StepPart, ...] = get_args(StepPart)  # all parts; of equal ones the first is the largest
 

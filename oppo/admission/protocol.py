@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias, cast, runtime_c
 from pydantic import AllowInfNan
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-"""A JSON value."""
 
 
 @dataclass(frozen=True, slots=True)

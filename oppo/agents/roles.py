@@ -20,8 +20,7 @@ from oppo.models import Decode, Decoding, Policy
 from oppo.rewards.function import ByTurn
 from oppo.user_code import CheckedFunction
 
-Visit: TypeAlias = tuple[Mapping[str, object], str, str]
-"""A row, and the URL and the key by which its agent asks."""
+Visit: TypeAlias = tuple[Mapping[str, object], str, str]  # a row, and the URL and the key by which its agent asks
 
 
 @dataclass(frozen=True)

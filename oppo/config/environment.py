@@ -220,7 +220,6 @@ class AgentsSection:
 
     @property
     def frozen(self) -> Mapping[str, str]:
-        """Who plays the roles that are not trained."""
         return {role: player for role, player in self.roles.items() if player != POLICY}
 
     def single(self, run: RunSection, step: StepSection) -> tuple[str, str] | None:

@@ -49,15 +49,13 @@ def placed(spec: str, folder: Path) -> str:
     return f"{resolved(file, folder)}:{name}" if SPEC.match(spec) else spec
 
 
-OPENENV: Final = "openenv:"
-"""What stands before the URL of an OpenEnv server, as what makes environments."""
+OPENENV: Final = "openenv:"  # what stands before the URL of an OpenEnv server, as what makes environments
 
 VERIFIERS: Final = "verifiers"
 """The agent that runs tasks of verifiers; before the name of a taskset and a colon, a source of prompts."""
 
 
-ROWS: Final = "<rows of a program>"
-"""The source of a run whose prompts a program gives."""
+ROWS: Final = "<rows of a program>"  # the source of a run whose prompts a program gives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +139,9 @@ def _held_out(value: object) -> str | tuple[PromptSource, ...]:
 
 
 Prompts: TypeAlias = Annotated[str | tuple[PromptSource, ...], PlainValidator(_sources)]
-"""The value of a setting that names prompts: one source, or several."""
 
 
 HeldOut: TypeAlias = Annotated[str | tuple[PromptSource, ...], PlainValidator(_held_out)]
-"""The value of a setting that names held-out prompts, or none."""
 
 
 def sources(prompts: str | tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
@@ -168,7 +164,6 @@ def within(prompts: str | tuple[PromptSource, ...], folder: Path) -> str | tuple
 _DEVICES: Final = "'auto', 'cpu', 'cuda' or one of several as 'cuda:1'"
 
 SCORERS: Final = ("reference", "reward", "critic", "teacher")
-"""The models that score."""
 
 Remote: TypeAlias = Literal["policy", "reference", "reward", "critic", "teacher", "trainer"]
 """A model that can be in a Ray actor of a cluster; of the trainer, every rank but the first."""
@@ -184,7 +179,6 @@ Another: TypeAlias = Annotated[str, OneOf((), _DEVICES, re.compile(r"(|auto|cpu|
 """A device; empty for the default, which another setting names."""
 
 Several: TypeAlias = Annotated[tuple[DeviceName, ...], FromList(), BeforeValidator(_listed)]
-"""A device or a list of them."""
 
 Engine: TypeAlias = Literal["auto", "transformers", "vllm"]
 Tracker: TypeAlias = Literal["tensorboard", "wandb", "trackio", "mlflow"]

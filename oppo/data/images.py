@@ -50,7 +50,6 @@ _NAMED: Final = re.compile(r"^data:image/|\.(png|jpe?g|webp|gif|bmp|tiff?)\Z", r
 
 
 def gathered(row: Row, column: str, files: ImageFiles, place: str) -> Gathered:
-    """Return a row's prompt with its images taken out."""
     named = {name: row[name] for name in COLUMNS if row.get(name) is not None}
     every = {name: each if isinstance(each, list | tuple) else [each] for name, each in named.items()}
     listed = {name: [each for each in values if each not in (None, "")] for name, values in every.items()}

@@ -76,8 +76,6 @@ its prompt; the images."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 @validated()
 class Encoding:
-    """How a row becomes a prompt."""
-
     tokenizer: Tokenizer
     # The column with the prompt: a string, or a list of chat messages, rendered by the tokenizer's template; a last
     # message of the assistant is continued. Empty: an agent reads the row itself.

@@ -18,7 +18,6 @@ from oppo.log import logger
 
 Row: TypeAlias = Mapping[str, object]
 Located: TypeAlias = tuple[str, Row]
-"""A row with its location, in words."""
 
 
 def rows_of_file(path: Path) -> Iterator[Located]:
@@ -167,7 +166,6 @@ READERS: Final[Mapping[str, Callable[[Path], Iterator[Located]]]] = {
     ".csv": _csv_rows,
     ".parquet": _parquet_rows,
 }
-"""The reader of a file, by its suffix."""
 
 
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # a dataset's name at a hub: owner and name

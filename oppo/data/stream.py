@@ -132,8 +132,6 @@ class PromptStream(Iterator[Prompt]):
 
 
 class _Shuffled:
-    """The prompts of one source, in an order of their own in each epoch."""
-
     def __init__(self, prompts: Sequence[Prompt], seed: int, number: int, multiple: int = 1) -> None:
         if not prompts:
             raise DataError("a prompt stream needs at least one prompt")

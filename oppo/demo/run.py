@@ -37,8 +37,6 @@ from oppo.vllm.arguments import check_installed
 
 
 class HeldOut(Observer):
-    """Keeps the answers of the first evaluation and of the latest, under the names of the metrics."""
-
     def __init__(self) -> None:
         self.found: list[Evaluated] = []
 
@@ -185,14 +183,18 @@ def demo(
     settings = settings_of(plan, assets, target, seed, engine)
     held_out = HeldOut()
     evaluation = {"prompts": str(assets.directory / "held_out.jsonl"), "count": plan.examined, "every": plan.steps // 2}
-    train(settings.changed({"eval": evaluation}), console, narrator, held_out)
+    evaluated = settings.changed({"eval": evaluation})
+    with routed(narrator.say), starting(settings.models), prepare(evaluated) as session:
+        anyio.run(run, session, console, [held_out])
     narrator.say("running two steps serially and streamed, in deterministic mode, on transformers")
     digests = compare_schedules(settings)
     gains = None if plan.effort is None else compare_seconds(settings, plan.effort, narrator)
     deferred_fraction, deferral_steps = deferrals(settings.run_directory)
+    file = settings.run_directory / SUMMARY
+    summary = json.loads(file.read_text(encoding="utf-8"))
     findings = Findings(
         scores=held_out.comparison(),
-        summary=json.loads((settings.run_directory / SUMMARY).read_text(encoding="utf-8")),
+        summary=summary,
         deferred_fraction=deferred_fraction,
         deferral_steps=deferral_steps,
         digests=digests,
@@ -202,25 +204,15 @@ def demo(
         seconds=narrator.seconds,
         others=narrator.others(),
     )
-    note(settings.run_directory / SUMMARY, findings.facts() | ({} if gains is None else gains.facts()))
+    facts = {**summary, **findings.facts(), **({} if gains is None else gains.facts())}
+    file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     show_samples(console, list(read(settings.run_directory / EVALUATIONS)))
     console.out("", *findings.lines(), "", sep="\n", highlight=False)
     console.print(UNMEASURED if gains is None else gains.table(), highlight=False)
     return settings.run_directory
 
 
-def train(settings: Settings, console: Console, narrator: Narrator, *observers: Observer) -> None:
-    with routed(narrator.say), starting(settings.models), prepare(settings) as session:
-        anyio.run(run, session, console, observers)
-
-
-def note(summary: Path, facts: Mapping[str, object]) -> None:
-    known = json.loads(summary.read_text(encoding="utf-8"))
-    summary.write_text(json.dumps(known | facts, indent=2) + "\n", encoding="utf-8")
-
-
 def compare_seconds(settings: Settings, effort: Effort, narrator: Narrator) -> Gains:
-    """Return the speedup by overlap; put the median round of each schedule into the timeline of the run's page."""
     with routed(narrator.say):
         rounds = measure(settings, effort)
     note_times(settings.run_directory, [excerpt_of(name, made) for name, made in rounds.items()])

@@ -195,7 +195,6 @@ async def make_round(session: PreparedRun, graph: Graph[StepReport], steps: int)
 
 
 async def make_steps(session: PreparedRun, graph: Graph[StepReport], steps: int, observer: Observer) -> int:
-    """Return the tokens of all steps."""
     async with graph.open(session.prompts, observers=[observer]) as run:
         return sum([int(report.metrics["response_length/tokens"]) async for report in run.steps(steps)])
 

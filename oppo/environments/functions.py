@@ -80,8 +80,7 @@ class TextAnswer:
     key: str = ""
 
 
-Said: TypeAlias = TextAnswer | Drop | None
-"""The answer of a function."""
+Said: TypeAlias = TextAnswer | Drop | None  # the answer of a function
 
 
 def is_finite(number: object) -> TypeGuard[SupportsFloat]:

@@ -39,8 +39,7 @@ from oppo.turns import Environment
 
 T = TypeVar("T")
 
-Progress: TypeAlias = Callable[[int, int], None]
-"""``f(done, total)``: how many of the responses have ended."""
+Progress: TypeAlias = Callable[[int, int], None]  # `f(done, total)`: how many of the responses have ended
 
 Asking: TypeAlias = Callable[[Sequence[Prompt]], Iterable[Prompt] | AsyncIterable[Prompt]]
 """``f(prompts)``: what is answered in their place, with their numbers, such as what agents of them ask first."""

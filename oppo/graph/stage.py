@@ -116,10 +116,6 @@ Gauge: TypeAlias = Callable[[], float]
 """Returns a measurement of the process, for example the worst delay of its event loop since the last call."""
 
 
-def _nobody(stage: str, item: object) -> None:
-    del stage, item
-
-
 @dataclass(slots=True, eq=False)
 class StepRuntime:
     """The run's side of a step, one for all of its stages; not for the stages themselves.
@@ -135,7 +131,7 @@ class StepRuntime:
     listener: SpanListener = silent
     gauges: Mapping[str, Gauge] = field(default_factory=dict)
     channels: Callable[[], ChannelCounters] = dict
-    notify: Callable[[str, object], None] = _nobody
+    notify: Callable[[str, object], None] = lambda stage, item: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,6 @@ Home: TypeAlias = Literal["thread", "process"]
 Scorers: TypeAlias = Literal["auto"] | Home
 
 SCORED: Final = ("reference", "reward", "critic", "teacher", "proximal")
-"""The models that read the policy's responses."""
 
 OF_ONE: Final = ("policy", "reference", "reward", "critic", "teacher")  # the models that have one device each
 

@@ -50,8 +50,7 @@ whose passes have more alive, it does not. No card has timed what that gains. Gr
 in float32: their last bits depend on the micro-batch.
 """
 
-UPDATE_BYTES: Final = 1 << 30
-"""The most that logits take in such an update: 1,766 tokens of 151,936 columns."""
+UPDATE_BYTES: Final = 1 << 30  # the most that logits take in such an update: 1,766 tokens of 151,936 columns
 
 CPU_LOGITS_BYTES: Final = 32 << 20
 """The same on a CPU, where a chunk that stays in its caches is faster: an update takes 0.7 to 1.05 of the time."""

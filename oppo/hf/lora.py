@@ -243,12 +243,6 @@ def _check_base(what: str, adapter: LoraConfig) -> None:
         )
 
 
-def _fit(model: PreTrainedModel) -> set[str]:
-    # The layers that may have adapters, before any has.
-    fit = _linear(model)[1].keys() - {*_read_past_adapters(model)}
-    return fit | {name.rpartition(".")[0] for name in _fused_experts(model)}
-
-
 def _shape(tensors: Mapping[str, Tensor], name: str) -> object:
     return list(tensors[name].shape) if name in tensors else "nothing"
 
@@ -266,7 +260,8 @@ def _read_past_adapters(model: nn.Module) -> list[str]:
 def _add(
     model: PreTrainedModel, adapter: LoraConfig, seed: int, *, what: str, remedy: str, anywhere: bool = False
 ) -> None:
-    fit = _fit(model)
+    fit = _linear(model)[1].keys() - {*_read_past_adapters(model)}  # before any has adapters
+    fit |= {name.rpartition(".")[0] for name in _fused_experts(model)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

@@ -475,7 +475,6 @@ class _Stack:
 
 
 def _shortened(whole: ModuleT, stacks: Sequence[_Stack]) -> tuple[ModuleT, Sequence[_Stack]]:
-    """Return a copy with the layers that are kept, and its stacks."""
     copies, kept = dict[int, Any](), list[list[nn.ModuleList]]()
     for stack in stacks:
         kept.append([nn.ModuleList(layers[number] for number in stack.kept) for layers in stack.layers])

@@ -91,8 +91,7 @@ class Sight:
 
 
 NONE: Final = np.zeros(0, np.int64)
-BLIND: Final = Sight(0, NONE, NONE, (), None, object, joined=False, whole=False)
-"""What a prompt of text shows."""
+BLIND: Final = Sight(0, NONE, NONE, (), None, object, joined=False, whole=False)  # what a prompt of text shows
 
 
 def encoded(shown: Sequence[tuple[Sight, int, int]]) -> dict[str, object]:

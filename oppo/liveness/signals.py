@@ -27,8 +27,6 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class Interrupt:
-    """The signal that asked the run to end; ``None`` before it comes."""
-
     by: signal.Signals | None = None
 
 

@@ -36,8 +36,7 @@ from oppo.redact import HarmlessStream
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_COUNT = 2
-"""Bytes at the head of a message that hold the number of blocks after it."""
+_COUNT = 2  # bytes at the head of a message that hold the number of blocks after it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,8 +285,7 @@ class OverdueError(BaseException):
     """Ends a call that takes longer than its caller waits; not an ``Exception``, so that few handlers catch it."""
 
 
-_calls = 0
-"""Calls in progress in this process."""
+_calls = 0  # calls in progress in this process
 
 
 def heed_interrupts() -> None:

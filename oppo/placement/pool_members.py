@@ -307,8 +307,7 @@ def _alike(policies: Sequence[Policy], *, weights: bool = True) -> Sequence[Poli
     return policies
 
 
-ALL: Final = 1 << 30
-"""More tokens than a response has."""
+ALL: Final = 1 << 30  # more tokens than a response has
 
 
 def ends(chunk: Chunk | ToolTokens) -> bool:

@@ -56,8 +56,7 @@ T = TypeVar("T")
 RESTART_WINDOW = 3600.0
 """Seconds over which restarts are counted: several deaths in an hour are a lasting fault, one in a day an accident."""
 
-Setup: TypeAlias = Callable[[], object] | None
-"""A function that a child calls once, before anything else."""
+Setup: TypeAlias = Callable[[], object] | None  # a function that a child calls once, before anything else
 
 
 class Gone(Exception):  # noqa: N818 - it says what happened; caught in this package, never seen outside
@@ -122,11 +121,9 @@ _PROGRAM: Final = (
 KILLED: Final = "was killed by this process"
 """The death of a child that its owner has killed, whatever status the system reports."""
 
-_GRACE: Final = 5.0
-"""Seconds until a child whose socket is closed at either end is killed."""
+_GRACE: Final = 5.0  # seconds until a child whose socket is closed at either end is killed
 
-INTERRUPTED: Final = 2.0
-"""Seconds in which a call of a child that has been interrupted must end."""
+INTERRUPTED: Final = 2.0  # seconds in which a call of a child that has been interrupted must end
 
 
 class ChildProcess(Child):

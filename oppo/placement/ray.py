@@ -201,8 +201,7 @@ class Copy(NamedTuple):
     gauge: bool
 
 
-Gauges: TypeAlias = Mapping[int, bytes]
-"""The bytes of gauges, by number."""
+Gauges: TypeAlias = Mapping[int, bytes]  # the bytes of gauges, by number
 
 Answered: TypeAlias = tuple[bytes, Sequence[object], Gauges]
 """An answer, pickled, its large things, and the gauges."""
@@ -332,8 +331,7 @@ GROUPS: Final = {"listen": 1, "talk": 1}
 PATIENCE: Final = 300.0
 """Seconds that an actor may wait for room on some machine; a cluster may have to start one."""
 
-SILENCE: Final = 10.0
-"""Seconds of waiting for room, or for a process to start, after which a message is logged."""
+SILENCE: Final = 10.0  # seconds of waiting for room, or for a process to start, after which a message is logged
 
 QUIET: Final = 1.0
 """Seconds after which an order that requests nothing is asked again: how old the gauges can be meanwhile."""

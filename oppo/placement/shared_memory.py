@@ -26,8 +26,7 @@ from typing import ClassVar, Final, Self, TypeAlias
 
 _numbers: Final = itertools.count()
 
-Watch: TypeAlias = Callable[[bytes], object]
-"""Is called with the bytes that were written."""
+Watch: TypeAlias = Callable[[bytes], object]  # is called with the bytes that were written
 
 
 class Block(mmap.mmap):

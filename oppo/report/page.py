@@ -59,7 +59,6 @@ def script_of(package: str) -> str:
 
 
 def page(runs: Sequence[Recorded], *, folder: Path | None = None, live: str = "", scripts: bool = True) -> str:
-    """Return a page about ``runs``."""
     names, charts, library = named(runs), list(drawn(runs)), script_of(LIBRARY)
     several = [(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
     known = {"runs": names, "charts": [_data(*each) for each in charts] if library else []}

@@ -107,8 +107,6 @@ class _Stage:
 
 @dataclass(slots=True)
 class _Decoding:
-    """The tokens of the step that is decoded, and when the first of its items came."""
-
     step: int
     began: float
     tokens: int = 0

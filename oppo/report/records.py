@@ -131,7 +131,6 @@ class Mark:
 
     @classmethod
     def of(cls, path: Path, most: int | None = None) -> Mark:
-        """Return the mark of a whole file, or of its first ``most`` bytes."""
         mark = cls()
         with opened(path, "r") as file:
             while data := file.buffer.read(min(2**20, 2**20 if most is None else most - mark.size)):

@@ -47,8 +47,6 @@ SHOWN: Final = 500  # samples of training on a page, about
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """A run as its directory holds it."""
-
     path: Path
     records: Sequence[Metrics]
     evaluations: Sequence[Record]

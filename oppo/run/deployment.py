@@ -36,8 +36,6 @@ from oppo.vllm.arguments import workers_of
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A model of a run: its source, and what serves it where."""
-
     name: str  # policy, reference, critic or proximal; of several teachers or rewards teacher.NAME
     key: str  # the setting that names its source, or that has its engine, for errors
     source: str  # its directory or hub name
@@ -127,10 +125,6 @@ class Deployment:
             same = bool(self.roles_of("reference")) and models.reference == models.policy
             return same and devices.reference == devices.teacher and "reference" not in devices.apart
         return self.settings.teacher.weights != "average" and devices.teacher == devices.actor
-
-    @property
-    def trains_elsewhere(self) -> bool:
-        return "trainer" in self.devices.remote
 
     @property
     def engine_workers(self) -> int:

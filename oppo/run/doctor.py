@@ -55,8 +55,7 @@ from oppo.simulate.profile import BY_TORCH, BY_TRITON, Gpu, Hardware, Reached
 
 PACKAGES: Final = ("oppo", "torch", "transformers", "accelerate", "peft", "vllm", "ray", "anyio", "numpy")
 
-SHOWN: Final = 4
-"""The layouts whose settings are shown."""
+SHOWN: Final = 4  # the layouts whose settings are shown
 
 _PARTS: Final = [field.name for field in fields(Bytes)]
 
@@ -231,8 +230,7 @@ def _longest(session: PreparedRun) -> Prompt:
     return replace(max(every, key=lambda prompt: len(prompt.tokens)), rollout=0, admission=0, group=0)
 
 
-REMEDIED: Final = ("models", "trainer", "step", "sampling")
-"""The sections that remedies change."""
+REMEDIED: Final = ("models", "trainer", "step", "sampling")  # the sections that remedies change
 
 SMALLER: Final = (
     "step.batch",

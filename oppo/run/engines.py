@@ -69,8 +69,7 @@ SERVING: Final = "lower step.batch, step.overcommit or sampling.max_new_tokens, 
 """Advice to a served model that runs out of memory."""
 
 
-Worker: TypeAlias = Place | Reporter
-"""A place, or the reporter of an engine in processes of its own."""
+Worker: TypeAlias = Place | Reporter  # a place, or the reporter of an engine in processes of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,8 +18,7 @@ from oppo.run.deployment import Deployment
 from oppo.run.engines import require_engines
 from oppo.run.memory import Expected, Known, crowded, expected, with_micro_batches, with_share
 
-Changes: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Settings by section and key."""
+Changes: TypeAlias = Mapping[str, Mapping[str, Any]]  # settings by section and key
 
 _CHECKPOINTING: Final[Changes] = {"trainer": {"gradient_checkpointing": 1}}
 _ADAPTERS: Final = {"dtype": "bfloat16", "lora_rank": 16}

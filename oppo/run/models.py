@@ -274,7 +274,7 @@ class _Making:
             image_tokens=pads_of(actor.config),
             positions=min(serving.positions, *read, *(scorer.longest for scorer in self.on_vllm.scorers)),
             places=places,
-            served_apart=critic.is_apart
+            served_apart=critic.served is not critic.trained
             or served is not actor
             or settings.on_server
             or (settings.teacher.weights == "average" and bool(chosen.adapter))
@@ -372,7 +372,7 @@ class _Making:
             loss=loss,
             shard=settings.placement.shard,
             devices=devices if len(devices) > 1 else (),
-            recipe=_copies(deployment, self.load, critic) if deployment.trains_elsewhere else None,
+            recipe=_copies(deployment, self.load, critic) if "trainer" in deployment.devices.remote else None,
         )
 
     def _scoring(self, model: str, name: str = "") -> ModelPlace:
@@ -519,15 +519,9 @@ def _sampling(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Critic:
-    """A critic as it is trained and as it is served, or none."""
-
     trained: PreTrainedModel | None = None
     served: Loadable | None = None  # the same module, or how it is loaded on another machine
     source: str | None = None  # None without a critic, or on the actor's trunk
-
-    @property
-    def is_apart(self) -> bool:
-        return self.served is not self.trained
 
 
 def load_critic(

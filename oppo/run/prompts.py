@@ -116,7 +116,10 @@ def supplied(
         idle = "set run.steps, and leave data.epochs out" if wanted == BY_DATA else "leave data.drop_last out"
         raise ConfigError(f"rows that come one by one are not counted, and end once: {idle}")
     if steps < wanted != BY_DATA:
-        logger.info(short_of(wanted, steps, data))
+        logger.info(
+            f"the data lasts for {steps} of {wanted} steps: run and learning-rate schedule end after these; set "
+            f"run.steps = {steps}, or raise data.epochs from {data.epochs} (0: as many as the steps need)"
+        )
     if isinstance(stream, PromptStream) and stream.size < settings.step.batch:
         logger.warning(few(stream.size, settings.step.batch, data.epochs))
     return Supplied(
@@ -189,13 +192,6 @@ def content_digest(prompts: Sequence[Prompt]) -> str:
 def steps_of(steps: int, data: DataSection, batch: int, prompts: Supply) -> int:
     known = data.epochs and isinstance(prompts, PromptStream)
     return min(steps, math.ceil(len(prompts) / batch)) if known and isinstance(prompts, Sized) else steps
-
-
-def short_of(steps: int, lasts: int, data: DataSection) -> str:
-    return (
-        f"the data lasts for {lasts} of {steps} steps: run and learning-rate schedule end after these; set run.steps = "
-        f"{lasts}, or raise data.epochs from {data.epochs} (0: as many as the steps need)"
-    )
 
 
 def few(count: int, batch: int, epochs: int) -> str:

@@ -398,8 +398,6 @@ _FORWARD: Final[Sequence[ScorerName]] = ("critic", "teacher")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSection:
-    """``[workload]``: what is trained."""
-
     batch: PositiveCount = required("rollouts in a batch; with `samples`, prompts in it")
     samples: PositiveCount = setting(1, "responses to each prompt, compared with one another")
     prompt: Count = setting(256, "tokens of a prompt")
@@ -435,8 +433,6 @@ class LengthsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSection:
-    """``[models]``: the sizes of the models, by name."""
-
     actor: Filled = required("the model that is trained")
     reward: str = setting("", "the reward model; a rule that costs nothing when empty")
     critic: str = setting("", "the critic; none when empty")
@@ -446,8 +442,6 @@ class ModelsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSection:
-    """``[layout]``: which devices do what."""
-
     gpu: Filled = required("the devices, all alike, by name")
     decode: PositiveCount = required(
         "devices that decode, each a replica: a whole copy of the actor, not a part of one"
@@ -510,8 +504,6 @@ class EngineSection(Reached):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSection:
-    """``[schedule]``: what the schedules carry, and what they send."""
-
     overcommit: Count = setting(8, "Delta of the schedules with a fixed one")
     max_deferrals: PositiveCount = setting(2, "the cut waits for rollouts of this age")
     chunk: PositiveCount = setting(256, "tokens that travel at once")

@@ -18,8 +18,7 @@ from oppo.turns import Branching, MultiTurnPolicy, TurnDecode
 
 LENGTHS: Final = 256  # ended rollouts whose mean length is the expected length of live ones
 
-Groups: TypeAlias = Sequence[tuple[Prompt, ...]]
-"""The rollouts of some units, by their prompts."""
+Groups: TypeAlias = Sequence[tuple[Prompt, ...]]  # the rollouts of some units, by their prompts
 
 
 class OpenRollouts(dict[int, InFlightRollout]):

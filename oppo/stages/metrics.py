@@ -312,8 +312,6 @@ WINDOW = 16  # steps over which lengths are compared: long beside the age of any
 
 @dataclass(slots=True)
 class LengthBias:
-    """Compares the lengths of trained responses with the lengths of generated ones."""
-
     _steps: deque[list[int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _complete: deque[int] = field(default_factory=deque)
     _waiting: dict[int, int] = field(default_factory=dict)

@@ -47,8 +47,7 @@ from oppo.stages.sync import WeightSync
 
 LEFT_OUT = "left out of the loss"  # reason of a drop for a response of the batch without a token in the loss mask
 
-Dump: TypeAlias = Callable[[Batch], Path]
-"""Writes a batch for inspection; returns its path."""
+Dump: TypeAlias = Callable[[Batch], Path]  # writes a batch for inspection; returns its path
 
 
 @dataclass(eq=False)

@@ -492,7 +492,6 @@ class Job:
         self._wake.set()
 
     async def reach(self, position: float) -> bool:
-        """Wait until a position is reached; return false if interrupted before."""
         self._wake, self._due = anyio.Event(), False
         self._arm(position)
         try:

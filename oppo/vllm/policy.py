@@ -452,8 +452,6 @@ class VllmSampling:
 
 
 class DecodingLoop:
-    """Decodes rollouts until the cut returns true or its context is left."""
-
     def __init__(self, policy: VllmPolicy, requests: Sequence[Request], cut: Cut) -> None:
         self._policy = policy
         self._begun = requests  # some may have ended in the overrun of an earlier cut

@@ -84,8 +84,6 @@ def start_command(
 
 @dataclass
 class Inspection:
-    """Asks a server for all that a run needs, and collects ``faults``."""
-
     url: str
     client: httpx.Client
     model: str | Path  # as the server's command would name the one that is trained

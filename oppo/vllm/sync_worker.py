@@ -101,8 +101,6 @@ def enumerate_matrices(adapter: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class CheckedTransfer(WeightTransferEngine[Any, Any]):
-    """A transfer whose layers all have to take weights."""
-
     def start_weight_update(self) -> None:
         self._layers = layers_of(self.model)
         super().start_weight_update()

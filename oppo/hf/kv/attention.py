@@ -56,7 +56,6 @@ COSTS: Mapping[AttentionKind, str] = {
     "padded": "each row of a batch takes the memory and time of the longest",
     "eager": "each row of a batch takes the memory and time of the longest, and attention weights are held as well",
 }
-"""The cost of serving a model by each kind."""
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """The kinds of attention layers that can be served row by row."""

@@ -48,8 +48,6 @@ CONTINUED: Final = "conv_kernel_size" in inspect.signature(LinearAttentionLayer.
 
 
 class StateKey(NamedTuple):
-    """A state of a layer; a layer may have several of a kind."""
-
     layer: int
     kind: Literal["window", "recurrent"]
     number: int
