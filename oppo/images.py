@@ -25,22 +25,14 @@ MOST_BYTES: Final = 2**28  # of an image file
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image of a prompt.
+    """An image of a prompt."""
 
-    Attributes:
-        sha256: digest of the file, hexadecimal.
-        path: of the file, absolute.
-        height, width: in pixels, turned upright.
-        start: position in the prompt of the first token that stands for the image.
-        tokens: how many tokens of the prompt have its features; text of the processor may lie between them.
-    """
-
-    sha256: str
-    path: str
-    height: int
+    sha256: str  # digest of the file, hexadecimal
+    path: str  # of the file, absolute
+    height: int  # in pixels, turned upright
     width: int
-    start: int = 0
-    tokens: int = 0
+    start: int = 0  # position in the prompt of the first token that stands for the image
+    tokens: int = 0  # how many tokens of the prompt have its features; text of the processor may lie between them
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,15 +36,10 @@ FloatVector = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Survival:
-    """The probability that a response is longer than x tokens: a step function that falls from 1 to 0.
+    """The probability that a response is longer than x tokens: a step function that falls from 1 to 0."""
 
-    Attributes:
-        lengths: float64 [n], tokens, ascending: where it falls.
-        beyond: float64 [n], the probability of more than that many tokens; 0 at the last.
-    """
-
-    lengths: FloatVector
-    beyond: FloatVector
+    lengths: FloatVector  # float64 [n], tokens, ascending: where it falls
+    beyond: FloatVector  # float64 [n], the probability of more than that many tokens; 0 at the last
 
     def __call__(self, tokens: FloatVector) -> FloatVector:
         steps = np.concatenate((np.ones(1), self.beyond))
@@ -203,20 +198,13 @@ class Pace:
         max(decode, busy, rest, (decode + tail + rest) / (n + 1))
 
     Deferral shortens decoding alone, so it gains nothing below the other two.
-
-    Attributes:
-        step: seconds per decode step.
-        token: seconds per token of a unit, for a whole batch.
-        scorers: of each scorer.
-        rest: seconds of everything else: advantages, update, weight sync.
-        lookahead: number of steps that begin before the current one has ended.
     """
 
-    step: float
-    token: float
+    step: float  # seconds per decode step
+    token: float  # seconds per token of a unit, for a whole batch
     scorers: tuple[ScorerPace, ...]
-    rest: float
-    lookahead: int = 0
+    rest: float  # seconds of everything else: advantages, update, weight sync
+    lookahead: int = 0  # number of steps that begin before the current one has ended
 
     def seconds(self, decode_steps: FloatVector, mean_length: float) -> FloatVector:
         """Return the predicted seconds for each number of decode steps, in their shape."""

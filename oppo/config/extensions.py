@@ -69,20 +69,14 @@ LOSS: Final = Contract("oppo.losses.Loss", ("unit", "reads", "measures", "metric
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extension:
-    """A user extension: a class or a function of ``file.py:name``.
-
-    Attributes:
-        takes: its parameters among the objects that a run offers.
-        takes_all: whether its first parameter is for all of these as one object.
-        settings: the class of its table, which has its other parameters.
-    """
+    """A user extension: a class or a function of ``file.py:name``."""
 
     key: str
     spec: str
     make: Callable[..., object]
-    takes: frozenset[str]
-    takes_all: bool
-    settings: type[DataclassInstance]
+    takes: frozenset[str]  # its parameters among the objects that a run offers
+    takes_all: bool  # whether its first parameter is for all of these as one object
+    settings: type[DataclassInstance]  # the class of its table, which has its other parameters
 
     @classmethod
     def of(

@@ -29,22 +29,16 @@ from oppo.observe import Role, Span, SpanListener, WorkContext, silent, work_con
 
 
 class StepLink:
-    """One step among those that are alive: which of its stages have returned, and the links of the steps next to it.
-
-    Attributes:
-        followed: set once ``after`` is known: the next step, ``None`` if that begins when this one has ended.
-        over: set once no task of the step is left.
-        failed: whether it failed, or was cancelled because an earlier one had.
-    """
+    """One step among those that are alive: which of its stages have returned, and the links of the steps next to it."""
 
     def __init__(self, stages: Sequence[str], before: StepLink | None = None, lookahead: int = 0) -> None:
         self.returned = {name: anyio.Event() for name in stages}
-        self.followed = anyio.Event()
+        self.followed = anyio.Event()  # set once `after` is known
         self.before = before
-        self.after: StepLink | None = None
+        self.after: StepLink | None = None  # the next step; none if that begins when this one has ended
         self.lookahead = lookahead
-        self.over = anyio.Event()
-        self.failed = False
+        self.over = anyio.Event()  # set once no task of the step is left
+        self.failed = False  # also if it was cancelled because an earlier one had
         if before is not None:
             before.after = self
             before.followed.set()
@@ -118,17 +112,12 @@ Gauge: TypeAlias = Callable[[], float]
 
 @dataclass(slots=True, eq=False)
 class StepRuntime:
-    """The run's side of a step, one for all of its stages; not for the stages themselves.
+    """The run's side of a step, one for all of its stages; not for the stages themselves."""
 
-    Attributes:
-        records: of the stages, by class, each with the name of its stage.
-        work: of this step and of those alive beside it; the listener gets each span of it.
-    """
-
-    records: dict[type, list[tuple[str, Any]]] = field(default_factory=dict)
+    records: dict[type, list[tuple[str, Any]]] = field(default_factory=dict)  # by class, with the name of the stage
     link: StepLink | None = None
-    work: list[Span] = field(default_factory=list)
-    listener: SpanListener = silent
+    work: list[Span] = field(default_factory=list)  # of this step and of those alive beside it
+    listener: SpanListener = silent  # gets each span of the work
     gauges: Mapping[str, Gauge] = field(default_factory=dict)
     channels: Callable[[], ChannelCounters] = dict
     notify: Callable[[str, object], None] = lambda stage, item: None

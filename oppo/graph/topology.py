@@ -32,18 +32,12 @@ Classes: TypeAlias = frozenset[type] | None
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The inputs and the output of a stage's ``run``.
+    """The inputs and the output of a stage's ``run``."""
 
-    Attributes:
-        names, reads: of the positional inputs, and the classes each of them may carry.
-        variadic: whether ``run`` takes any number of inputs (``*inputs``), all like the last of ``reads``.
-        named: the classes each input by keyword may carry.
-    """
-
-    names: tuple[str, ...]
-    reads: tuple[Classes, ...]
-    variadic: bool
-    named: Mapping[str, Classes]
+    names: tuple[str, ...]  # of the positional inputs
+    reads: tuple[Classes, ...]  # the classes each of them may carry
+    variadic: bool  # whether `run` takes any number of inputs (`*inputs`), all like the last of `reads`
+    named: Mapping[str, Classes]  # the classes each input by keyword may carry
     required: frozenset[str]
     stepped: bool
     sends: Classes

@@ -446,31 +446,24 @@ LOADERS: Final[dict[ModelKind, Callable[..., PreTrainedModel]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecipe:
-    """How a model is loaded, wherever that is done; arguments as for :func:`oppo.hf.load_causal`.
-
-    Attributes:
-        kind: ``causal`` (a policy, a reference), ``scalar`` (a reward model, a critic) or ``process``.
-        device: by name; ``auto`` is the first CUDA device of the process that loads it, or the CPU without one.
-        lora_rank: of adapters that are added (:func:`oppo.hf.lora.add_lora`); 0: none.
-        adapter: directory or hub name of one that is loaded and trained instead; empty: none.
-    """
+    """How a model is loaded, wherever that is done; arguments as for :func:`oppo.hf.load_causal`."""
 
     path: str
-    kind: ModelKind = "causal"
+    kind: ModelKind = "causal"  # a policy, a reference; `scalar`: a reward model, a critic
     dtype: str = "float32"
-    device: str = "auto"
+    device: str = "auto"  # the first CUDA device of the process that loads it, or the CPU without one
     attention: Choice = "auto"
     trust_remote_code: bool = False
     allow_pickle: bool = False
     ignore_unused: bool = False
     quantization: Quantization = "none"
     new_head: bool = False
-    lora_rank: int = 0
+    lora_rank: int = 0  # of adapters that are added; 0: none
     lora_alpha: int = 32
     lora_seed: int = 0
     lora_experts: bool = False
     lora: Mapping[str, object] = field(default_factory=dict, hash=False)
-    adapter: str = ""
+    adapter: str = ""  # directory or hub name of one that is loaded and trained instead
 
     def load(self) -> PreTrainedModel:
         given: dict[str, Any] = {name: getattr(self, name) for name in LoadOptions.__annotations__}

@@ -448,21 +448,15 @@ def _scoring(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The layers of a model, in blocks of ``every`` layers: ``kept`` of a copy are those that stand for all.
-
-    Attributes:
-        names, layers: of the owner's lists, one beside another.
-        forms: the kind and the shapes of each layer.
-        stands: for each block, which of those that are kept stands for it.
-    """
+    """The layers of a model, in blocks of ``every`` layers: ``kept`` of a copy are those that stand for all."""
 
     owner: nn.Module
-    names: Sequence[str]
-    layers: Sequence[nn.ModuleList]
-    forms: Sequence[Hashable]
+    names: Sequence[str]  # of the owner's lists, one beside another
+    layers: Sequence[nn.ModuleList]  # those lists
+    forms: Sequence[Hashable]  # the kind and the shapes of each layer
     kept: Sequence[int]
     every: int = 1
-    stands: Sequence[int] = ()
+    stands: Sequence[int] = ()  # for each block, which of those that are kept stands for it
 
     def standing(self, every: int = 1) -> _Stack:
         """Keep the first block, which has no layer below, the last, and one of each kind between them."""

@@ -77,19 +77,12 @@ class Member:
 
 @dataclass(eq=False)
 class Round:
-    """The state of one decoding of a pool.
+    """The state of one decoding of a pool."""
 
-    Attributes:
-        has_cut: the cut has returned true.
-        failure: what the cut raised.
-        left: the context has been left.
-        over: set when nothing of it goes on.
-    """
-
-    has_cut: bool = False
-    failure: Exception | None = None
-    left: bool = False
-    over: anyio.Event = field(default_factory=anyio.Event)
+    has_cut: bool = False  # the cut has returned true
+    failure: Exception | None = None  # what the cut raised
+    left: bool = False  # the context has been left
+    over: anyio.Event = field(default_factory=anyio.Event)  # set when nothing of it goes on
 
     @property
     def stops(self) -> bool:
@@ -100,20 +93,15 @@ class Round:
 
 
 class Members:
-    """The engines of a pool: which of them serve, with which weights.
-
-    Attributes:
-        version: of the weights that every living member has.
-        given: the newest version that any was given.
-        responses, tokens: that have ended, and that they have.
-    """
+    """The engines of a pool: which of them serve, with which weights."""
 
     def __init__(self, policies: Sequence[Policy], start: Start | None, timeout: float) -> None:
         self.all = [Member(index, policy, serving=True) for index, policy in enumerate(_alike(policies))]
-        self.version = self.given = policies[0].version
+        self.version = policies[0].version  # of the weights that every living member has
+        self.given = self.version  # the newest that any was given
         self.timeout = timeout
         self.round: Round | None = None
-        self.responses = self.tokens = 0
+        self.responses = self.tokens = 0  # that have ended, and that they have
         self._tasks: TaskGroup | None = None
         self._start = start
         self._starting: set[int] = set()

@@ -113,14 +113,10 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Outlines:
-    """The models of a run without weights or adapters, and what has been counted of them.
-
-    Attributes:
-        known: models, and bytes counted, by what they depend on; runs that are compared share it.
-    """
+    """The models of a run without weights or adapters, and what has been counted of them."""
 
     deployment: Deployment
-    known: Known = field(default_factory=dict)
+    known: Known = field(default_factory=dict)  # runs that are compared share it
 
     def actor(self) -> PreTrainedModel:
         return self.outlined("models.policy", CAUSAL, self.deployment.models.policy)

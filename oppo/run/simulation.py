@@ -32,21 +32,15 @@ Layout = Literal["shared", "split"]
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A system, what it trains, and the schedules to compare.
-
-    Attributes:
-        measured: median seconds for each trained token of the baseline, where it has run.
-        refused: why a schedule does not go with the settings of the run, by name.
-        about: the devices and the engine, where they are not those of the run.
-    """
+    """A system, what it trains, and the schedules to compare."""
 
     system: System
     workload: Workload
     schedules: Mapping[str, Schedule]
     baseline: str
-    measured: float | None = None
-    refused: Mapping[str, str] = field(default_factory=dict)
-    about: str = ""
+    measured: float | None = None  # median seconds for each trained token of the baseline, where it has run
+    refused: Mapping[str, str] = field(default_factory=dict)  # why a schedule does not go with the settings, by name
+    about: str = ""  # the devices and the engine, where they are not those of the run
 
     def run(self, *, steps: int | None = None, seeds: int | None = None, precise: bool = False) -> Study:
         found = study(

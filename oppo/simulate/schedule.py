@@ -192,16 +192,7 @@ class _Step:
 
 @dataclass(eq=False)
 class SimulatedRun:
-    """Runs a schedule until so many steps have ended; its statistics leave out the first ``skipped``, at least one.
-
-    Attributes:
-        settling: further steps of a controller that adapts, before these; their lengths are those of the first steps.
-        grain: lengths are rounded to so many tokens: those that end in one decode step are one event.
-        drain_after: indexes of steps that end before any later one begins, whatever the lookahead.
-        ended, alive: the steps, in order.
-        rows: those in flight, by rollout.
-        lanes: the replicas.
-    """
+    """Runs a schedule until so many steps have ended; its statistics leave out the first ``skipped``, at least one."""
 
     system: System
     workload: Workload
@@ -209,9 +200,9 @@ class SimulatedRun:
     steps: int = 120
     skipped: int = 20
     seed: int = 0
-    grain: int = 1
-    drain_after: Collection[int] = ()
-    settling: int = 0
+    grain: int = 1  # lengths are rounded to so many tokens: those that end in one decode step are one event
+    drain_after: Collection[int] = ()  # indexes of steps that end before any later one begins, whatever the lookahead
+    settling: int = 0  # further steps of a controller that adapts, before these, as long as the first ones
 
     def __post_init__(self) -> None:
         workload, decoder, grain = self.workload, self.system.decoder, self.grain
