@@ -127,6 +127,10 @@ class Deployment:
         return self.settings.teacher.weights != "average" and devices.teacher == devices.actor
 
     @property
+    def trains_elsewhere(self) -> bool:
+        return "trainer" in self.devices.remote
+
+    @property
     def engine_workers(self) -> int:
         return workers_of(self.settings.vllm) if self.has_engine else 1
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 from oppo.admission import Admission, Continuous, Observation, Overcommit, SlopeAdaptive, TailAdaptive, TailBatched
 from oppo.admission.chunking import ChunkSize, Fixed, Tuned, WholeRollout
@@ -19,18 +19,14 @@ from oppo.config.settings import Settings
 from oppo.errors import ConfigError, noted
 from oppo.evaluation import Evaluate, Evaluation
 from oppo.evaluation.evaluate import BEFORE, Progress
-from oppo.events import Prompt, StepReport
+from oppo.events import Drop, Prompt, StepReport
 from oppo.graph import Graph, Run
-from oppo.models import ResumableTrainer, VariesSampling
+from oppo.models import Passes, ResumableTrainer, Sampling, Scorer, VariesSampling
 from oppo.placement.trainer import HostedTrainer
 from oppo.report.log import dump_batch
 from oppo.run.checkpoint import HELD_OUT, Provenance
 from oppo.run.prompts import Supply, of_agents
 from oppo.stages import Generate, GroupRelative, InParts, Score, Update
-
-if TYPE_CHECKING:
-    from oppo.run.models import Assembly
-
 
 CHECKPOINTED: Final = ("has_learned", "progress", "write", "save", "restore")
 """The members of a :class:`ResumableTrainer` besides those of every trainer."""
@@ -41,12 +37,13 @@ MakeGraph: TypeAlias = Callable[[Roles], Graph[StepReport]]
 
 def compose(
     settings: Settings,
-    assembly: Assembly,
+    roles: Roles,
+    ideal: Mapping[str, Passes],
     prompts: Supply,
+    *,
     replay: Mapping[int, Observation],
     make: MakeGraph | None = None,
 ) -> Graph[StepReport]:
-    roles = assembly.roles
     graph = graph_of(settings.algorithm, roles) if make is None else make(roles)
     update = graph.stage("update", Update)
     dump = partial(dump_batch, folder=settings.run_directory / "nonfinite")
@@ -62,7 +59,7 @@ def compose(
     if settings.step.stream_updates:
         estimator = graph.stage("advantage", GroupRelative)
         graph = graph.replace(advantage=InParts(estimator, settings.algorithm.responses))
-    ideal = {id(getattr(roles, role)): passes for role, passes in assembly.ideal.items()}
+    by_model = {id(getattr(roles, role)): passes for role, passes in ideal.items()}
     models = [
         (name, id(getattr(node.stage, kind, None)))
         for name, node in graph.nodes.items()
@@ -80,7 +77,7 @@ def compose(
             after=stages_before_sync(settings.step, update.after),
             max_nonfinite=settings.run.max_nonfinite,
             dump=dump,
-            ideal={name: ideal[model] for name, model in models if model in ideal},
+            ideal={name: by_model[model] for name, model in models if model in by_model},
         ),
     )
 
@@ -142,10 +139,11 @@ def evaluates(run: RunSection, section: EvalSection, steps: int, index: int) -> 
 def with_evaluations(
     graph: Graph[StepReport],
     chosen: EvalSection,
-    assembly: Assembly,
+    reward: Scorer[float | Drop],
+    sampling: Sampling,
     held_out: Sequence[Prompt],
-    due: Callable[[int], bool],
     *,
+    due: Callable[[int], bool],
     data: DataSection,
     batch: int,
     by_rule: bool,
@@ -155,9 +153,9 @@ def with_evaluations(
     generate = graph.stage("generate", Generate)
     scoring = [
         name for name, node in graph.nodes.items()
-        if isinstance(node.stage, Score) and node.stage.scorer is assembly.roles.reward
+        if isinstance(node.stage, Score) and node.stage.scorer is reward
     ]  # fmt: skip
-    policy, sampling = generate.policy, assembly.sampling
+    policy = generate.policy
     if not policy.capabilities.varies_sampling:
         raise ConfigError(
             f"[eval] needs a policy that can draw in another way, and {type(policy).__name__} cannot, by its "
@@ -167,7 +165,7 @@ def with_evaluations(
     passes = 1.0 if by_rule else None
     evaluation = Evaluation(
         prompts=held_out,
-        reward=assembly.roles.reward,
+        reward=reward,
         greedy=drawing.with_sampling(replace(sampling, temperature=0.0, seed=chosen.seed)),
         sampled=drawing.with_sampling(replace(sampling, seed=chosen.seed)) if chosen.samples > 1 else None,
         samples=chosen.samples,

@@ -372,7 +372,7 @@ class _Making:
             loss=loss,
             shard=settings.placement.shard,
             devices=devices if len(devices) > 1 else (),
-            recipe=_copies(deployment, self.load, critic) if "trainer" in deployment.devices.remote else None,
+            recipe=_copies(deployment, self.load, critic) if deployment.trains_elsewhere else None,
         )
 
     def _scoring(self, model: str, name: str = "") -> ModelPlace:

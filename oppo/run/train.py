@@ -215,15 +215,16 @@ def prepare(
         check_image_tokens(supply, assembly.image_tokens)
         replay = read_replay(settings.run_directory / JOURNAL, done) if resume else Replay()
         stream = of_agents(stream, assembly.roles.environment, settings.data)
-        composed = compose(settings, assembly, stream, replay.observations, graph)
+        composed = compose(settings, assembly.roles, assembly.ideal, stream, replay=replay.observations, make=graph)
         assembly = assembly.wired(trainer_of(composed), composed.stage("generate", Generate).environment)
         due = partial(evaluates, settings.run, settings.eval, supply.steps)
         composed = with_evaluations(
             composed,
             settings.eval,
-            assembly,
+            assembly.roles.reward,
+            assembly.sampling,
             supply.held_out,
-            due,
+            due=due,
             data=settings.data,
             batch=settings.step.batch * settings.algorithm.responses,
             by_rule=bool(settings.agents.program) or (len(settings.rewards) == 1 and not settings.reward_models),
