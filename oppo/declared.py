@@ -6,8 +6,10 @@ A setting is declared once. :func:`validated` checks values from Python by the d
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+import sys
 import types
 from collections import abc
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -128,10 +130,12 @@ def _declared(record: Any) -> Mapping[str, Declared]:
 def _hints(record: type) -> dict[str, Any]:
     found = dict[str, Any]()
     for base in reversed(record.__mro__):
-        for name, hint in vars(base).get("__annotations__", {}).items():
-            one = type(base.__name__, (), {"__module__": base.__module__, "__annotations__": {name: hint}})
+        module = getattr(sys.modules.get(base.__module__), "__dict__", {})
+        for name, hint in inspect.get_annotations(base).items():
+            found.pop(name, None)
+            one = type(base.__name__, (), {"__annotations__": {name: hint}})
             with suppress(NameError):  # a user's subclass may import for the type checker alone
-                found |= get_type_hints(one, include_extras=True)
+                found |= get_type_hints(one, dict(vars(base)), module, include_extras=True)
     return found
 
 

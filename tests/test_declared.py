@@ -159,10 +159,11 @@ def test_an_error_names_the_argument_and_what_was_expected(
 @dataclass(frozen=True)
 class OfAUser(PPOLoss):
     pool: NowhereAtRunTime | None = None  # type: ignore[name-defined] # noqa: F821 - as if imported for types alone
+    value_clip: NowhereAtRunTime = None  # type: ignore[name-defined] # noqa: F821
 
 
 def test_a_subclass_whose_annotations_are_for_the_type_checker_is_checked_otherwise() -> None:
-    assert OfAUser(clip=0.1).clip == 0.1
+    assert OfAUser(clip=0.1, value_clip="soft").value_clip == "soft"
     with pytest.raises((ValueError, oppo.OppoError), match="clip must be more than 0"):
         OfAUser(clip=0.0)
 

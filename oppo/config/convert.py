@@ -39,7 +39,7 @@ class Converted:
         for reason, names in self.lost.items():
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             yield f"not carried over: {', '.join(names[:SHOWN])}{more}: {reason}"
-        if self.own and "urls" not in self.own and not is_installed("vllm"):
+        if self.own and "urls" not in table_in(self.document, "vllm") and not is_installed("vllm"):
             yield f"not checked: {', '.join(self.own)} of [vllm]: vLLM alone knows its arguments, and is not installed"
 
     def check(self, file: Path) -> None:

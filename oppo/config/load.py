@@ -281,7 +281,8 @@ def _parsed(override: str) -> tuple[list[str], object]:
         names, value = _names(override[: equals.start()]), _value(override[equals.end() :].strip())
         if len(names) > 1 or (names and isinstance(value, list)):
             return names, value
-    came = f"{override.partition('=')[0]}={HIDDEN}" if VARIABLE.search(override) else override
+    key = override.partition("=")[0]
+    came = f"{key}={HIDDEN}" if "_env" in key or VARIABLE.search(override) else override
     raise ConfigError(f"--set expects section.key=value, such as step.batch=16; got {came!r}")
 
 
@@ -313,7 +314,8 @@ VARIABLE = re.compile(r"_env['\"]?(\s*=|:?\s)")
 
 def _shown(detail: ErrorDetails) -> str:
     came = in_toml(detail["input"])
-    return HIDDEN if VARIABLE.search(f"{detail['loc'][-1]} {came}") else shortened(came, SHOWN)
+    places = [f"{part} " for part in detail["loc"]]
+    return HIDDEN if any(map(VARIABLE.search, [*places, came])) else shortened(came, SHOWN)
 
 
 @dataclass(frozen=True, slots=True)

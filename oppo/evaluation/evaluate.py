@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from oppo.admission import Synchronous
 from oppo.admission.chunking import ChunkSize, Fixed
-from oppo.declared import PositiveInteger, Threshold, validated
+from oppo.declared import PositiveCount, Threshold, validated
 from oppo.errors import DataError, ProtocolError
 from oppo.events import (
     Drop,
@@ -78,8 +78,8 @@ class Answering:
         progress: called with the counts whenever a response has ended.
     """
 
-    samples: PositiveInteger = 1
-    batch: PositiveInteger = 64
+    samples: PositiveCount = 1
+    batch: PositiveCount = 64
     environment: Environment | None = None
     asking: Asking = iter
     chunks: ChunkSize = field(default_factory=Fixed)
@@ -382,8 +382,8 @@ class Evaluation:
     reward: Scorer[float | Drop]
     greedy: Policy
     sampled: Policy | None = None
-    samples: PositiveInteger = 1
-    batch: PositiveInteger = 64
+    samples: PositiveCount = 1
+    batch: PositiveCount = 64
     pass_score: Threshold | None = None
     environment: Environment | None = None
     asking: Asking = iter

@@ -22,10 +22,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, SupportsFloat, TypeAlias
 
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 
 from oppo.atomic_files import temporary
-from oppo.declared import PositiveInteger, require_whole, validated
+from oppo.declared import require_whole, validated
 from oppo.errors import DataError, one_line, shown
 from oppo.events import Drop
 from oppo.libraries import require
@@ -238,8 +238,8 @@ class CodeChecker:
         [1.0]
     """
 
-    seconds: PositiveInteger = 10
-    megabytes: Annotated[int, Ge(64)] = 1024
+    seconds: Annotated[int, Ge(1), Lt(2**29)] = 10
+    megabytes: Annotated[int, Ge(64), Lt(2**40)] = 1024
 
     @property
     def __name__(self) -> str:

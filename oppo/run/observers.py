@@ -76,8 +76,8 @@ def watching(
         # A live panel would be drawn over other output to the terminal, so it shows the messages itself.
         shown = (panel.on_notice,) if panel.is_live else ()
         stack.enter_context(routed(log.notice, *shown, onward=not panel.is_live))
-        last = stack.enter_context(ExitStack())  # trackers, which may take long to end, end after the watchdog
         stack.enter_context(panel)
+        last = stack.enter_context(ExitStack())  # trackers, which may take long to end, end after the watchdog
         watchdog = watchdog_of(chosen, assembly, directory, [log.on_stall, panel.on_stall], last_resort)
         stack.enter_context(watchdog)
         assembly.listen(directory.model_span, watchdog.on_span)
